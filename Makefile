@@ -81,7 +81,7 @@ bench: $(VENV)/.sim ## The README's figures on the simulated engine (real corpor
 	$(BENCH) --workload mix8 --policy auto --waiting 8 --capacity-tokens 5% --json $(RESULTS)/sim-waiting-5.json
 	$(BENCH) --corpus pydocs --policy retrieval --policy greedy --policy auto --json $(RESULTS)/sim-pydocs.json
 	$(BENCH) --corpus pydocs --policy auto --batch --order random --capacity-tokens 32768 --json $(RESULTS)/sim-pydocs-batch.json
-	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy best --policy auto --json $(RESULTS)/order-k$$k.json; done
+	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy best --policy auto --policy popularity --json $(RESULTS)/order-k$$k.json; done
 ifneq ($(wildcard $(CORPORA)/covidqa),)
 	$(BENCH) $(REAL) --policy retrieval --policy best --json $(RESULTS)/real.json
 	$(BENCH) $(REAL) --policy auto --batch --json $(RESULTS)/real-batch.json

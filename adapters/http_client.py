@@ -8,10 +8,12 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ragorder.extras import needs
+
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["AddressError", "Server", "ServerError", "live_extra", "printable"]
+__all__ = ["AddressError", "Server", "ServerError", "printable"]
 
 
 # Far above any expected answer, in bytes.
@@ -43,10 +45,8 @@ class Server:
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
-        try:
+        with needs("live", "talking to a server"):
             import httpx2
-        except ImportError as error:
-            raise live_extra(error) from error
         self._httpx2 = httpx2
         url = self._parse(base_url)
         self.root = str(url.copy_with(username=None, password=None, query=None, fragment=None)).rstrip("/")
@@ -143,10 +143,6 @@ class Server:
                 meant = f"http://{shown}"
             raise AddressError(f"{shown!r} is not the URL of a server: write {meant}")
         return url
-
-
-def live_extra(error: ImportError) -> ImportError:
-    return ImportError(f"talking to a server needs {error.name}: pip install 'ragorder[live]'", name=error.name)
 
 
 def printable(text: str) -> str:

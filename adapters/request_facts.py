@@ -1,7 +1,8 @@
-"""Facts about a request for a vLLM with ragorder's tiers: where its documents end, its tenant, a token's cost.
+"""Facts about a request for a vLLM with ragorder's tiers: where its documents end, its tenant, what it forecasts.
 
-    {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "tenant": "<digest>",
-    "cost": seconds per new token, "prefix": tokens in front of the first document}}}; each may be missing or null.
+    {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [requests to
+    come that will contain all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
+    tokens in front of the first document}}}; each may be missing or null.
 
 Standard library only: vLLM's processes load this module.
 """
@@ -9,11 +10,12 @@ Standard library only: vLLM's processes load this module.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "FACTS",
@@ -26,6 +28,8 @@ __all__ = [
     "tenant_digest",
     "with_facts",
 ]
+
+K = TypeVar("K", bound=Hashable)
 
 FIELD = "kv_transfer_params"
 """The field of a request's body, and the key in the extra_args of vLLM's SamplingParams."""
@@ -41,16 +45,32 @@ _MAX_TENANT_LENGTH = 256
 _MAX_TOKENS = 1 << 53
 # No engine takes as long for a token; and the cost that a request claims keeps its chunks in the cache.
 _MAX_COST_S = 10.0
+# Likewise: a chunk expected a thousand times outlives one expected once by fourteen turnovers of its tier.
+_MAX_EXPECTED = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """`documents`: prompt positions, in tokens, where documents end; `tenant`: a digest; `cost`: seconds per new token,
-    if the client knows better than the profile."""
+    if the client knows better than the profile; `expected`: for each document, the requests to come that will contain
+    it and those in front of it, or empty."""
 
     documents: tuple[int, ...] = ()
     tenant: str | None = None
     cost: float | None = None
+    expected: tuple[float, ...] = ()
+
+    def of_first(self, documents: int | None) -> RequestFacts:
+        """As if the request had at most so many documents, the first ones."""
+        if documents is None or len(self.documents) <= documents:
+            return self
+        return replace(self, documents=self.documents[:documents], expected=self.expected[:documents])
+
+    def forecast(self, blocks: Iterable[K], ends: Iterable[int]) -> dict[K, float]:
+        """Expected uses of blocks that end at these prompt positions: those of the document with a block's last token.
+        Without blocks behind the documents."""
+        places = ((block, bisect_left(self.documents, end)) for block, end in zip(blocks, ends, strict=True))
+        return {block: self.expected[place] for block, place in places if place < len(self.expected)}
 
 
 def read_facts(kv_transfer_params: object) -> RequestFacts | None:
@@ -74,7 +94,13 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
         if type(cost) not in (int, float) or not 0 <= cost <= _MAX_COST_S:
             raise ValueError(f"a cost is the seconds per new token, from 0 to {_MAX_COST_S:g}")
         cost = float(cost)
-    return RequestFacts(tuple(documents or ()), tenant, cost)
+    expected = facts.get("expected")
+    if expected is not None:
+        if not isinstance(expected, list | tuple) or len(expected) != len(documents or ()):
+            raise ValueError("expected is a list with a number of uses for each of the documents")
+        if not all(type(uses) in (int, float) and 0 <= uses <= _MAX_EXPECTED for uses in expected):
+            raise ValueError(f"expected are uses to come, from 0 to {_MAX_EXPECTED:g}")
+    return RequestFacts(tuple(documents or ()), tenant, cost, tuple(map(float, expected or ())))
 
 
 def tenant_digest(scope: Hashable) -> str | None:
@@ -85,11 +111,15 @@ def tenant_digest(scope: Hashable) -> str | None:
     return blake2b(name, key=_KEY, digest_size=16).hexdigest()
 
 
-def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> dict[str, Any]:
+def request_facts(
+    document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0, expected_uses: Sequence[float] = ()
+) -> dict[str, Any]:
     """Without unknown facts."""
     facts: dict[str, Any] = {}
     if document_ends:
         facts["documents"] = list(document_ends)
+        if len(expected_uses) == len(document_ends):
+            facts["expected"] = [min(round(uses, 3), _MAX_EXPECTED) for uses in expected_uses]
         if prefix_tokens:
             facts[PREFIX] = prefix_tokens
     if (tenant := tenant_digest(scope)) is not None:
@@ -97,7 +127,9 @@ def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: 
     return facts
 
 
-def with_facts(arguments: Mapping[str, Any], document_ends: Sequence[int], scope: Hashable) -> dict[str, Any]:
+def with_facts(
+    arguments: Mapping[str, Any], document_ends: Sequence[int], scope: Hashable, expected_uses: Sequence[float] = ()
+) -> dict[str, Any]:
     """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's own
     values precede ours."""
     sent = dict(arguments)
@@ -105,13 +137,19 @@ def with_facts(arguments: Mapping[str, Any], document_ends: Sequence[int], scope
     params = {} if params is None else params
     own = params.get(FACTS, {}) if isinstance(params, Mapping) else None
     if isinstance(params, Mapping) and isinstance(own, Mapping):
-        facts = request_facts(document_ends, scope) | dict(own)
+        facts = _behind(own, request_facts(document_ends, scope, expected_uses=expected_uses))
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
     return sent
 
 
-def add_facts(fields: dict[str, Any], document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> None:
+def add_facts(
+    fields: dict[str, Any],
+    document_ends: Sequence[int],
+    scope: Hashable,
+    prefix_tokens: int = 0,
+    expected_uses: Sequence[float] = (),
+) -> None:
     """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte, malformed ones for the
     server to refuse."""
     import msgspec
@@ -122,6 +160,13 @@ def add_facts(fields: dict[str, Any], document_ends: Sequence[int], scope: Hasha
         own = msgspec.json.decode(params[FACTS], type=raw_fields) if FACTS in params else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    facts: dict[str, Any] = request_facts(document_ends, scope, prefix_tokens) | own
+    facts = _behind(own, request_facts(document_ends, scope, prefix_tokens, expected_uses))
     if facts:
         fields[FIELD] = msgspec.Raw(msgspec.json.encode(params | {FACTS: facts}))
+
+
+def _behind(own: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    if "documents" in own:
+        # The forecast is of our documents.
+        facts.pop("expected", None)
+    return facts | dict(own)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from ragorder.kernels.fusion.selection import ENGINE_SELECTIONS, check_engine_selection, selections
+from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.tier_settings import KVTierSettings
 
 __all__ = ["EngineSettings"]
@@ -22,7 +24,9 @@ class EngineSettings(KVTierSettings):
     """
 
     disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
-
+    profile_budget_s: float = Field(
+        default=10.0, gt=0, description="Longest time for measuring prefill times at the first start."
+    )
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
     device_tokens: int | None = Field(
         default=None, ge=1, description="Tokens of KV on the device; none: as many as fit."
@@ -31,14 +35,31 @@ class EngineSettings(KVTierSettings):
         default=0.8, gt=0, le=1, description="Share of a GPU's free memory for KV, without device_tokens."
     )
     replicate_nodes: int = Field(
-        default=0,
+        default=32,
         ge=0,
-        description="Number of most used nodes that are copied to the host before they leave the device.",
+        description="Most used documents with a copy in host memory, at most half of it, in case the device fails.",
     )
     max_batch_tokens: int = Field(
         default=8192, ge=1, description="Most tokens that one step computes for all requests."
     )
     max_requests: int = Field(default=64, ge=1, description="Most requests computed at the same time.")
+    schedule: Literal["cached-first", "fcfs"] = Field(
+        default="cached-first",
+        description="Which waiting request is next: that with the largest ratio of cached to uncached tokens, or the "
+        "oldest.",
+    )
+    schedule_window: int = Field(
+        default=32, ge=0, description="With cached-first no request is overtaken by more than N later ones."
+    )
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest time from a request's arrival to its last token; none: no limit.",
+    )
+    max_retries: int = Field(
+        default=3, ge=0, description="How often a request is computed again after steps in which the device failed."
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Most tokens of prompt and answer; none: the model's limit."
     )
@@ -50,6 +71,30 @@ class EngineSettings(KVTierSettings):
         default=256, ge=1, description="Tokens of a node in prompts whose documents are not marked."
     )
     verify: bool = Field(default=True, description="Compare a new engine with transformers' own attention.")
+    reuse: Literal["exact", "fused"] = Field(
+        default="exact",
+        description="exact: documents are reused behind those that they were computed behind, and answers are the "
+        "model's; fused: wherever they stand, and answers are approximately the model's (FusionRAG).",
+    )
+    recompute: float = Field(
+        default=0.15, ge=0, le=1, description="With fused: share of the tokens reused off the prefix computed anew."
+    )
+    select: Annotated[str, AfterValidator(check_engine_selection)] = Field(
+        default="query",
+        description=f"With fused: which of them. {selections.help_of(ENGINE_SELECTIONS)}.",
+        json_schema_extra={"enum": [*ENGINE_SELECTIONS]},
+    )
+
+    as_if_last: bool = Field(
+        default=False,
+        description="With fused: compute them as though their document came last, so that they see all others and "
+        "answers depend less on the order of documents.",
+    )
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """Of requests that do not say theirs; None if none can be fused."""
+        return Fusion(self.recompute, self.select, self.as_if_last) if self.reuse == "fused" else None
 
     @field_validator("dtype")
     @classmethod

@@ -17,6 +17,7 @@ _VERSION = 1
 # The largest count that a float represents exactly.
 _MOST_TOKENS = 1 << 53
 _LONGEST_S = 1e6
+_TIERS = ("host", "disk")
 _MEASURE = "measure one with `ragorder profile`"
 
 
@@ -33,19 +34,23 @@ class PrefillProfile:
     - below the first new tokens with the flattest first slope, no steeper than to the origin;
     - below the first cached tokens constant.
 
-    `facts` are JSON values. Raises ValueError for an invalid grid or falling times.
+    `loads` are the seconds in which a cached token comes to the device, by the tier that holds it ("host", "disk"); a
+    tier that is not measured costs nothing. `facts` are JSON values. Raises ValueError for an invalid grid, falling
+    times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    loads: Mapping[str, float] = field(default_factory=dict, hash=False)
     _beyond_new: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _below_new: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _beyond_cached: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_grid(self.cached_tokens, self.new_tokens, self.seconds)
+        _check_loads(self.loads)
         columns = list(zip(*self.seconds, strict=True))
         for before, after in (pair for times in [*self.seconds, *columns] for pair in pairwise(times)):
             if after < before:
@@ -64,7 +69,7 @@ class PrefillProfile:
     def _set(self, name: str, slopes: Iterable[float]) -> None:
         object.__setattr__(self, name, tuple(slopes))
 
-    def __call__(self, cached_tokens: int, new_tokens: int) -> float:
+    def __call__(self, cached_tokens: int, new_tokens: float) -> float:
         """Negative counts are taken as 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
@@ -81,6 +86,15 @@ class PrefillProfile:
             seconds += (cached - self.cached_tokens[-1]) * _at(self._beyond_cached, column, right)
         return max(0.0, seconds)
 
+    def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
+        """Seconds to prefill if some of the cached tokens must be loaded first, from host memory and from disk."""
+        loads = self.loads
+        return (
+            self(cached_tokens, new_tokens)
+            + host_tokens * loads.get("host", 0.0)
+            + disk_tokens * loads.get("disk", 0.0)
+        )
+
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
         """Seconds per new token (at least 1), as in formula 4."""
         new = min(max(new_tokens, 1), _MOST_TOKENS)
@@ -93,6 +107,7 @@ class PrefillProfile:
         new_tokens: Sequence[int],
         seconds: Sequence[Sequence[float]],
         facts: Mapping[str, Any] | None = None,
+        loads: Mapping[str, float] | None = None,
     ) -> Self:
         """A profile of measured times, pooled where they fall for noise (isotonic regression, rows then columns).
 
@@ -114,7 +129,9 @@ class PrefillProfile:
             "largest_s": max((change for change, _ in changes), default=0.0),
             "largest_share": max((change / before for change, before in changes if before), default=0.0),
         }
-        return cls(tuple(cached_tokens), tuple(new_tokens), tuple(pooled), {**(facts or {}), "pooled": size})
+        return cls(
+            tuple(cached_tokens), tuple(new_tokens), tuple(pooled), {**(facts or {}), "pooled": size}, loads or {}
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -123,6 +140,7 @@ class PrefillProfile:
             "cached_tokens": list(self.cached_tokens),
             "new_tokens": list(self.new_tokens),
             "seconds": [list(row) for row in self.seconds],
+            **({"load_s_per_token": dict(self.loads)} if self.loads else {}),
             "facts": dict(self.facts),
         }
 
@@ -145,7 +163,10 @@ class PrefillProfile:
         facts = value.get("facts", {})
         if not isinstance(facts, dict):
             raise ValueError("facts is an object with facts about the measurement: leave it out if there are none")
-        return cls(tuple(cached or ()), tuple(new or ()), tuple(map(tuple, rows)), facts)
+        loads = value.get("load_s_per_token", {})
+        if not isinstance(loads, dict):
+            raise ValueError("load_s_per_token is an object with seconds by tier: leave it out if there are none")
+        return cls(tuple(cached or ()), tuple(new or ()), tuple(map(tuple, rows)), facts, loads)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -165,7 +186,7 @@ class PrefillProfile:
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", "utf-8")
 
 
-def _place(axis: Sequence[int], value: int) -> tuple[int, float]:
+def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
     """Index of the last entry not above the value, and the share of the way to the next."""
     index = bisect_right(axis, value) - 1
     if index < 0:
@@ -209,6 +230,13 @@ def _check_grid(cached_tokens: Sequence[int], new_tokens: Sequence[int], seconds
         )
     if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for row in seconds for time in row):
         raise ValueError(f"seconds are numbers from 0 to {_LONGEST_S:,.0f}")
+
+
+def _check_loads(loads: Mapping[str, float]) -> None:
+    if unknown := [tier for tier in loads if tier not in _TIERS]:
+        raise ValueError(f"load_s_per_token names {unknown[0]!r}: the tiers are {' and '.join(_TIERS)}")
+    if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for time in loads.values()):
+        raise ValueError(f"load_s_per_token are numbers of seconds from 0 to {_LONGEST_S:,.0f}")
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -33,10 +35,22 @@ class KVTierSettings(BaseModel):
     history: int = Field(
         default=65536, ge=0, description="Evicted documents whose use a tier remembers; 0: none remembered."
     )
-    profile: Path | None = Field(
+    max_cached_documents: int | None = Field(
         default=None,
-        description="Prefill times on this engine, from `ragorder profile`; none: the same time for each token.",
+        ge=1,
+        description="Documents of a request that are cached, the first ones; the others are computed each time; "
+        "none: all.",
     )
+    profile: Path | Literal["auto"] | None = Field(
+        default=None,
+        description="Prefill times on this engine: auto, measured once for a model and a machine; none, the same for "
+        "each token; or a file from `ragorder profile`.",
+    )
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _none_by_name(cls, profile: object) -> object:
+        return None if profile == "none" else profile
 
     @field_validator("policy")
     @classmethod
@@ -45,6 +59,8 @@ class KVTierSettings(BaseModel):
             raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
         return policy
 
-    def prefill_profile(self) -> PrefillProfile:
-        """The times of a prefill. Raises ValueError if the file of `profile` cannot be read."""
-        return LINEAR if self.profile is None else PrefillProfile.from_file(self.profile)
+    def prefill_profile(self, measured: Callable[[], PrefillProfile] = lambda: LINEAR) -> PrefillProfile:
+        """`measured()` for "auto", LINEAR for none. Raises ValueError if the file of `profile` cannot be read."""
+        if self.profile is None:
+            return LINEAR
+        return measured() if self.profile == "auto" else PrefillProfile.from_file(self.profile)

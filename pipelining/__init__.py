@@ -23,6 +23,7 @@ from ragorder.pipelining.sync import SyncPipeline, SyncStream
 from ragorder.pipelining.warmup import Prefix, WarmUp
 
 if TYPE_CHECKING:
+    from ragorder.pipelining.search import ContinuousIVF
     from ragorder.pipelining.staged import Stage, StagedHNSW, StagedIVF, StagedSearch
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "CachedLengths",
     "CommittedRequest",
     "ConcurrencyLimiter",
+    "ContinuousIVF",
     "EngineLoad",
     "EngineRequest",
     "Pipeline",
@@ -57,7 +59,10 @@ __all__ = [
 ]
 
 # Loaded on first use: numpy and FAISS are not part of the core.
-_LAZY = dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged")
+_LAZY = {
+    "ContinuousIVF": "ragorder.pipelining.search",
+    **dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged"),
+}
 
 
 def __getattr__(name: str) -> object:

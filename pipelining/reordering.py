@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from heapq import nlargest
 from itertools import islice
@@ -68,6 +68,10 @@ class CacheAwareQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[T]:
+        """In order of arrival."""
+        return (ticket.item for ticket in self._waiting.values())
 
     def enter(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> Ticket[T]:
         self._entered += 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
-    from ragorder.pipelining.staged import StagedSearch
+    from ragorder.pipelining.staged import Stage, StagedSearch
 
 __all__ = ["Provisional", "Retrieval", "plain_retrieval", "staged_retrieval"]
 
@@ -50,14 +51,26 @@ def staged_retrieval(
     """A vector search in stages (`StagedIVF`, `StagedHNSW`).
 
     `embed` makes a question's vector, `document` returns the document of an index id. Both and each stage run in a
-    thread; an abandoned search ends with its current stage.
+    thread; an abandoned search ends with its current stage. A search that others share (`ContinuousIVF`) takes none.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
         vector = await asyncio.to_thread(embed, question)
-        found = iter(search.search(vector, top_k))
-        while (stage := await asyncio.to_thread(next, found, None)) is not None:
-            ids = stage.ids[0]
-            yield Provisional([document(int(id)) for id in ids if id >= 0], stage.final)
+        async with aclosing(_stages(search, vector, top_k)) as found:
+            async for stage in found:
+                ids = stage.ids[0]
+                yield Provisional([document(int(id)) for id in ids if id >= 0], stage.final)
 
     return stages
+
+
+async def _stages(search: StagedSearch, vector: Any, top_k: int) -> AsyncGenerator[Stage, None]:
+    shared = getattr(search, "search_async", None)
+    if shared is not None:
+        async with aclosing(shared(vector, top_k)) as stages:
+            async for stage in stages:
+                yield stage
+        return
+    found = iter(search.search(vector, top_k))
+    while (stage := await asyncio.to_thread(next, found, None)) is not None:
+        yield stage

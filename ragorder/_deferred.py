@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
-from threading import RLock
+from threading import RLock, local
 from typing import Any, TypeVar, TypeVarTuple
 
 __all__ = ["DeferringLock", "ReentryError", "defer", "deferred", "is_collecting", "run_deferred", "run_or_defer"]
@@ -24,18 +24,21 @@ _logger = logging.getLogger("ragorder")
 
 deferred: deque[Callable[[], object]] = deque()
 
-# The last phase stands last. The callback is C throughout: an interrupt (Ctrl-C) during a collection would be raised in
-# the first line of a Python callback, and the collector would swallow it.
+# The last phase stands last, and the collection that a thread started is in `_own`: a finaliser that waits lets other
+# threads run, which collect nothing. The callbacks are C throughout: an interrupt (Ctrl-C) during a collection would be
+# raised in the first line of a Python callback, and the collector would swallow it.
 _phases: Any = OrderedDict.fromkeys(("start", "stop"))
-gc.callbacks.append(_phases.move_to_end)
+_last: dict[str, Any] = {}
+_own: Any = local()
+gc.callbacks += [_phases.move_to_end, _last.__setitem__, _own.__setattr__]
 if hasattr(os, "register_at_fork"):
     # The parent's deferred work stays the parent's: a connection that the child closed would be broken there.
     os.register_at_fork(after_in_child=deferred.clear)
 
 
 def is_collecting() -> bool:
-    phase: str = next(reversed(_phases))
-    return phase == "start"
+    """Whether this thread runs the garbage collector."""
+    return next(reversed(_phases)) == "start" and getattr(_own, "start", None) is _last["start"]
 
 
 def run_or_defer(work: Callable[[], object]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy as shallow_copy
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
+from ragorder._fused import FusedReuse
 from ragorder._request import OrderRequest
+from ragorder._tiers import EngineTiers
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
 from ragorder.trie.plan import CachedPath
@@ -16,17 +18,20 @@ from ragorder.trie.residency import (
     EngineBlocks,
     EventsResidency,
     FeedbackResidency,
+    FollowedPool,
     LearnedLengths,
     Lease,
     LRUResidency,
-    NoResidency,
+    Places,
+    Pool,
     Residency,
     ScopeLengths,
     TokenIds,
 )
-from ragorder.trie.search import PrefixSearch, ranks_on_path, searches
+from ragorder.trie.search import PrefixSearch, Rest, ranks_on_path, searches
+from ragorder.trie.search.base import Permits
 from ragorder.trie.tail import Tail, Waiting, tails
-from ragorder.trie.tree import KnowledgeTree
+from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
@@ -39,13 +44,13 @@ class EngineContents(NamedTuple):
 
 
 class ScopeOwner(Protocol):
-    clock: Iterator[int]
+    tiers: EngineTiers
     defer: Callable[[Callable[[], None]], None]
     """Calls an outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
 
-    def changed(self, scope: Scope) -> None: ...
+    def changed(self) -> None: ...
 
 
 class Scope:
@@ -56,26 +61,34 @@ class Scope:
         name: Hashable,
         settings: Settings,
         owner: ScopeOwner,
+        pool: Pool,
         contents: EngineContents | None = None,
         lengths: ScopeLengths | None = None,
     ) -> None:
         self.name = name
         self._owner = owner
-        # False while the tree changes, and after an error or an interrupt in a change.
-        self.whole = True
-        self.closed = False
-        # As last counted by the owner.
-        self.nodes = self.blocks = 0
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
-        self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
-        self.mirror = _make_mirror(name, settings, self.tree, contents, owner.clock)
-        # Events tell a mirror what others have taken.
-        self.shares_room = not isinstance(self.mirror, EventsResidency)
+        self._cold_by_rank = settings.cold == "rank"
+        fuses = settings.reuse == "fused"
+        self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
+        self.fused = FusedReuse(settings, self.tree) if fuses else None
+        self.mirror = _make_mirror(name, self.tree, pool, contents, owner.tiers)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
+        self.places: Places | None = owner.tiers.places(self.mirror)
+        self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.tail].from_settings(settings)
+
+    @property
+    def whole(self) -> bool:
+        """False while the scope changes, and after an error or an interrupt in a change."""
+        return self.mirror.whole
+
+    @whole.setter
+    def whole(self, whole: bool) -> None:
+        self.mirror.whole = whole
 
     def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         self.residency.refresh(request)
@@ -87,10 +100,12 @@ class Scope:
         """An independent scope that continues from here; nothing corrects its mirror."""
         self.residency.refresh()
         copy = shallow_copy(self)
-        copy._owner = _DetachedOwner(self._owner.clock)
-        copy.whole = True
+        copy._owner = _DetachedOwner(self._owner)
         copy.mirror = copy.residency = self.mirror.copy()
+        # A dry run finds the blocks where they are now, and moves none.
+        copy.places = None
         copy.tree = copy.mirror.tree
+        copy.fused = None if self.fused is None else self.fused.copy(copy.tree)
         copy.tail = self.tail.copy()
         return copy
 
@@ -102,7 +117,7 @@ class Scope:
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
         self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
-        node = self.search.find(self.tree, request.ranks, permits)
+        node = self._find(request, permits)
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
@@ -112,7 +127,7 @@ class Scope:
     def cached_path(self, request: OrderRequest[D]) -> CachedPath:
         tree = self.tree
         self.residency.refresh(request)
-        node = self.search.find(tree, request.ranks)
+        node = self._find(request)
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
@@ -139,33 +154,45 @@ class Scope:
 
     def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
         # A forgotten or half changed scope has no requests any more.
-        if self.closed or not self.whole:
+        if self.mirror.closed or not self.whole:
             return
         self.whole = False
         if served:
             self.tail.served(lease.path)
+            if self.fused is not None and lease.open:
+                # Nothing behind the exact documents is kept, and their end is not that of all documents.
+                reported = [*reported[:1], lease.path[-1].end]
             self.residency.release(lease, *reported)
         else:
             self.residency.cancel(lease)
-        self._owner.changed(self)
+        self._owner.changed()
         self.whole = True
 
     def close(self) -> None:
-        self.whole = False
-        self.closed = True
-        if isinstance(self.mirror, EventsResidency):
-            self.mirror.close()
+        self.mirror.close()
 
     def _tokens(self, request: OrderRequest[D]) -> Sequence[int]:
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
+    def _find(self, request: OrderRequest[D], permits: Permits | None = None) -> Node:
+        node = self.search.find(self.tree, request.ranks, permits)
+        if self.priced is None:
+            return node
+        tokens = self._tokens(request)
+        if self.fused is not None:
+            rest = self.fused.rest(request.keys, tokens, self.places)
+        else:
+            prompt_tokens = self.tree.root.end + sum(tokens)
+            rest = Rest(prompt_tokens.__sub__)
+        return self.priced.improve(node, self.tree, request.ranks, rest, permits)
+
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
         tree, ranks = self.tree, request.ranks
-        node = self.search.find(tree, ranks)
+        node = self._find(request)
         if self._guards is None:
             return self._complete(ranks_on_path(node, ranks), request, waiting), 0
         guards = self._guards.for_request(len(ranks), request.groups)
-        guarded = self.search.find(tree, ranks, guards.permits)
+        guarded = self._find(request, guards.permits)
         cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
         prefix = ranks_on_path(guarded, ranks)
         return guards.complete(prefix, self._complete(prefix, request, waiting)), cost
@@ -176,19 +203,30 @@ class Scope:
             return prefix
         placed = set(prefix)
         rest = [rank for rank in range(count) if rank not in placed]
+        if self._cold_by_rank and not prefix:
+            return rest
+        if self.fused is not None:
+            rest, taken_over = self.fused.split(request.keys, rest)
+            return prefix + self.tail.arrange(request, prefix, rest, waiting) + taken_over
         return prefix + self.tail.arrange(request, prefix, rest, waiting)
 
     def _begin(
         self, request: OrderRequest[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
     ) -> Ordering[D]:
-        path = self.tree.insert(request.keys, self._tokens(request), permutation)
+        keys, tokens = request.keys, self._tokens(request)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
+        kept, behind_tokens, taken_over = permutation, 0, None
+        if self.fused is not None:
+            exact, taken_over = self.fused.places(keys, permutation)
+            kept, behind_tokens = permutation[:exact], sum(tokens[rank] for rank in permutation[exact:])
+        path = self.tree.insert(keys, tokens, kept)
         token_ids = request.token_ids
         if token_ids:
-            token_ids = [token_ids[rank] for rank in permutation]
-        lease = self.residency.lease(path, suffix_tokens, token_ids)
+            token_ids = [token_ids[rank] for rank in kept]
+        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids)
         documents = request.documents
-        return Ordering(
+        expected_uses = partial(self._expected_uses, keys, permutation)
+        ordering = Ordering(
             [documents[rank] for rank in permutation],
             permutation,
             lease.cached_documents,
@@ -196,17 +234,30 @@ class Scope:
             guard_cost_tokens,
             self.finish,
             lease,
-            path[-1].end,
+            path[-1].end + behind_tokens,
+            expected_uses,
         )
+        if taken_over:
+            ordering.fused = taken_over
+        if self.places is not None:
+            for node in path[1 : 1 + lease.cached_documents]:
+                host, disk = self.places.loads(node)
+                ordering.host_tokens += host * self.tree.block_size
+                ordering.disk_tokens += disk * self.tree.block_size
+            self.places.serve(path, lease, expected_uses)
+        return ordering
+
+    def _expected_uses(self, keys: Sequence[Key], permutation: list[int]) -> Sequence[float]:
+        return self.tail.expected_uses([keys[rank] for rank in permutation])
 
 
 class _DetachedOwner:
-    def __init__(self, clock: Iterator[int]) -> None:
-        self.clock = clock
+    def __init__(self, owner: ScopeOwner) -> None:
+        self.tiers = owner.tiers
         self.defer: Callable[[Callable[[], None]], None] = _at_once
         self.report: Callable[[Exception], None] = _raise
 
-    def changed(self, scope: Scope) -> None:
+    def changed(self) -> None:
         pass
 
 
@@ -219,12 +270,9 @@ def _raise(error: Exception) -> None:
 
 
 def _make_mirror(
-    name: Hashable, settings: Settings, tree: KnowledgeTree, contents: EngineContents | None, clock: Iterator[int]
+    name: Hashable, tree: KnowledgeTree, pool: Pool, contents: EngineContents | None, tiers: EngineTiers
 ) -> LRUResidency:
-    if settings.residency == "none":
-        return NoResidency(tree, settings.max_nodes, clock)
-    mirrored = tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first
     # The salt of a scope that is no string is unknown: its blocks cannot be identified.
-    if contents is not None and (name is None or (isinstance(name, str) and name)):
-        return EventsResidency(*mirrored, blocks=contents.blocks, prefix_ids=contents.prefix_ids, salt=name)
-    return LRUResidency(*mirrored, clock)
+    if contents is not None and isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
+        return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
+    return tiers.residency(name, tree, pool)

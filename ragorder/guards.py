@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf, log2
 
 __all__ = ["Guards", "RequestGuards"]
+
+# Ranks among which the next one is chosen under `max_gain_lost`.
+_REACH = 64
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,17 +19,19 @@ class Guards:
     """Limits on the order of the documents; the default limits nothing.
 
     `keep_first` or `keep_last` top-ranked documents stand first in rank order, or last with rank 1 next to the
-    question. For the others `max_displacement` limits the distance between rank and place, and with `keep_groups` a
-    group keeps its relative order.
+    question. For the others `max_displacement` limits the distance between rank and place, with `keep_groups` a group
+    keeps its relative order, and `max_gain_lost` is the share of their discounted cumulative gain (Järvelin, Kekäläinen
+    2002; a document gains 1 / rank) that an order may lose against retrieval order.
     """
 
     keep_first: int = 0
     keep_last: int = 0
     max_displacement: int | None = None
     keep_groups: bool = False
+    max_gain_lost: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.keep_first or self.keep_last or self.keep_groups or self.max_displacement is not None)
+        return self != Guards()
 
     def for_request(self, count: int, groups: Sequence[Hashable | None]) -> RequestGuards:
         return RequestGuards(self, count, groups)
@@ -39,6 +46,11 @@ class RequestGuards:
         self._middle = range(len(self._first) + len(self._last), count)
         limit = guards.max_displacement
         self._limit = count if limit is None else limit
+        self._may_lose = inf
+        if guards.max_gain_lost is not None:
+            self._may_lose = _ROUNDING + guards.max_gain_lost * sum(
+                _gain(rank) * _discount(rank) for rank in self._middle
+            )
         self._previous_in_group = self._chain(groups) if guards.keep_groups else {}
 
     def _chain(self, groups: Sequence[Hashable | None]) -> dict[int, int]:
@@ -60,9 +72,15 @@ class RequestGuards:
             return False
         placed: set[int] = set()
         earliest = self._middle.start
+        lost = 0.0
         for place, rank in enumerate(ranks[first : first + middle], self._middle.start):
             if rank not in self._middle or not self._may_stand(rank, place, earliest, placed):
                 return False
+            if self._may_lose < inf:
+                loss = self._gains_lost(place, earliest, placed, self._may_lose - lost).get(rank)
+                if loss is None:
+                    return False
+                lost += loss
             placed.add(rank)
             while earliest in placed:
                 earliest += 1
@@ -72,9 +90,30 @@ class RequestGuards:
         """`earliest`, the best rank not yet placed, must come now at its latest allowed place."""
         if rank == earliest:
             return True
+        in_reach = rank - place <= self._limit and place + 1 - earliest <= self._limit
+        return in_reach and self._follows_its_group(rank, placed)
+
+    def _follows_its_group(self, rank: int, placed: Container[int]) -> bool:
         previous = self._previous_in_group.get(rank)
-        in_group_order = previous is None or previous in placed
-        return in_group_order and rank - place <= self._limit and place + 1 - earliest <= self._limit
+        return previous is None or previous in placed
+
+    def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
+        """Discounted cumulative gain that is lost if a rank comes now, and then the better ranks that are left: for
+        the ranks that lose at most `most`."""
+        losses: dict[int, float] = {}
+        now, moved, next_place = _discount(place), 0.0, place
+        for rank in range(earliest, min(earliest + _REACH, self._middle.stop)):
+            if rank in placed:
+                continue
+            gain, discount = _gain(rank), _discount(next_place)
+            if moved - gain * now > most:
+                break
+            lost = moved - gain * (now - discount)
+            if lost <= most:
+                losses[rank] = lost
+            next_place += 1
+            moved += gain * (discount - _discount(next_place))
+        return losses
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
         """The allowed order that begins with `prefix` and is closest to the preferred one."""
@@ -90,10 +129,10 @@ class RequestGuards:
         ready: list[tuple[int, int]] = []
         earliest = released = self._middle.start
         arranged: list[int] = []
+        may_lose = self._may_lose - self._lost(begun)
 
         def offer(rank: int) -> None:
-            previous = self._previous_in_group.get(rank)
-            if rank not in placed and (previous is None or previous in placed):
+            if rank not in placed and self._follows_its_group(rank, placed):
                 heappush(ready, (preference[rank], rank))
 
         for place in range(self._middle.start + len(begun), self._middle.stop):
@@ -104,13 +143,39 @@ class RequestGuards:
                 earliest += 1
             rank = earliest
             if place + 1 - earliest <= self._limit:
-                while ready and ready[0][1] in placed:
-                    heappop(ready)
-                if ready:
-                    rank = heappop(ready)[1]
+                if self._may_lose < inf:
+                    losses = self._gains_lost(place, earliest, placed, may_lose)
+                    allowed = [each for each in losses if each < released and self._follows_its_group(each, placed)]
+                    rank = min(allowed, key=preference.__getitem__)
+                    may_lose -= losses[rank]
+                else:
+                    while ready and ready[0][1] in placed:
+                        heappop(ready)
+                    if ready:
+                        rank = heappop(ready)[1]
             placed.add(rank)
             arranged.append(rank)
             follower = waiting_for.get(rank)
             if follower is not None and follower < released:
                 offer(follower)
         return arranged
+
+    def _lost(self, begun: Sequence[int]) -> float:
+        if self._may_lose == inf:
+            return 0.0
+        placed: set[int] = set()
+        lost, earliest = 0.0, self._middle.start
+        for place, rank in enumerate(begun, self._middle.start):
+            lost += self._gains_lost(place, earliest, placed, inf).get(rank, 0.0)
+            placed.add(rank)
+            while earliest in placed:
+                earliest += 1
+        return lost
+
+
+def _gain(rank: int) -> float:
+    return 1 / (rank + 1)
+
+
+def _discount(place: int) -> float:
+    return 1 / log2(place + 2)

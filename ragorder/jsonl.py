@@ -1,9 +1,10 @@
-"""JSON lines, plain or gzipped, read into pydantic models."""
+"""JSON lines, plain, gzipped or in xz, read as objects or into pydantic models."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,9 +15,10 @@ from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-__all__ = ["JSONLines", "JSONLinesError", "decode", "kind_of", "name_of"]
+__all__ = ["JSONLines", "JSONLinesError", "decode", "kind_of", "name_of", "problem_of"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_XZ_MAGIC = b"\xfd7zXZ\x00"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PROGRESS_STEPS = 100
 _KINDS = {
@@ -87,6 +89,24 @@ class JSONLines:
         for number, line in self:
             yield number, self.validate(model, number, line)
 
+    def objects(
+        self, skip: Callable[[Exception], object] | None = None, *, containing: bytes = b""
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each line that is an object, of a file whose writer may have been interrupted; those without the bytes
+        `containing` are not decoded. `skip` gets the error of any other line, which is not raised."""
+        for number, line in self:
+            if containing not in line:
+                continue
+            try:
+                value = decode(line)
+                problem = f"must be an object, not {kind_of(value)}"
+            except ValueError as error:
+                value, problem = None, str(error)
+            if isinstance(value, dict):
+                yield number, value
+            elif skip is not None:
+                skip(self.error(number, problem))
+
     def validate(self, model: type[M], number: int, line: bytes) -> M:
         try:
             value = decode(line)
@@ -95,7 +115,7 @@ class JSONLines:
         try:
             return model.model_validate(value)
         except ValidationError as error:
-            said = _problem(error, value)
+            said = problem_of(error, value)
             raise self.error(number, said if isinstance(value, dict) else said + self._example) from None
 
     def error(self, number: int, problem: str) -> Exception:
@@ -108,8 +128,11 @@ class JSONLines:
         size, advance_to = self._watch(source)
         number = 0
         try:
-            if stream.peek(2)[:2] == _GZIP_MAGIC:
+            start = stream.peek(len(_XZ_MAGIC))
+            if start.startswith(_GZIP_MAGIC):
                 stream = gzip.GzipFile(fileobj=stream)
+            elif start.startswith(_XZ_MAGIC):
+                stream = lzma.LZMAFile(stream)  # noqa: SIM115
             while line := stream.readline(self._max_line_bytes):
                 number += 1
                 if len(line) == self._max_line_bytes:
@@ -120,8 +143,9 @@ class JSONLines:
                     advance_to(source.tell())
                 if line.strip():
                     yield number, line
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            raise self.error(number + 1, "damaged gzip data: compress or download the file again") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError):
+            kind = "xz" if isinstance(stream, lzma.LZMAFile) else "gzip"
+            raise self.error(number + 1, f"damaged {kind} data: compress or download the file again") from None
         except OSError as error:
             raise self.error(number + 1, f"{error.strerror}: name a file that can be read") from None
         finally:
@@ -186,8 +210,9 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
-def _problem(error: ValidationError, value: Any) -> str:
-    """The first problem of an object. Of the alternatives of a union, the one that fits furthest counts."""
+def problem_of(error: ValidationError, value: Any, *, missing: str = "is missing: add it") -> str:
+    """The first problem of an object, quoting nothing of it. Of the alternatives of a union, the one that fits furthest
+    counts. `missing` follows the name of a missing field."""
     details = [(_path(each["loc"], each["type"] == "missing", value), each) for each in error.errors(include_url=False)]
     start = details[0][0]
     path = max((path for path, _ in details if path == start or path.startswith((f"{start}.", f"{start}["))), key=len)
@@ -201,7 +226,7 @@ def _problem(error: ValidationError, value: Any) -> str:
     context = told.get("ctx", {})
     match told["type"]:
         case "missing":
-            return f"{subject}is missing: add it"
+            return f"{subject}{missing}"
         case "string_too_short":
             return f"{subject}must not be empty"
         case "greater_than_equal":

@@ -13,12 +13,13 @@ from ragorder._deferred import DeferringLock
 from ragorder._request import OrderRequest, RequestReader, read_length
 from ragorder._scope import EngineContents, Scope
 from ragorder._scopes import Scopes
+from ragorder._tiers import EngineTiers
 from ragorder.batch import Batch
 from ragorder.degraded import Degradations
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.residency import EngineBlocks, LearnedLengths
+from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
 
 __all__ = ["Orderer", "OrdererLike"]
 
@@ -119,7 +120,13 @@ class Orderer:
         self.events: Any = None
         self._lock = DeferringLock(self._report)
         self._lengths = LearnedLengths()
-        self._scopes = Scopes(self.settings, self._lock.defer, self._report)
+        self._tiers = EngineTiers(self.settings)
+        self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, self._report, blocks)
+        if self._tiers.unpriced:
+            self.degrade(
+                "the profile has no load times: cached prefixes are compared in tokens; measure it with "
+                "`ragorder profile --loads`"
+            )
         _fork.follow(self)
 
     @classmethod
@@ -180,7 +187,7 @@ class Orderer:
 
     @property
     def evicted_blocks(self) -> int:
-        return self._lock.run(lambda: self._scopes.evicted_blocks)
+        return self._lock.run(lambda: self._scopes.pool.evicted_blocks)
 
     def close(self) -> None:
         """Stop following the engine's events; ordering continues with an empty mirror."""
@@ -188,7 +195,7 @@ class Orderer:
             return
         self.events.close()
         self._contents = self._reader.token_ids = None
-        self._lock.run(self._scopes.clear)
+        self._lock.run(self._scopes.stop_following)
 
     def __enter__(self) -> Self:
         return self
@@ -351,14 +358,15 @@ class Orderer:
         scopes = self._scopes
         scope = scopes.get(name)
         if scope is None or not scope.whole:
-            scope = scopes.add(self._make_scope(name, prefix_tokens))
+            scope = scopes.add(self._make_scope(name, scopes.pool, prefix_tokens))
         elif len(scopes) > 1:
             scopes.move_to_end(name)
         # An error or an interrupt may leave the tree half changed: then `whole` stays False.
-        scope.whole = False
+        mirror = scope.mirror
+        mirror.whole = False
         result = work(scope)
-        scopes.changed(scope)
-        scope.whole = True
+        scopes.changed()
+        mirror.whole = True
         return result
 
     def _look_at(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:
@@ -366,25 +374,25 @@ class Orderer:
         if known is not None and known.whole:
             known.whole = False
             result = work(known)
-            self._scopes.changed(known)
+            self._scopes.changed()
             known.whole = True
             return result
-        scope = self._make_scope(name, prefix_tokens)
+        scope = self._make_scope(name, self._scopes.make_pool(), prefix_tokens)
         try:
             return work(scope)
         finally:
             scope.close()
 
-    def _make_scope(self, name: Hashable, prefix_tokens: int | None) -> Scope:
+    def _make_scope(self, name: Hashable, pool: Pool, prefix_tokens: int | None) -> Scope:
         settings = self.settings
         if prefix_tokens is not None:
             settings = settings.model_copy(update={"prefix_tokens": prefix_tokens})
-        return Scope(name, settings, self._scopes, self._contents, self._lengths.of(name))
+        return Scope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:
         """A child process has no other threads: what they were changing is not whole, and no events come."""
         if self._lock.after_fork() or self._contents is not None:
-            self._scopes = Scopes(self.settings, self._lock.defer, self._report)
+            self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, self._report)
         if self._contents is not None:
             self._contents = self._reader.token_ids = None
             reason = "forked: only the parent process follows KV events; here the residency is a mirror"

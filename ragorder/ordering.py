@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 from ragorder._deferred import run_or_defer
 
-__all__ = ["Ordering", "RequestOutcome"]
+__all__ = ["Ordering", "RequestOutcome", "Reuse"]
 
 D = TypeVar("D")
+
+Reuse = Literal["exact", "fused", "computed"]
+"""The engine reuses a document as part of an exact prefix, takes it over from elsewhere, or computes it."""
 
 
 class RequestOutcome(NamedTuple):
@@ -32,21 +35,27 @@ class Ordering(Generic[D]):
     - `permutation`: for each place, the retrieval rank (from 0) of its document
     - `prefix_documents`: leading documents that the engine should hold
     - `cached_tokens`: prompt tokens that it should reuse, system prompt included
+    - `host_tokens`, `disk_tokens`: of these, documents' tokens that it should load from host memory, and from disk
     - `documents_end`: prompt tokens up to the end of the last document
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
+    - `fused`: places of the documents that the engine is expected to take over from elsewhere (`reuse="fused"`)
     - `fallback`: an internal error left retrieval order
     """
 
     __slots__ = (
+        "_expected_uses",
         "_finish",
         "_lease",
         "_observers",
         "cached_tokens",
+        "disk_tokens",
         "documents",
         "documents_end",
         "fallback",
+        "fused",
         "guard_cost_tokens",
+        "host_tokens",
         "index",
         "permutation",
         "prefix_documents",
@@ -62,13 +71,17 @@ class Ordering(Generic[D]):
         finish: Callable[[Any, RequestOutcome], None] | None = None,
         lease: object = None,
         documents_end: int = 0,
+        expected_uses: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self.documents = documents
         self.permutation = permutation
         self.prefix_documents = prefix_documents
         self.cached_tokens = cached_tokens
         self.documents_end = documents_end
+        self._expected_uses = expected_uses
         self.guard_cost_tokens = guard_cost_tokens
+        self.host_tokens = self.disk_tokens = 0
+        self.fused: Sequence[int] = ()
         self.index = 0
         self.fallback = False
         self._finish = finish
@@ -86,6 +99,22 @@ class Ordering(Generic[D]):
             "an Ordering stands for a request in flight at its orderer, so that there cannot be two of it: "
             "copy ordering.documents and ordering.permutation instead"
         )
+
+    @property
+    def expected_uses(self) -> Sequence[float]:
+        """For each place, the requests to come that will contain all documents up to it, by what is known now; empty
+        without a forecast."""
+        return self._expected_uses()
+
+    @property
+    def reuse(self) -> list[Reuse]:
+        """For each place, where its KV comes from."""
+        kinds: list[Reuse] = [
+            "exact" if place < self.prefix_documents else "computed" for place in range(len(self.permutation))
+        ]
+        for place in self.fused:
+            kinds[place] = "fused"
+        return kinds
 
     @property
     def displacement(self) -> float:

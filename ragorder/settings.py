@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self, TypedDict
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -11,6 +12,7 @@ from ragorder.counts import parse_count
 from ragorder.guards import Guards
 from ragorder.trie.search import SearchName, searches
 from ragorder.trie.tail import TailName, tails
+from ragorder.trie.tail.cohort import MIN_GAIN
 
 __all__ = ["OrdererOptions", "Settings"]
 
@@ -27,6 +29,21 @@ class Settings(BaseSettings):
     capacity_tokens: int | None = Field(
         262_144, ge=1, description="Tokens that the engine's KV cache holds, or unlimited."
     )
+    host_tokens: int = Field(
+        0, ge=0, description="Tokens that the engine holds in host memory, a tier behind that cache; 0: no such tier."
+    )
+    disk_tokens: int = Field(0, ge=0, description="Tokens that it holds on disk; 0: no such tier.")
+    tier_policy: str = Field("pgdsf", validate_default=False, description="Replacement policy of the tiers.")
+    tier_copies: Literal["computed", "evicted"] = Field(
+        "computed",
+        description="What the engine copies to host memory and disk: all that it computes, as vLLM with ragorder's "
+        "tiers does, or what the tier above evicts, as the embedded engine does.",
+    )
+    profile: Path | None = Field(
+        None,
+        description="Prefill and load times on this engine, from `ragorder profile`: cached prefixes are then compared "
+        "in seconds; none: in tokens.",
+    )
     block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
     prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
     suffix_tokens: int = Field(64, ge=0, description="Tokens of question and answer, which fill the cache as well.")
@@ -40,6 +57,28 @@ class Settings(BaseSettings):
         "auto",
         description=f"Order of the documents beyond the cached prefix. {tails.help}.",
         json_schema_extra={"enum": [*tails.names]},
+    )
+    min_gain: float = Field(
+        MIN_GAIN,
+        ge=0,
+        description="Tokens that a document must be expected to save, in the next 300 requests, for each place that it "
+        "moves ahead of its rank beyond the cached prefix.",
+    )
+    cold: Literal["future", "rank"] = Field(
+        "future",
+        description="Order of a request without any cached document: for the requests to come (future), or as ranked.",
+    )
+    reuse: Literal["exact", "fused"] = Field(
+        "exact",
+        description="Whether the engine reuses documents in an exact prefix alone, or takes them over from wherever it "
+        "has computed them (fused: the embedded engine, see docs/fusion.md).",
+    )
+    recompute: float = Field(
+        0.15, ge=0, le=1, description="Share of the tokens taken over that a fused request computes anew."
+    )
+    copies: Literal["served", "all"] = Field(
+        "served",
+        description="Documents that can be taken over: those in the engine's cache, or all (of `ragorder fuse build`).",
     )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
     feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")
@@ -56,6 +95,13 @@ class Settings(BaseSettings):
         None, ge=0, description="Positions by which a document may move from its rank; none: any number."
     )
     keep_groups: bool = Field(False, description='Keep the order of documents with the same metadata "source".')
+    max_gain_lost: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of retrieval order's discounted cumulative gain (nDCG, relevance 1/rank) that the order may "
+        "lose; none: any share.",
+    )
 
     events_endpoint: str | None = Field(
         None, description="ZMQ endpoint of the engine's KV events (tcp://host:5557), for Orderer.for_vllm."
@@ -72,9 +118,21 @@ class Settings(BaseSettings):
     @field_validator("capacity_tokens", mode="before")
     @classmethod
     def _unlimited(cls, value: object) -> object:
-        if value in ("none", "unlimited"):
-            return None
-        return parse_count(value) if isinstance(value, str) else value
+        return None if value in ("none", "unlimited") else _count(value)
+
+    @field_validator("host_tokens", "disk_tokens", mode="before")
+    @classmethod
+    def _with_unit(cls, value: object) -> object:
+        return _count(value)
+
+    @field_validator("tier_policy")
+    @classmethod
+    def _known_policy(cls, policy: str) -> str:
+        from ragorder.kernels.policies import POLICIES
+
+        if policy not in POLICIES:
+            raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
+        return policy
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -82,20 +140,50 @@ class Settings(BaseSettings):
             raise ValueError("keep_first and keep_last exclude each other: keep the top documents at one end")
         return self
 
+    @model_validator(mode="after")
+    def _fused_in_process(self) -> Self:
+        if self.reuse == "fused" and self.events_endpoint is not None:
+            raise ValueError(
+                "reuse 'fused' is of the embedded engine, which has no KV events: leave events_endpoint out"
+            )
+        return self
+
+    @property
+    def held_tokens(self) -> int | None:
+        """Those of all tiers, each counted once."""
+        if self.capacity_tokens is None:
+            return None
+        tiers = self.capacity_tokens, self.host_tokens, self.disk_tokens
+        return max(tiers) if self.tier_copies == "computed" else sum(tiers)
+
     @property
     def guards(self) -> Guards:
-        return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups)
+        return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups, self.max_gain_lost)
+
+
+def _count(value: object) -> object:
+    return parse_count(value) if isinstance(value, str) else value
 
 
 class OrdererOptions(TypedDict, total=False):
     """The fields of `Settings` as keyword arguments."""
 
     capacity_tokens: int | None
+    host_tokens: int
+    disk_tokens: int
+    tier_policy: str
+    tier_copies: Literal["computed", "evicted"]
+    profile: Path | None
     block_size: int
     prefix_tokens: int
     suffix_tokens: int
     search: SearchName
     tail: TailName
+    min_gain: float
+    cold: Literal["future", "rank"]
+    reuse: Literal["exact", "fused"]
+    recompute: float
+    copies: Literal["served", "all"]
     residency: Literal["lru", "none"]
     feedback: bool
     partial_blocks_first: bool
@@ -104,6 +192,7 @@ class OrdererOptions(TypedDict, total=False):
     keep_last: int
     max_displacement: int | None
     keep_groups: bool
+    max_gain_lost: float | None
     events_endpoint: str | None
     replay_endpoint: str | None
     events_topic: str

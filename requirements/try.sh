@@ -34,7 +34,7 @@ try_core() {
     [ "$end" = newest ] || constraints=(-c requirements/lowest.txt)
     make core -e '.[bm25,live,eval,otel,proxy]' "${constraints[@]}"
     "$bin/ragorder" --help >/dev/null
-    for command in order bench eval replay serve stats tiers profile demo doctor; do
+    for command in order bench eval replay serve fuse stats tiers profile demo doctor; do
         "$bin/ragorder" "$command" --help >/dev/null
     done
     echo '{"documents": ["a", "b"]}' | "$bin/ragorder" order | grep -q '"documents": \["a", "b"\]'

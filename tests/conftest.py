@@ -86,7 +86,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The smallest model with a tokenizer and a chat template."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from ragorder.eval.engines.tiny_model import make_model
+    from ragorder.kernels.random_model import make_model
 
     folder = tmp_path_factory.mktemp("models") / "smallest"
     return make_model(folder, texts=TEXTS, layers=1, hidden_size=64, vocab_size=600, max_position_embeddings=2048)
@@ -157,7 +157,7 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the real engine serves: small, with a tokenizer for the words of the synthetic workloads."""
     pytest.importorskip("vllm")
     from ragorder.eval.data.workloads import make_workload
-    from ragorder.eval.engines.tiny_model import make_model
+    from ragorder.kernels.random_model import make_model
 
     texts = [document.text for document in make_workload("paper-shuf", 0, requests=1).documents[:40]]
     folder = tmp_path_factory.mktemp("models") / "served"

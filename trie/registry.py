@@ -49,7 +49,10 @@ class Registry(Generic[P]):
 
     @property
     def help(self) -> str:
-        return "; ".join(f"{name}: {self._help[name]}" for name in self.names)
+        return self.help_of(self.names)
+
+    def help_of(self, names: Iterable[str]) -> str:
+        return "; ".join(f"{name}: {self._help[name]}" for name in names)
 
     def check(self, name: str) -> str:
         """Raises ValueError for an unknown name."""

@@ -62,13 +62,14 @@ class KnowledgeTree:
         tree = KnowledgeTree(block_size=16)
         path = tree.insert(["a", "b"], [48, 32], order=[1, 0])
 
-    A residency marks what the engine holds.
+    A residency marks what the engine holds. With `indexed`, `nodes_of` has all nodes of a document.
     """
 
-    def __init__(self, block_size: int, prefix_tokens: int = 0) -> None:
+    def __init__(self, block_size: int, prefix_tokens: int = 0, *, indexed: bool = False) -> None:
         self.block_size = block_size
         self.root = Node(None, None, prefix_tokens, prefix_tokens // block_size)
         self.size = 0
+        self.nodes_of: dict[Key, list[Node]] | None = {} if indexed else None
 
     def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
         """The path, from the root, of the documents `keys[i]` of `tokens[i]` tokens, for each i in `order`. New nodes
@@ -89,6 +90,8 @@ class KnowledgeTree:
                 end = start + tokens[i]
                 child = children[key] = Node(key, node, end, end // block_size - start // block_size)
                 self.size += 1
+                if self.nodes_of is not None:
+                    self.nodes_of.setdefault(key, []).append(child)
             path.append(child)
             node = child
         return path
@@ -102,6 +105,11 @@ class KnowledgeTree:
             else:
                 del siblings[node.key]
             self.size -= 1
+            if self.nodes_of is not None:
+                same = self.nodes_of[node.key]
+                same.remove(node)
+                if not same:
+                    del self.nodes_of[node.key]
 
     def cached_tokens(self, node: Node) -> int:
         """Held prompt tokens up to the node, if all ancestors are held whole."""
@@ -120,6 +128,8 @@ class KnowledgeTree:
         for node, copy in copies.items():
             if node.children is not None:
                 copy.children = {key: copies[child] for key, child in node.children.items()}
+        if self.nodes_of is not None:
+            tree.nodes_of = {key: [copies[node] for node in nodes] for key, nodes in self.nodes_of.items()}
         return tree, copies
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder.adapters.doctor.finding import Finding
-from ragorder.adapters.http_client import ServerError, live_extra, printable
+from ragorder.adapters.http_client import ServerError, printable
 from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES
+from ragorder.extras import needs
 
 __all__ = ["Events", "check_events"]
 
@@ -170,11 +171,9 @@ def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None
 
 @contextmanager
 def _socket(kind: str, endpoints: Sequence[str]) -> Iterator[tuple[Any, Any, Any]]:
-    try:
+    with needs("live", "talking to a server"):
         import msgspec  # noqa: F401
         import zmq
-    except ImportError as error:
-        raise live_extra(error) from error
     context = zmq.Context()
     try:
         socket = context.socket(getattr(zmq, kind))

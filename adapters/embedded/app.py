@@ -123,6 +123,7 @@ class _Handlers:
             deepcopy(engine.tokenizer),
             model_name=engine.model_name,
             longest=self.longest,
+            fusion=engine.settings.fusion,
         )
         self._single_thread = anyio.CapacityLimiter(1)
 

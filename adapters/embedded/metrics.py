@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
+from prometheus_client.utils import floatToGoString
 
 from ragorder.adapters.embedded.translation import TranslatedRequest
 from ragorder.adapters.embedded.worker import EngineWorker
-from ragorder.kernels.engine import EngineStats
+from ragorder.kernels.engine import TBT_BOUNDS_S, EngineStats
 
 __all__ = ["EngineMetrics"]
 
@@ -23,6 +26,7 @@ _ENGINE = "ragorder_engine_"
 _VLLM = "vllm:"
 _VLLM_TIERS = "vllm:ragorder_"
 _TIER_NAMES = ("device", "host", "disk")
+_ENDS = ("stop", "length", "abort", "error", "timeout")
 
 
 class EngineMetrics:
@@ -53,20 +57,29 @@ class EngineMetrics:
         yield _gauge(f"{_ENGINE}up", "1 while requests are computed, 0 after the engine has failed.", int(not failed))
         yield _gauge(f"{_ENGINE}running_requests", "Requests computed in each step.", stats.running)
         yield _gauge(f"{_ENGINE}waiting_requests", "Requests that wait in the engine.", stats.waiting)
-        ended = {**dict.fromkeys(("stop", "length", "abort", "error"), 0), **stats.finished, "refused": stats.refused}
+        ended = dict.fromkeys(_ENDS, 0) | dict(stats.finished) | {"refused": stats.refused}
         yield _counters(f"{_ENGINE}requests", "Requests by finish reason.", "end", ended)
         tokens = {name: getattr(stats.cached, name) for name in _TIER_NAMES}
-        tokens["computed"] = stats.prompt_tokens - stats.cached.total
+        tokens["fused"] = stats.fused.total - stats.recomputed
+        tokens["computed"] = stats.prompt_tokens - sum(tokens.values())
         yield _counters(f"{_ENGINE}prompt_tokens", "Prompt tokens by where their KV came from.", "source", tokens)
+        fused = {name: getattr(stats.fused, name) for name in _TIER_NAMES}
+        description = "Prompt tokens taken over from where they were computed, approximately, by tier."
+        yield _counters(f"{_ENGINE}fused_tokens", description, "tier", fused)
+        description = "Of these, tokens computed anew."
+        yield _counter(f"{_ENGINE}recomputed_tokens", description, stats.recomputed)
         yield _counter(f"{_ENGINE}generated_tokens", "Tokens of answers.", stats.generated_tokens)
         yield _counter(f"{_ENGINE}computed_tokens", "Tokens that went through the model.", stats.computed_tokens)
         yield _counter(f"{_ENGINE}steps", "Forward passes of the model.", stats.steps)
-        yield _counter(f"{_ENGINE}failed_steps", "Forward passes that failed, with their requests.", stats.failed_steps)
+        yield _counter(f"{_ENGINE}failed_steps", "Forward passes that failed.", stats.failed_steps)
+        yield _counter(f"{_ENGINE}retries", "Requests computed again after failed forward passes.", stats.retries)
         yield _counter(f"{_ENGINE}preemptions", "Requests that lost their blocks to others.", stats.preemptions)
         description = "Seconds from a request's arrival to its first token."
         yield SummaryMetricFamily(
             f"{_ENGINE}ttft_seconds", description, count_value=stats.ttft_count, sum_value=stats.ttft_s_sum
         )
+
+        yield _time_between_tokens(stats)
 
     def _as_vllm(self, stats: EngineStats) -> Iterator[Metric]:
         """For `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`."""
@@ -119,6 +132,16 @@ def _tiers(stats: EngineStats) -> Iterator[Metric]:
         for reason, count in (tier.refused or {}).items():
             refused.add_metric((name, reason), count)
     yield refused
+
+
+def _time_between_tokens(stats: EngineStats) -> Metric:
+    bounds = [*map(floatToGoString, TBT_BOUNDS_S), "+Inf"]
+    return HistogramMetricFamily(
+        f"{_ENGINE}time_between_tokens_seconds",
+        "Seconds from one token of an answer to the next.",
+        buckets=list(zip(bounds, accumulate(stats.tbt_counts), strict=True)),
+        sum_value=stats.tbt_s_sum,
+    )
 
 
 def _gauge(name: str, description: str, value: float) -> Metric:

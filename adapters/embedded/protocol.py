@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -112,6 +112,11 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=_MAX_STOPS)] = []
     ignore_eos: bool = False
     cache_salt: str | None = None
+    # Ours: seconds for the whole answer, at most those of the server.
+    deadline_s: Annotated[float, Meta(gt=0)] | None = None
+    # Ours: how documents behind the cached prefix are reused, and the share of their tokens computed anew.
+    reuse: Literal["exact", "fused"] | None = None
+    recompute: Annotated[float, Meta(ge=0, le=1)] | None = None
     # Only our facts in it are read, and malformed ones refuse no request.
     kv_transfer_params: Any = None
 
@@ -191,6 +196,8 @@ def _check(body: CommonRequest) -> None:
             raise _wrong("stream_options", "requires stream: true")
         if body.stream_options.continuous_usage_stats:
             raise _unsupported("stream_options.continuous_usage_stats")
+    if body.recompute is not None and body.reuse == "exact":
+        raise _wrong("recompute", "requires reuse: fused")
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
         raise _wrong("top_logprobs", "requires logprobs: true")
     if isinstance(body, CompletionRequest) and isinstance(body.prompt, list):

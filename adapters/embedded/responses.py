@@ -31,11 +31,15 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
     completions = list(completions)
     prompt_tokens = sum(each.prompt_tokens for each in completions)
     completion_tokens = sum(len(each.token_ids) for each in completions)
+    details = {"cached_tokens": sum(each.cached.total for each in completions)}
+    if fused := sum(each.fused.total for each in completions):
+        # Ours: taken over approximately, and how many of them were computed anew.
+        details |= {"fused_tokens": fused, "recomputed_tokens": sum(each.recomputed for each in completions)}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached.total for each in completions)},
+        "prompt_tokens_details": details,
     }
 
 
@@ -147,10 +151,13 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def check(completion: Completion) -> None:
-    """Raises HTTPError for a request that failed or was aborted."""
+    """Raises HTTPError for a request that failed, ran out of time, or was aborted."""
     if completion.finish_reason == "error":
         message = f"The engine could not answer this request: {completion.error or 'its log has the reason'}"
         raise HTTPError(500, message, code="engine_error")
+    if completion.finish_reason == "timeout":
+        message = f"The request was ended: {completion.error}."
+        raise HTTPError(504, message, code="deadline_exceeded", param="deadline_s")
     if completion.finish_reason == "abort":
         raise HTTPError(503, "The request was aborted.", code="aborted")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
 
 from ragorder.adapters.embedded.protocol import (
     ChatCompletionRequest,
@@ -19,7 +19,7 @@ from ragorder.adapters.embedded.protocol import (
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_facts
-from ragorder.kernels.engine import Request, Sampling
+from ragorder.kernels.engine import Fusion, Request, Sampling
 from ragorder.tokens import PLACEHOLDER
 
 __all__ = ["RequestTranslator", "TranslatedRequest"]
@@ -41,10 +41,11 @@ class TranslatedRequest(Generic[B]):
 
 class RequestTranslator:
     """In one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest` bounds prompt and
-    answer. Raises HTTPError for what cannot be served."""
+    answer, `fusion` is the engine's own, None if it cannot fuse. Raises HTTPError for what cannot be served."""
 
-    def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
+    def __init__(self, tokenizer: Any, *, model_name: str, longest: int, fusion: Fusion | None = None) -> None:
         self._tokenizer = tokenizer
+        self._fusion = fusion
         self._model_name = model_name
         self._max_model_len = longest
         # A longer text has too many tokens, and to tokenize it would take long.
@@ -107,20 +108,37 @@ class RequestTranslator:
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
         )
-        ends: tuple[int, ...] = ()
+        marked: dict[str, Any] = {}
         # The facts are those of one prompt.
-        if facts is not None and len(prompts) == 1:
-            ends = self._nodes_end(body, prompts[0], facts)
-        return TranslatedRequest(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
+        if facts is not None and facts.documents and len(prompts) == 1:
+            marked = {
+                "document_ends": facts.documents,
+                "prefix_tokens": self._prefix_tokens(body, prompts[0]),
+                "expected_uses": facts.expected,
+            }
+        fusion = self._fusion_of(body)
+        requests = (
+            Request(each, sampling=sampling, salt=salt, deadline_s=body.deadline_s, fusion=fusion, **marked)
+            for each in prompts
+        )
+        return TranslatedRequest(body, tuple(requests), facts, readable)
 
-    def _nodes_end(self, body: CommonRequest, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
-        """The ends of the shared prefix and of each document."""
-        if not facts.documents:
-            return ()
-        front = body.kv_transfer_params[FACTS].get(PREFIX)
-        if type(front) is not int:
-            front = self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
-        return (front, *facts.documents) if 0 < front < facts.documents[0] else facts.documents
+    def _fusion_of(self, body: CommonRequest) -> Fusion | Literal["exact"] | None:
+        if body.reuse == "exact":
+            return "exact"
+        given = next((name for name in ("reuse", "recompute") if getattr(body, name) is not None), None)
+        if given is None:
+            return None
+        if self._fusion is None:
+            message = f"{given}: this engine reuses exact prefixes only: start it with --reuse fused."
+            raise HTTPError(400, message, code=f"invalid_{given}", param=given)
+        return self._fusion if body.recompute is None else replace(self._fusion, recompute=body.recompute)
+
+    def _prefix_tokens(self, body: CommonRequest, token_ids: Sequence[int]) -> int:
+        given = body.kv_transfer_params[FACTS].get(PREFIX)
+        if type(given) is int:
+            return given
+        return self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
 
     def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
         """Leading tokens that do not depend on the last message's text."""

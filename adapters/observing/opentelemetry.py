@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ragorder.adapters.observing.observed import Observation
+from ragorder.extras import needs
 from ragorder.ordering import RequestOutcome
 
 __all__ = ["Tracing"]
@@ -22,10 +23,8 @@ class Tracing:
     """
 
     def __init__(self, tracer: Any = None) -> None:
-        try:
+        with needs("otel", "Tracing"):
             from opentelemetry import trace
-        except ImportError as error:
-            raise ImportError("Tracing needs opentelemetry-api: pip install 'ragorder[otel]'") from error
         self._trace = trace
         self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer
 

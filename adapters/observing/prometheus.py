@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from ragorder.adapters.observing.observed import Observation
+from ragorder.extras import needs
 from ragorder.ordering import RequestOutcome
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Metrics"]
 
 _ORDER_S = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
+_TBT_S = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 _MAX_TOKENS = 1 << 32
 
@@ -45,10 +47,8 @@ class Metrics:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        try:
+        with needs("metrics", "Metrics"):
             from prometheus_client import CollectorRegistry, Counter, Histogram
-        except ImportError as error:
-            raise ImportError("Metrics needs prometheus_client: pip install 'ragorder[metrics]'") from error
         self.registry = registry = CollectorRegistry() if registry is None else registry
 
         def counter(name: str, says: str, labels: Iterable[str] = ()) -> Counter:
@@ -61,6 +61,12 @@ class Metrics:
             "ragorder_displacement_positions",
             "Mean distance of a request's documents from where retrieval put them, in ragorder's order.",
             buckets=_POSITIONS,
+            registry=registry,
+        )
+        self._tbt_s = Histogram(
+            "ragorder_time_between_tokens_seconds",
+            "Mean time between the tokens of a streamed answer (RAGCache 5.4).",
+            buckets=_TBT_S,
             registry=registry,
         )
         self._documents = counter("documents", "Documents ordered.")
@@ -87,6 +93,10 @@ class Metrics:
     def passed(self, reason: str) -> None:
         """`reason`: "no_documents", "one_document", "other_route" or "unreadable"."""
         self._passed.labels(reason).inc()
+
+    def token_times(self, tbt_s: float) -> None:
+        """The mean seconds between the tokens of an answer."""
+        self._tbt_s.observe(tbt_s)
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
         self._order_s.observe(observation.order_s)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ragorder.adapters.http_client import Server, ServerError, live_extra
+from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.comparison import Comparison, Reports, compare
+from ragorder.extras import needs
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -175,10 +176,8 @@ class Stats:
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
     """The figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises ServerError
     with advice; ImportError without ragorder[live]."""
-    try:
+    with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise live_extra(error) from error
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
         try:
             page = server.get("/metrics")

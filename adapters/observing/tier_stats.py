@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ragorder.adapters.http_client import Server, ServerError, live_extra
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.extras import needs
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -88,7 +89,8 @@ class TierStats:
         fetch_tier_stats("http://host:8000")
 
     Requests `with_facts` had document ends, those with `unreadable_facts` malformed ones. `device_order`: whether the
-    device evicts in the policy's order (None: not configured).
+    device evicts in the policy's order (None: not configured). `profile`: whether prefill times are measured (None: not
+    awaited).
     """
 
     tiers: tuple[TierFigures, ...]
@@ -99,6 +101,7 @@ class TierStats:
     documents: int
     tenants: int
     device_order: bool | None = None
+    profile: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
         tiers = [asdict(tier) | {"used_share": round(tier.used_share, 4)} for tier in self.tiers]
@@ -152,6 +155,7 @@ class TierStats:
             documents=figure("documents_total"),
             tenants=figure("tenants"),
             device_order=bool(figure("device_order")) if ("device_order", "") in values else None,
+            profile=bool(figure("profile")) if ("profile", "") in values else None,
         )
 
 
@@ -176,10 +180,8 @@ def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) 
 
 
 def _fetch(url: str, timeout_s: float, api_key: str | None) -> tuple[str, list[Metric]]:
-    try:
+    with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise live_extra(error) from error
     with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
         page = server.get("/metrics")
         wanted = (_OURS, _HITS.removesuffix("_total"), _QUERIES.removesuffix("_total"))

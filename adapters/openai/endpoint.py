@@ -8,6 +8,7 @@ from typing import Any
 
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.request_facts import with_facts
+from ragorder.extras import needs
 
 __all__ = ["ModelEndpoint", "UsageOption", "check_client", "checked_options", "checked_salt"]
 
@@ -19,10 +20,8 @@ _UNKNOWN_OPTION = re.compile(r"stream_options|include_usage|\bextra|unknown fiel
 
 
 def check_client(client: Any, user: str, refused_class: str, advice: str) -> None:
-    try:
+    with needs("live", user):
         import openai
-    except ImportError as error:
-        raise ImportError(f"{user} needs openai: pip install 'ragorder[live]'") from error
     if isinstance(client, getattr(openai, refused_class)):
         raise TypeError(f"{user} cannot use a client of type {type(client).__name__}: use {advice}")
 
@@ -38,7 +37,9 @@ class ModelEndpoint:
         """The result of the client's create() for a streamed answer; `options` are checked."""
         options = options | {"model": self._model, "stream": True}
         if self._send_facts:
-            options["extra_body"] = with_facts(options["extra_body"], request.document_ends, request.scope)
+            options["extra_body"] = with_facts(
+                options["extra_body"], request.document_ends, request.scope, request.expected_uses
+            )
         if usage.sent:
             options["stream_options"] = {"include_usage": True}
         if request.token_ids is None:

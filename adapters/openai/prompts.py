@@ -46,7 +46,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
-    tokens) empty."""
+    tokens) empty. `expected_uses`: those of the ordering."""
 
     messages: Sequence[Mapping[str, str]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
@@ -54,6 +54,7 @@ class PromptRequest:
     options: Mapping[str, Any] = field(repr=False)
     prompt_tokens: int | None = field(default=None, compare=False)
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
+    expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ class OrderedPrompts:
         prompt = self._builder.build(query, ordering)
         length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
         messages, token_ids = (prompt.messages, None) if self._form == "messages" else (None, prompt.token_ids)
-        return PromptRequest(messages, token_ids, scope, options, length, tuple(span.end for span in prompt.spans))
+        ends = tuple(span.end for span in prompt.spans)
+        return PromptRequest(messages, token_ids, scope, options, length, ends, ordering.expected_uses)
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ragorder.adapters.openai.system_prefix import WatchedEngine
+from ragorder.adapters.vllm.load import requests_on
 from ragorder.pipelining import EngineLoad, Provisional, Retrieval, prefill_batch
 from ragorder.pipelining.running_mean import RunningMean
 
@@ -25,7 +26,6 @@ _TIMEOUT_S = 2.0
 _STALE_S = 1.0
 # A server renders its metrics in the process that also sends the answers.
 _MAX_SHARE = 0.05
-_REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 _logger = logging.getLogger("ragorder")
 
@@ -107,13 +107,13 @@ class MetricsPoll:
         sent_s, ours = time.monotonic(), self._engine.running
         try:
             page = await self._client.get(self._url, cast_to=str, options={"timeout": _TIMEOUT_S, "max_retries": 0})
-            counts = [int(float(count)) for count in _REQUESTS.findall(page)]
-            if not counts:
+            present = requests_on(page)
+            if present is None:
                 raise LookupError("no such metrics")
         except Exception as error:
             self._others = None
             self._interval_s = min(2 * self._interval_s, _LONGEST_INTERVAL_S)
             _logger.debug("the server's load is unknown: %s", type(error).__name__)
         else:
-            self._others, self._answered_s = max(0, sum(counts) - max(ours, self._engine.running)), time.monotonic()
+            self._others, self._answered_s = max(0, present - max(ours, self._engine.running)), time.monotonic()
             self._interval_s = max(_INTERVAL_S, (self._answered_s - sent_s) / _MAX_SHARE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ragorder.extras import needs
+
 __all__ = ["load_tokenizer"]
 
 
@@ -13,8 +15,6 @@ def load_tokenizer(model: str | Path) -> Any:
 
     Raises ImportError naming the extra to install, OSError or ValueError if there is no such tokenizer.
     """
-    try:
+    with needs("tokenizer", "a tokenizer"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError("a tokenizer needs transformers: pip install 'ragorder[tokenizer]'") from error
     return AutoTokenizer.from_pretrained(model)

@@ -62,6 +62,7 @@ def make_app(
     send_facts: bool = False,
     number_by_place: bool = False,
     on_passed: Callable[[str], None] | None = None,
+    on_tbt: Callable[[float], None] | None = None,
     routes: Sequence[BaseRoute] = (),
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
@@ -74,6 +75,7 @@ def make_app(
     - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
     - `number_by_place`: a document's id in the prompt is the number of its place.
     - `on_passed` gets the reason for each request forwarded without documents.
+    - `on_tbt` gets the mean seconds between the tokens of each streamed answer to a request with documents.
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
     - `routes` are served besides the proxy's own; `make_transport` replaces the connections upstream.
 
@@ -107,7 +109,7 @@ def make_app(
             number_by_place=number_by_place,
             on_passed=on_passed,
         ),
-        RequestOrderer(orderer, send_facts=send_facts, exact=tokens.exact),
+        RequestOrderer(orderer, send_facts=send_facts, exact=tokens.exact, on_tbt=on_tbt),
         body_limit=body_limit,
         memory=MemoryBudget(bodies_limit),
         workers=workers,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import add
 
@@ -23,6 +24,9 @@ __all__ = ["OrderedRequest", "RequestOrderer"]
 _LONGEST_HEADER = 1024
 
 
+def _ignore(tbt_s: float) -> None: ...
+
+
 class OrderedRequest:
     """A request whose documents were ordered.
 
@@ -30,7 +34,14 @@ class OrderedRequest:
     token, and discards otherwise. Of several `choices` the cached lengths are unknown.
     """
 
-    def __init__(self, body: bytes, ordering: Ordering[Document], choices: int, answer_length: AnswerLength) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        ordering: Ordering[Document],
+        choices: int,
+        answer_length: AnswerLength,
+        on_tbt: Callable[[float], None] = _ignore,
+    ) -> None:
         self.complete = False
         self.permutation = ordering.permutation
         self.predicted_tokens = ordering.cached_tokens
@@ -38,6 +49,7 @@ class OrderedRequest:
         self._ordering: Ordering[Document] | None = ordering
         self._choices = choices
         self._answer_length = answer_length
+        self._on_tbt = on_tbt
         self._reader: WholeReader | StreamReader | None = None
 
     def take_body(self) -> bytes:
@@ -84,14 +96,28 @@ class OrderedRequest:
             if usage.prompt_tokens is not None and usage.completion_tokens is not None:
                 total_tokens = usage.prompt_tokens + usage.completion_tokens
         ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens)
+        if self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
+            # A counter that fails must not fail the request.
+            with suppress(Exception):
+                self._on_tbt(tbt_s)
 
 
 class RequestOrderer:
-    def __init__(self, orderer: OrdererLike, *, send_facts: bool = False, exact: bool = False) -> None:
+    """`on_tbt` gets the mean seconds between the tokens of each streamed answer."""
+
+    def __init__(
+        self,
+        orderer: OrdererLike,
+        *,
+        send_facts: bool = False,
+        exact: bool = False,
+        on_tbt: Callable[[float], None] | None = None,
+    ) -> None:
         self._orderer = orderer
         self._send_facts = send_facts
         self._exact = exact
         self._answer_length = AnswerLength()
+        self._on_tbt = on_tbt or _ignore
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         if parsed.error is not None:
@@ -119,10 +145,13 @@ class RequestOrderer:
             )
         try:
             if self._send_facts:
-                add_facts(body.fields, self._ends(parsed, ordering), parsed.salt, parsed.prefix_tokens)
+                ends = self._ends(parsed, ordering)
+                add_facts(body.fields, ends, parsed.salt, parsed.prefix_tokens, ordering.expected_uses)
             choices = body.number("n")
             content = parsed.render(ordering.permutation)
-            return OrderedRequest(content, ordering, 1 if choices is None else choices, self._answer_length)
+            return OrderedRequest(
+                content, ordering, 1 if choices is None else choices, self._answer_length, self._on_tbt
+            )
         except BaseException:
             ordering.discard()
             raise

@@ -5,7 +5,8 @@ Readers never raise. `served`: the prompt has been computed; `done`: the answer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ragorder.adapters.http_server.headers import Headers, header
@@ -46,26 +47,45 @@ class WholeReader:
     def usage(self) -> ReportedUsage:
         return read_usage(member(decode(b"".join(self._chunks), object), "usage"))
 
+    def tbt_s(self) -> float | None:
+        """Unknown: all tokens came together."""
+        return None
+
 
 class StreamReader:
     """Server-sent events; keeps one line, up to 1 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.served = False
         self.done = False
+        self._clock = clock
         self._usage = ReportedUsage()
         self._line = bytearray()
         self._too_long = False
+        # Events with a part of the answer, and when the first and the last of them came.
+        self._parts = 0
+        self._first_s = self._last_s = 0.0
 
     def feed(self, chunk: bytes) -> None:
         first, *others = chunk.split(b"\n")
         self._extend(first)
+        parts = self._parts
         for piece in others:
             self._end_line()
             self._extend(piece)
+        if self._parts > parts:
+            self._last_s = self._clock()
+            if not parts:
+                self._first_s = self._last_s
 
     def usage(self) -> ReportedUsage:
         return self._usage
+
+    def tbt_s(self) -> float | None:
+        """Mean seconds between the tokens of the answer; without reported tokens an event counts as one. None for an
+        answer in fewer than two events, whose tokens came together."""
+        tokens = self._usage.completion_tokens or self._parts
+        return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 
     def _extend(self, piece: bytes) -> None:
         self._too_long = self._too_long or len(self._line) + len(piece) > _MAX_LINE
@@ -80,11 +100,18 @@ class StreamReader:
         self._too_long = False
         # What is too long to be read is no event without an answer in it.
         self.served = self.served or too_long
-        self.done = self.done or line.rstrip() == b"data: [DONE]"
-        if not line.startswith(b"data:") or (self.served and b'"usage"' not in line):
+        self._parts += too_long
+        last = line.rstrip() == b"data: [DONE]"
+        self.done = self.done or last
+        if last or not line.startswith(b"data:"):
+            return
+        if self.served and b'"usage"' not in line:
+            self._parts += b'"delta"' in line or b'"text"' in line
             return
         event = decode(line[5:], object)
-        self.served = self.served or _has_token(event)
+        answers = _has_token(event)
+        self.served = self.served or answers
+        self._parts += answers
         if isinstance(event, Mapping) and isinstance(event.get("usage"), Mapping):
             self._usage = read_usage(event["usage"])
 

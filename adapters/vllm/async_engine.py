@@ -12,6 +12,7 @@ from typing import Any
 from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.adapters.request_facts import FACTS, with_facts
+from ragorder.extras import needs
 from ragorder.pipelining import AnswerChunk
 
 __all__ = ["AsyncVLLM"]
@@ -30,11 +31,9 @@ class AsyncVLLM:
     """
 
     def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:
-        try:
+        with needs("vllm", "vLLM in this process"):
             from vllm import SamplingParams
             from vllm.sampling_params import RequestOutputKind
-        except ImportError as error:
-            raise ImportError("vLLM in this process needs vllm: pip install 'ragorder[vllm]'") from error
         self._engine = engine
         self._send_salt = send_salt
         self._send_facts = _has_tiers(engine) if send_facts is None else send_facts
@@ -55,7 +54,9 @@ class AsyncVLLM:
             prompt["cache_salt"] = checked_salt(request.scope)
         options = {name: value for name, value in request.options.items() if value is not None}
         if self._send_facts:
-            options["extra_args"] = with_facts(options.get("extra_args", {}), request.document_ends, request.scope)
+            options["extra_args"] = with_facts(
+                options.get("extra_args", {}), request.document_ends, request.scope, request.expected_uses
+            )
         params = self._sampling(output_kind=self._pieces, **options)
         id, sent_s = f"ragorder-{uuid.uuid4().hex}", time.perf_counter()
         output: Any = None

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ragorder.adapters.http_client import Server, ServerError, live_extra
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.extras import needs
+from ragorder.kernels.policies import POLICIES
+from ragorder.settings import Settings
 
 __all__ = ["CacheConfig", "ServerError", "read_cache_config"]
 
 _GAUGE = "vllm:cache_config_info"
+_CAPACITY = re.compile(
+    r'^vllm:ragorder_capacity_bytes\{[^}\n]*\btier="(\w+)"[^}\n]*\} ([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)$',
+    re.MULTILINE,
+)
+_POLICY = re.compile(r'^vllm:ragorder_policy\{[^}\n]*\bpolicy="(\w+)"[^}\n]*\} 1(?:\.0)?$', re.MULTILINE)
 _BY_HAND = "give the orderer capacity_tokens and block_size yourself"
 
 
@@ -20,13 +29,26 @@ class CacheConfig:
         read_cache_config("http://host:8000").capacity_tokens
 
     `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: those of all blocks. Each of several
-    data-parallel `engines` has such a cache. `prefix_caching`: None if not published.
+    data-parallel `engines` has such a cache. `prefix_caching`: None if not published. `host_tokens`, `disk_tokens` and
+    `tier_policy` are those of ragorder's tiers, published from an engine's first request on if these order its device.
     """
 
     block_size: int
     capacity_tokens: int
     prefix_caching: bool | None
     engines: int
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    tier_policy: str | None = None
+
+    def completes(self, settings: Settings) -> dict[str, Any]:
+        """The sizes that these settings leave open, and the policy of tiers whose sizes they leave open."""
+        found: dict[str, Any] = {"block_size": self.block_size, "capacity_tokens": self.capacity_tokens}
+        tiers = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
+        # Sizes given by hand are of this orderer's own making, and so is their policy.
+        if not settings.model_fields_set & {"capacity_tokens", *tiers} and self.tier_policy in POLICIES:
+            found |= tiers | {"tier_policy": self.tier_policy}
+        return {name: value for name, value in found.items() if name not in settings.model_fields_set}
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
@@ -37,10 +59,8 @@ def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | N
 
 
 def cache_config(server: Server) -> CacheConfig:
-    try:
+    with needs("live", "talking to a server"):
         from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise live_extra(error) from error
     try:
         page = server.get("/metrics")
     except ServerError as error:
@@ -57,7 +77,21 @@ def cache_config(server: Server) -> CacheConfig:
         raise ServerError(f"{server.root}/metrics cannot be read: give vLLM's own address, or {_BY_HAND}") from None
     engines = {sample.labels.get("engine", ""): sample.labels for sample in samples}
     caches = [_one_engine(labels, len(engines), server.root) for labels in engines.values()]
-    return min(caches, key=lambda cache: cache.capacity_tokens)
+    least = min(caches, key=lambda cache: cache.capacity_tokens)
+    return replace(least, **_tiers(page, sum(cache.capacity_tokens for cache in caches), len(engines)))
+
+
+def _tiers(page: str, capacity_tokens: int, engines: int) -> dict[str, Any]:
+    """Sizes of one engine's tiers behind the device, on which `capacity_tokens` of all engines take the device's
+    bytes."""
+    sizes = dict.fromkeys(("device", "host", "disk"), 0.0)
+    for tier, size in _CAPACITY.findall(page):
+        sizes[tier] = sizes.get(tier, 0.0) + float(size)
+    policy = _POLICY.search(page)
+    if policy is None or not sizes["device"]:
+        return {}
+    tokens = {tier: int(sizes[tier] * capacity_tokens / sizes["device"] / engines) for tier in ("host", "disk")}
+    return {"host_tokens": tokens["host"], "disk_tokens": tokens["disk"], "tier_policy": policy[1]}
 
 
 def _one_engine(labels: dict[str, str], engines: int, server: str) -> CacheConfig:

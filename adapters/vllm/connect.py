@@ -84,8 +84,7 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
             if not {"block_size", "capacity_tokens"} <= settings.model_fields_set:
                 missing.append(str(error))
             return settings, missing
-    read = {"block_size": cache.block_size, "capacity_tokens": cache.capacity_tokens}
-    settings = settings.model_copy(update={k: v for k, v in read.items() if k not in settings.model_fields_set})
+    settings = settings.model_copy(update=cache.completes(settings))
     if cache.prefix_caching is False:
         missing.append("the server reuses nothing: start it with --enable-prefix-caching")
     if cache.engines > 1:
@@ -100,7 +99,7 @@ def _following_events(
     endpoint: str,
     options: dict[str, Any],
 ) -> OrdererT:
-    capacity = settings.capacity_tokens or 0
+    capacity = settings.held_tokens or 0
     blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
     options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
     orderer = orderer_class(settings, **options)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency import EngineBlocks, Place
 
 __all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "EventReader"]
 
@@ -22,6 +22,17 @@ _FIELDS = {
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
 }
+
+
+# By the names of vLLM and of SGLang; other media count as the device.
+_PLACES: dict[Any, Place] = {
+    "GPU": Place.DEVICE,
+    "CPU": Place.HOST,
+    "CPU_PINNED": Place.HOST,
+    "STORAGE": Place.DISK,
+    "DISK": Place.DISK,
+}
+_BELOW = (Place.HOST, Place.DISK)
 
 
 @dataclass(slots=True)
@@ -73,7 +84,12 @@ class EventReader:
         if fields.get("group_idx") or fields.get("locality") == "REMOTE":
             return
         hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
-        if kind == "BlockStored":
+        medium = _PLACES.get(medium, medium)
+        if kind == "BlockStored" and medium in _BELOW and not fields.get("extra_keys"):
+            # vLLM leaves the salt out here: only a block that is known from the device has a sure content.
+            self.counters.orphans += blocks.keep(hashes, medium)
+            self.counters.stored += len(hashes)
+        elif kind == "BlockStored":
             parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
             self._compare(fields.get("block_size"), len(token_ids), len(hashes), blocks.block_size)
             adapter = fields.get("lora_name") or fields.get("lora_id")

@@ -13,6 +13,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple, Self
 
 from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES, EventCounters, EventReader
+from ragorder.extras import needs
 from ragorder.trie.residency import EngineBlocks
 
 __all__ = ["EventCounters", "KVEventSubscriber"]
@@ -305,9 +306,7 @@ class KVEventSubscriber:
 
 
 def _import() -> tuple[Any, Any]:
-    try:
+    with needs("live", "the subscription to KV events"):
         import zmq
         from msgspec.msgpack import decode
-    except ImportError as error:
-        raise ImportError(f"KV events need {error.name}: pip install 'ragorder[live]'", name=error.name) from error
     return zmq, decode

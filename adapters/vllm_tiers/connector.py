@@ -13,6 +13,7 @@ check_vllm()
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 
+from ragorder.adapters.vllm_tiers.awaited_profile import note_profile  # noqa: E402
 from ragorder.adapters.vllm_tiers.cpu_worker import HostCopyWorker  # noqa: E402
 from ragorder.adapters.vllm_tiers.disk_identity import note_model  # noqa: E402
 from ragorder.adapters.vllm_tiers.manager import TierManager  # noqa: E402
@@ -45,9 +46,20 @@ class RecomputesFailedLoads:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         # A spec gets the model's name and dtype only: too little to identify its chunks on a disk.
         note_model(vllm_config)
+        note_profile(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         self._failed_chunks: set[int] = set()
         self._computed_anew: set[str] = set()
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)  # type: ignore[misc]
+        scheduler = self.connector_scheduler
+        if isinstance(scheduler.manager, TierManager):
+            state = scheduler._req_status.get(request.request_id)
+            if state is not None and hasattr(state, "update_offload_keys"):
+                # vLLM itself reads a request's chunks when it first tries to schedule it.
+                state.update_offload_keys()
+                scheduler.manager.expect(state.req_context)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts
+from ragorder.adapters.vllm_tiers.awaited_profile import prefill_costs
 from ragorder.adapters.vllm_tiers.device_order import DeviceOrder
 from ragorder.adapters.vllm_tiers.metrics import DEVICE_ORDER, TierCounts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
@@ -37,8 +38,9 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._tier_settings = TierSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._profile = self._tier_settings.prefill_profile()
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._tier_settings = TierSettings.from_extra_config(extra_config)
+        self._profile = prefill_costs(self._tier_settings, extra_config)
         self._block_bytes = _block_bytes(kv_cache_config) * vllm_config.parallel_config.world_size
         self._device = TierCounts("device")
         self._cached_tokens: dict[str, int] = {}
@@ -88,11 +90,11 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
         if order is None or others:
             return
         cached_tokens = self._cached_tokens.pop(request.request_id, 0)
-        facts = _facts(request)
+        facts = _facts(request).of_first(self._tier_settings.max_cached_documents)
         cost = facts.cost
         if cost is None:
             cost = self._profile.cost(cached_tokens, request.num_prompt_tokens - cached_tokens)
-        order.finished(block_ids, cached_tokens, cost, facts.documents[-1] if facts.documents else None)
+        order.finished(block_ids, cached_tokens, cost, facts)
 
 
 def _facts(request: Any) -> RequestFacts:

@@ -12,12 +12,15 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
+from ragorder.adapters.request_facts import RequestFacts
 from ragorder.kernels.policies import Tier
 from ragorder.trie.tree import Key
 
 __all__ = ["DeviceOrder", "WatchedQueue"]
 
 _logger = logging.getLogger("ragorder")
+
+_NO_FACTS = RequestFacts()
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
@@ -94,11 +97,15 @@ class DeviceOrder:
         return 0.0 if not self._blocks else self._now() - next(iter(self._blocks.values()))[1]
 
     def finished(
-        self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, documents_end: int | None = None
+        self,
+        block_ids: Sequence[int],
+        cached_tokens: int,
+        cost: float | None,
+        facts: RequestFacts = _NO_FACTS,
     ) -> None:
         """Blocks in order, about to be free. Tokens after `cached_tokens` were computed at `cost` seconds each; blocks
-        behind `documents_end` (in tokens) do not count as used."""
-        self._safely(self._use, block_ids, cached_tokens, cost, documents_end)
+        behind the documents of `facts` do not count as used."""
+        self._safely(self._use, block_ids, cached_tokens, cost, facts)
 
     def leaving(self, count: int) -> None:
         """`count` blocks are about to be taken from the front."""
@@ -169,7 +176,7 @@ class DeviceOrder:
             elif block.block_hash is not None and not self._admit(block, None):
                 self._spare[block.block_id] = block
 
-    def _use(self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, documents_end: int | None) -> None:
+    def _use(self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, facts: RequestFacts) -> None:
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]
@@ -181,8 +188,8 @@ class DeviceOrder:
                 self._tier.pin(block.block_hash)
         ends = [block.block_hash_num_tokens or 0 for block in blocks]
         computed = {key for key, end in zip(keys, ends, strict=True) if end > cached_tokens}
-        within = len(ends) if documents_end is None else bisect_right(ends, documents_end)
-        self._tier.use(keys[:within], cost=cost, computed=computed)
+        within = bisect_right(ends, facts.documents[-1]) if facts.documents else len(ends)
+        self._tier.use(keys[:within], cost=cost, computed=computed, expected=facts.forecast(keys, ends))
 
     def _is_known(self, block: Any) -> bool:
         """Drops the content that the block had before."""

@@ -124,6 +124,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         parents = {key: path.parent_of(key) for key in job_metadata.keys}
         transfer = self._transfer(job_metadata, path.places)
         last, cost = len(path.keys) if path.last is None else path.last, path.cost
+        expected = path.expected
         used = {key for key in transfer.keys if path.places.get(key, last) < last}
         protected = frozenset(path.keys)
         state_of(request, _Written, _Written).update(key for key in transfer.keys if key not in store)
@@ -131,7 +132,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         def write(step: int) -> bool:
             key = transfer.keys[step]
             with self._chunk(transfer.places[step]) as chunk:
-                return store.write(key, chunk, parents[key], cost=cost, used=key in used, protected=protected)
+                return store.write(
+                    key, chunk, parents[key], cost=cost, used=key in used, expected=expected, protected=protected
+                )
 
         self._start(job_metadata.job_id, transfer, write)
 
@@ -195,10 +198,10 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         used = [key for key in path.keys[: path.last] if key not in written]
         if not used:
             return
-        cost, computed = path.cost, set(path.keys[path.cached :])
+        cost, computed, expected = path.cost, set(path.keys[path.cached :]), path.expected
 
         def count(step: int) -> bool:
-            store.use(used, cost=cost, computed=computed)
+            store.use(used, cost=cost, computed=computed, expected=expected)
             return True
 
         # After the request's own chunks are stored, and without blocking the scheduler's thread.
@@ -268,4 +271,11 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         self._events.append(self._event(keys, removed=True))
 
     def _event(self, keys: Sequence[OffloadKey], *, removed: bool) -> OffloadingEvent:
-        return OffloadingEvent(keys=list(keys), medium=Medium.STORAGE, removed=removed, locality=self.locality)
+        return OffloadingEvent(
+            keys=list(keys),
+            medium=Medium.STORAGE,
+            removed=removed,
+            locality=self.locality,
+            # vLLM keeps what an event of a removal needs until the last tier has removed the chunk.
+            removal_expected=not removed,
+        )

@@ -21,7 +21,7 @@ from ragorder.adapters.vllm_tiers.weights import MEMORY, WeightDigests
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-__all__ = ["disk_identity", "note_model"]
+__all__ = ["disk_identity", "model_facts", "note_model", "this_machine"]
 
 _NOTE = "ragorder_model"
 _FORMAT = 2
@@ -34,6 +34,10 @@ _CHOICES = ("quantization", "dtype", "model_impl", "disable_sliding_window", "ov
 
 def note_model(vllm_config: Any) -> None:
     """Add to `kv_connector_extra_config` what only vLLM's whole configuration has. Never raises."""
+    vllm_config.kv_transfer_config.kv_connector_extra_config[_NOTE] = model_facts(vllm_config)
+
+
+def model_facts(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     load = getattr(vllm_config, "load_config", None)
     config = _as_json(getattr(model, "hf_config", None))
@@ -55,7 +59,7 @@ def note_model(vllm_config: Any) -> None:
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     if draft is not None:
         noted["draft"] = {"name": draft.model, "revision": getattr(draft, "revision", None)}
-    vllm_config.kv_transfer_config.kv_connector_extra_config[_NOTE] = noted
+    return noted
 
 
 def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = None) -> str:
@@ -70,7 +74,7 @@ def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = 
     facts = {
         "format": _FORMAT,
         "vllm": vllm_version(),
-        "machine": _machine(),
+        "machine": this_machine(),
         # The beginning of every chain of block hashes.
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "model": weights.of(config.model.name, noted.get("revision"), dummy=dummy, hub=hub),
@@ -105,7 +109,7 @@ def _hash_of(config: Any) -> str | None:
         return str(uuid4())
 
 
-def _machine() -> Mapping[str, str]:
+def this_machine() -> Mapping[str, str]:
     from vllm.platforms import current_platform
 
     try:

@@ -18,7 +18,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from ragorder.adapters.vllm_tiers.metrics import RequestCounts
+from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile
+from ragorder.adapters.vllm_tiers.metrics import POLICY, PROFILE, RequestCounts
 from ragorder.adapters.vllm_tiers.policy import HostPolicy
 from ragorder.adapters.vllm_tiers.request_state import facts_of
 
@@ -62,6 +63,24 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._count_facts(req_context)
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
+    def expect(self, req_context: ReqContext) -> None:
+        """A request waits, whose chunks are known: the host keeps them, and takes them from the disk, as far as it has
+        room for waiting requests."""
+        self._policy.serve(req_context)
+        awaited = self._policy.expect(req_context)
+        if not self.secondary_tiers:
+            return
+        for key in awaited:
+            if self._policy.get(key) is None and super().lookup(key, req_context) is LookupResult.MISS:
+                break
+        # Outside a step: the next one polls again.
+        self._processed_jobs_this_step = False
+
+    @override
+    def on_request_finished(self, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> None:
+        self._policy.settle(req_context)
+        super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
+
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
         self._policy.serve(req_context).looked_up(key)
@@ -75,9 +94,9 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         # What the request found is known now, and what it computes is about to arrive.
-        self._policy.serve(req_context)
+        path = self._policy.serve(req_context)
         self._policy.count(req_context)
-        return super().prepare_store(keys, req_context)
+        return super().prepare_store([key for key in keys if path.admits(key)], req_context)
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -99,6 +118,10 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
     def get_stats(self) -> Any:
         stats = self._policy.current_counts(self._chunk_bytes).report()
         stats.aggregate(self._requests.report())
+        stats.set_gauge(POLICY, 1, (self._policy.name,))
+        profile = self._policy.profile
+        if isinstance(profile, AwaitedProfile):
+            stats.set_gauge(PROFILE, int(profile.measured), (profile.key,))
         of_vllm = super().get_stats()
         return stats if of_vllm is None else stats.aggregate(of_vllm)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
-__all__ = ["DEVICE_ORDER", "RequestCounts", "TierCounts", "metric_definitions"]
+__all__ = ["DEVICE_ORDER", "POLICY", "PROFILE", "RequestCounts", "TierCounts", "metric_definitions"]
 
 CHUNKS = "vllm:ragorder_chunks"
 BYTES = "vllm:ragorder_bytes"
@@ -23,6 +23,8 @@ REQUESTS_WITH_UNREADABLE_FACTS = "vllm:ragorder_requests_with_unreadable_facts"
 DOCUMENTS = "vllm:ragorder_documents"
 TENANTS = "vllm:ragorder_tenants"
 DEVICE_ORDER = "vllm:ragorder_device_order"
+PROFILE = "vllm:ragorder_profile"
+POLICY = "vllm:ragorder_policy"
 
 _TIER = ("tier",)
 
@@ -50,6 +52,10 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         TENANTS: OffloadingGaugeMetadata("Different tenants among the recent requests that named one."),
         DEVICE_ORDER: OffloadingGaugeMetadata(
             "1 while the policy orders the device's evictions, 0 after an error: then vLLM's own order."
+        ),
+        POLICY: OffloadingGaugeMetadata("1, under the name of the tiers' replacement policy.", ("policy",)),
+        PROFILE: OffloadingGaugeMetadata(
+            "1 with measured prefill times, 0 while they are awaited, under the key of their file.", ("key",)
         ),
     }
 

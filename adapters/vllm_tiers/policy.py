@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
+from ragorder.adapters.vllm_tiers.awaited_profile import PrefillCosts
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
 from ragorder.adapters.vllm_tiers.request_state import RequestPath, facts_of, path_of
-from ragorder.kernels.policies import History, Tier, make_policy
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.kernels.policies import AwaitedNodes, History, Tier, make_policy
+from ragorder.kernels.profile import LINEAR
 
 __all__ = ["HostPolicy"]
+
+
+class _Either:
+    def __init__(self, *keys: Container[OffloadKey]) -> None:
+        self._keys = keys
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in each for each in self._keys)
 
 
 class HostPolicy(CachePolicy):  # type: ignore[misc]
     """Chunks in host memory; the leaf with the lowest priority is evicted first.
 
     A request counts once for each chunk of its prompt; with facts only for its documents. A chunk's cost is that of the
-    request that computed it: T(cached, new) / new, or from its facts.
+    request that computed it: T(cached, new) / new, or from its facts; what uses are expected, too.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -32,13 +41,22 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self._since: OrderedDict[OffloadKey, float] = OrderedDict()
         self._arriving: set[OffloadKey] = set()
         self._path: RequestPath | None = None
+        self._awaited = AwaitedNodes(cache_capacity // 2)
         self.configure()
 
-    def configure(self, policy: str = "pgdsf", history: int = 65536, profile: PrefillProfile = LINEAR) -> None:
+    def configure(
+        self,
+        policy: str = "pgdsf",
+        history: int = 65536,
+        profile: PrefillCosts = LINEAR,
+        max_cached_documents: int | None = None,
+    ) -> None:
         """Before the first chunk: vLLM gives only a capacity. `history`: 0 for none."""
         if self._chunks:
             raise ValueError("the host tier holds chunks: configure it before it is used")
-        self._profile = profile
+        self.name = policy
+        self.profile = profile
+        self._max_cached_documents = max_cached_documents
         self._tier = Tier(make_policy(policy), History(history) if history else None)
 
     def serve(self, request: ReqContext) -> RequestPath:
@@ -46,24 +64,44 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self._path = path_of(request)
         return self._path
 
+    def expect(self, request: ReqContext) -> Sequence[OffloadKey]:
+        """A waiting request, whose chunks are known: others are evicted first, while such chunks take up to half of the
+        tier. Returns those of the request."""
+        self.settle(request)
+        path = path_of(request)
+        path.awaited = self._awaited.add((key, 1) for key in path.keys)
+        return path.keys[: len(path.awaited)]
+
+    def settle(self, request: ReqContext) -> None:
+        """The request waits no longer."""
+        path = path_of(request)
+        self._awaited.remove(path.awaited)
+        path.awaited = ()
+
     def count(self, request: ReqContext) -> None:
         """Count the request for its path, once."""
         path = path_of(request)
         if path.counted:
             return
         path.counted = True
+        self.settle(request)
         facts = facts_of(request).facts
+        documents = 0 if facts is None else len(facts.documents)
+        facts = None if facts is None else facts.of_first(self._max_cached_documents)
         tokens = path.ends[-1] if path.ends else 0
         cached = path.ends[path.cached - 1] if path.cached else 0
         computed = set(path.keys[path.cached :])
         # If it computed nothing: the cost of the whole prompt, for chunks whose cost is not known yet.
-        cost = self._profile.cost(cached, tokens - cached) if computed else self._profile.cost(0, tokens)
+        cost = self.profile.cost(cached, tokens - cached) if computed else self.profile.cost(0, tokens)
         if facts is not None and facts.cost is not None:
             cost = facts.cost
         path.cost = cost
         if facts is not None and facts.documents:
             path.last = path.before(facts.documents[-1])
-        self._tier.use(path.keys[: path.last], cost=cost, computed=computed)
+            if len(facts.documents) < documents:
+                path.admitted = path.last
+            path.expected = facts.forecast(path.keys, path.ends)
+        self._tier.use(path.keys[: path.last], cost=cost, computed=computed, expected=path.expected)
 
     @override
     def get(self, key: OffloadKey) -> ChunkStatus | None:
@@ -83,7 +121,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         node = self._tier.get(key)
         if path is not None and path.counts(key) and node is not None and not node.frequency:
             # The request was counted before this chunk arrived, and no history has kept that.
-            self._tier.use((key,), cost=path.cost, computed=(key,))
+            self._tier.use((key,), cost=path.cost, computed=(key,), expected=path.expected)
 
     @override
     def remove(self, key: OffloadKey) -> None:
@@ -112,7 +150,8 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         if n == 0:
             return []
-        going = self._tier.evict(n, protected, () if self._path is None else self._path)
+        own = () if self._path is None else self._path
+        going = self._tier.evict(n, _Either(protected, self._awaited), own) or self._tier.evict(n, protected, own)
         if going is None:
             return None
         self.counts.evicted += len(going)

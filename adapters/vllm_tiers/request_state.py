@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts
+from ragorder.kernels.policies import Key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,20 @@ T = TypeVar("T")
 class RequestPath:
     """The chunks of a request's prompt, root first; those of several groups of layers are adjacent."""
 
-    __slots__ = ("_device", "_loaded", "_positions", "cost", "counted", "ends", "keys", "last", "places")
+    __slots__ = (
+        "_device",
+        "_loaded",
+        "_positions",
+        "admitted",
+        "awaited",
+        "cost",
+        "counted",
+        "ends",
+        "expected",
+        "keys",
+        "last",
+        "places",
+    )
 
     def __init__(self, positions: dict[OffloadKey, int]) -> None:
         # vLLM's own, which grows while the request is answered.
@@ -33,9 +47,14 @@ class RequestPath:
         self._device: int | None = None
         self._loaded = 0
         self.counted = False
-        # The number of chunks that count as used; None: all.
+        # The number of chunks that count as used, and that may be stored; None: all.
         self.last: int | None = None
+        self.admitted: int | None = None
         self.cost: float | None = None
+        # Chunks that the host keeps while the request waits.
+        self.awaited: tuple[Key, ...] = ()
+        # Forecast uses of chunks, if any.
+        self.expected: dict[OffloadKey, float] = {}
         self._read()
 
     def __contains__(self, key: object) -> bool:
@@ -65,6 +84,11 @@ class RequestPath:
         """The request was counted already, and with this chunk."""
         place = self._place(key)
         return self.counted and place is not None and (self.last is None or place < self.last)
+
+    def admits(self, key: OffloadKey) -> bool:
+        """Whether the tiers may keep this chunk."""
+        place = self._place(key)
+        return self.admitted is None or place is None or place < self.admitted
 
     def before(self, end: int) -> int:
         """Chunks that end within `end` tokens."""

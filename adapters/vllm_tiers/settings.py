@@ -49,6 +49,8 @@ class TierSettings(KVTierSettings):
             "blocks_per_chunk": self.blocks_per_chunk,
             "eviction_policy": "HostPolicy",
             "cache_policy_module_path": f"{_PACKAGE}.policy",
+            # KV events then name the tier of a chunk, if the server publishes events.
+            "self_describing_kv_events": True,
             "secondary_tiers": [] if settings.disk_path is None else [settings._disk()],
             _KEY: settings.model_dump(mode="json"),
         }
@@ -69,6 +71,7 @@ class TierSettings(KVTierSettings):
             "policy": self.policy,
             "history": self.history,
             "io_threads": self.io_threads,
+            "enable_kv_events": True,
         }
 
     @classmethod
@@ -82,5 +85,5 @@ class TierSettings(KVTierSettings):
         return cls.model_validate(dict(extra_config[_KEY]))
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().absolute()
+def _absolute(path: Path | str | None) -> Path | str | None:
+    return path.expanduser().absolute() if isinstance(path, Path) else path

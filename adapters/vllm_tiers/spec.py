@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from ragorder.adapters.vllm_tiers.awaited_profile import prefill_costs
 from ragorder.adapters.vllm_tiers.cpu_worker import HostCopyWorker
 from ragorder.adapters.vllm_tiers.manager import TierManager
 from ragorder.adapters.vllm_tiers.metrics import metric_definitions
@@ -48,11 +49,13 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             # Before anything is allocated: the profile's file may be unreadable.
-            profile = self.settings.prefill_profile()
+            profile = prefill_costs(self.settings, self.config.extra_config)
             manager = super().get_manager()
             policy = manager.primary_tier._policy
             if isinstance(policy, HostPolicy):
-                policy.configure(self.settings.policy, self.settings.history, profile)
+                policy.configure(
+                    self.settings.policy, self.settings.history, profile, self.settings.max_cached_documents
+                )
             # Only the parts of vLLM's manager are needed, which it builds, and cleans up on failure.
             self._manager = TierManager(manager.primary_tier, manager.secondary_tiers, self.kv_bytes_per_chunk)
             self._remove_name()

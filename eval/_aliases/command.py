@@ -14,6 +14,7 @@ from types import MappingProxyType
 import click
 
 from ragorder.eval.running.record import RESULTS
+from ragorder.jsonl import JSONLines
 
 __all__ = ["run_suite", "translate"]
 
@@ -54,7 +55,9 @@ def run_suite(
             error.show()
             sys.exit(error.exit_code)
         if "--json" in given:
-            click.echo("".join(_records(Path(folder), name)), nl=False)
+            for _, record in JSONLines(Path(folder) / RESULTS, max_line_bytes=None).objects():
+                if record.get("suite") == name:
+                    click.echo(json.dumps(record, separators=(",", ":")))
         elif "--dry-run" not in options:
             _print(Path(folder), name, page)
 
@@ -83,12 +86,6 @@ def translate(
         else:
             options += [{"--output": "-o"}.get(option, option), *values]
     return options, page
-
-
-def _records(folder: Path, name: str) -> Iterator[str]:
-    for line in (folder / RESULTS).read_text("utf-8").splitlines(keepends=True):
-        if json.loads(line).get("suite") == name:
-            yield line
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -6,14 +6,14 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, Duration, given, option, options_from, section
+from ragorder.cli.options import Choice, Command, Count, Duration, build, given, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import (
+    SEEDS,
     arrival_rates,
     embedding_model,
     events_of,
     events_options,
-    seeds,
     served_by,
     to_stdout,
     write_json,
@@ -59,8 +59,7 @@ _DELAY_S = 0.05
         help="Source of a corpus' documents: its own run (pydocs: bm25), or a new retrieval.",
     ),
     embedding_model,
-    options_from(Bench, "top_k", "limit", top_k={"metavar": "K"}),
-    seeds("0"),
+    options_from(Bench, "top_k", "limit", "seeds", top_k={"metavar": "K"}, seeds=SEEDS),
 )
 @section(
     "Ordering",
@@ -176,7 +175,6 @@ def bench(
     from ragorder.eval.running.bench import as_json, run_bench
     from ragorder.eval.running.load import ServiceTimes
     from ragorder.eval.running.policies import PolicyError
-    from ragorder.eval.running.specs import DEFAULT_POLICIES
 
     events = events_of(options)
     options = given(options)
@@ -199,15 +197,18 @@ def bench(
     scaling = {"time_scale": time_scale, "replicas": replicas}
     rates = {"prefill_tokens_per_s": prefill_rate, "decode_tokens_per_s": decode_rate}
     try:
-        wanted = Bench(
-            workloads=workloads,
-            corpora=corpora,
-            retriever=None if retriever == "run" else make_retriever(retriever, embedding_model),
-            policies=policies or DEFAULT_POLICIES,
-            arrivals=None if arrivals is None else Arrivals.parse(arrivals, **given(scaling)),
-            events=events,
-            service_times=ServiceTimes(**given(rates)),
-            **options,
+        wanted = build(
+            Bench,
+            options
+            | {
+                "workloads": workloads,
+                "corpora": corpora,
+                "retriever": None if retriever == "run" else make_retriever(retriever, embedding_model),
+                "policies": policies,
+                "arrivals": None if arrivals is None else Arrivals.parse(arrivals, **given(scaling)),
+                "events": events,
+                "service_times": ServiceTimes(**given(rates)),
+            },
         )
         if pipeline is not None:
             _bench_pipelines(wanted, pipeline, round(1e3 * (_DELAY_S if delay_s is None else delay_s), 6), output)

@@ -9,7 +9,7 @@ import click
 from ragorder.cli.options import Choice, Command, Count, option, options_from
 from ragorder.eval.cli.options import MODEL_FOLDER
 from ragorder.eval.cli.progress import progress_bar
-from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.specs import Bench, EngineName
 
 __all__ = ["demo"]
 
@@ -29,7 +29,7 @@ __all__ = ["demo"]
 )
 @option("--limit", type=Count(2), default=60, show_default=True, metavar="N", help="Number of questions.")
 @options_from(Bench, "waiting")
-def demo(engine: str, model: Path | None, limit: int, waiting: int | None) -> None:
+def demo(engine: EngineName, model: Path | None, limit: int, waiting: int | None) -> None:
     """Serve Python's documentation with and without ordering.
 
     Each question about the standard library is served on two equal engines, which alternate in being first: with

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.options import Command, CommandGroup, given, option, options_from, section
-from ragorder.eval.cli.options import events_of, events_options, seeds, served_by
+from ragorder.cli.options import Command, CommandGroup, build, option, options_from, section
+from ragorder.eval.cli.options import SEEDS, events_of, events_options, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
 from ragorder.eval.cli.report import eval_report
-from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.options import Options
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.options import Options
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["eval"]
 
+_FOLDER = {"type": click.Path(path_type=Path, file_okay=False, exists=True), "metavar": "DIR"}
+_FLAG = {"is_flag": True}
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -74,61 +76,32 @@ def list_suites() -> None:
         metavar="DIR",
         help="Folder of results.jsonl. Results that it holds already are not run again.",
     ),
-    option(
-        "--dry-run",
-        is_flag=True,
-        help="List the runs without serving anything; quality runs all but the model.",
-    ),
+    options_from(Options, "dry_run", dry_run=_FLAG),
 )
 @section(
     "Runs",
-    options_from(Bench, "limit", limit={"help": "At most N requests a run", "default": "as the suite says"}),
-    option(
-        "--reduced",
-        is_flag=True,
-        help="The suites' short forms, for slow engines: fewer cells, policies and requests, a smaller cache. A suite "
-        "without a short form is left out with a note.",
-    ),
-    seeds("0,1,2"),
-    option(
-        "--policy", "policies", multiple=True, metavar="NAME", help="Only these of each suite's policies. Repeatable."
-    ),
-    option(
-        "--set",
+    options_from(
+        Options,
+        "limit",
+        "reduced",
+        "seeds",
+        "policies",
         "parameters",
-        multiple=True,
-        metavar="NAME=VALUE,...",
-        help="Replace a parameter of each suite's cells; several values are swept. Repeatable.",
-    ),
-    option(
-        "--corpora",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        metavar="DIR",
-        help="Folder with a folder for each real corpus, yours as well: see `ragorder bench --help` for the files. "
-        "Suite corpora takes all of them.",
-    ),
-    option(
-        "--questions",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        metavar="DIR",
-        help="Folder with a file for each data set of a suite about quality, such as hotpotqa.json. "
-        "[default: loaded from the Hugging Face Hub]",
+        "corpora",
+        "questions",
+        reduced=_FLAG,
+        seeds=SEEDS,
+        policies={"flag": "--policy", "multiple": True, "metavar": "NAME"},
+        parameters={"flag": "--set", "multiple": True, "metavar": "NAME=VALUE,..."},
+        corpora=_FOLDER,
+        questions=_FOLDER,
     ),
 )
-@section(
-    "Engine",
-    served_by(Bench, "engine", "model", "served_model"),
-    option(
-        "--base-url",
-        metavar="URL",
-        help="openai: the server. [default: a vLLM server is started for each size of cache]",
-    ),
-)
+@section("Engine", served_by(Options, "engine", "model", "served_model", "base_url"))
 @events_options
 def run(
     suites: tuple[str, ...],
     folder: Path,
-    policies: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Run suites and keep every request's figures.
@@ -140,22 +113,21 @@ def run(
     from ragorder.eval.data.corpora.loader import corpora_in
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.running.cells import SuiteError
-    from ragorder.eval.running.options import HarnessError, Options
+    from ragorder.eval.running.options import HarnessError
     from ragorder.eval.running.session import run_suites
     from ragorder.eval.running.store import Store, StoreError
     from ragorder.eval.running.suite import choose_suites
 
     events = events_of(options)
-    options = given(options)
+    wanted = build(Options, options | {"events": events})
     try:
-        chosen = [suite.with_parameters(options.get("parameters", ())) for suite in choose_suites(suites)]
+        chosen = [suite.with_parameters(wanted.parameters) for suite in choose_suites(suites)]
     except SuiteError as error:
         raise click.UsageError(str(error)) from None
-    if "corpora" in options:
-        chosen = [suite.with_corpora(corpora_in(options["corpora"])) for suite in chosen]
-    _check_policies(policies, chosen)
+    if wanted.corpora is not None:
+        chosen = [suite.with_corpora(corpora_in(wanted.corpora)) for suite in chosen]
+    _check_policies(wanted.policies or (), chosen)
     try:
-        wanted = Options(policies=policies or None, events=events, **options)
         if wanted.dry_run:
             if any(suite.kind == "serve" for suite in chosen):
                 _say_plan(chosen, wanted, folder)
@@ -180,7 +152,7 @@ def run(
     click.echo(f"{folder}: {', '.join(parts)}")
 
 
-def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
+def _check_policies(policies: Sequence[str], suites: list[Suite]) -> None:
     known = dict.fromkeys(policy for suite in suites for policy in suite.policies)
     unknown = [policy for policy in policies if policy not in known]
     if unknown:

@@ -28,12 +28,12 @@ from ragorder.eval.running.specs import EventsAddress
 __all__ = [
     "CAPACITY",
     "MODEL_FOLDER",
+    "SEEDS",
     "Integers",
     "arrival_rates",
     "embedding_model",
     "events_of",
     "events_options",
-    "seeds",
     "served_by",
     "to_stdout",
     "write_json",
@@ -72,6 +72,7 @@ CAPACITY: dict[str, Any] = {
     "metavar": "TOKENS|PERCENT|unlimited",
 }
 MODEL_FOLDER: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FOLDER"}
+SEEDS: dict[str, Any] = {"type": Integers(), "formerly": ["--seed"], "metavar": "N,..."}
 """Attributes of options whose fields say less than the option."""
 
 embedding_model = option(
@@ -91,19 +92,6 @@ def served_by(spec: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> 
     for name in names:
         changes[name] = {**attributes.get(name, {}), **changes.get(name, {})}
     return together(options_from(spec, *names, **changes), api_key("OPENAI_API_KEY"))
-
-
-def seeds(default: str) -> Decorator:
-    """--seeds."""
-    return option(
-        "--seeds",
-        formerly=["--seed"],
-        type=Integers(),
-        default=default,
-        show_default=True,
-        metavar="N,...",
-        help="Seeds of workloads and random orders, with commas.",
-    )
 
 
 def arrival_rates(prefill: str, decode: str) -> Decorator:

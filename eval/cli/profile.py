@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.options import Command, Count, option, section
+from ragorder.cli.options import Command, Count, Duration, option, section
 from ragorder.eval.cli.options import Integers, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.running.specs import Bench
@@ -77,6 +77,23 @@ __all__ = ["profile"]
         help="Seed of the tokens and of the order in which cells are measured.",
     ),
 )
+@section(
+    "Tiers",
+    option(
+        "--loads",
+        is_flag=True,
+        help="With --base-url of a vLLM with ragorder's tiers: also measure the time to load a token from host memory, "
+        "and from disk.",
+    ),
+    option(
+        "--loads-limit",
+        type=Duration(above=True),
+        default="10m",
+        show_default=True,
+        metavar="TIME",
+        help="End this measurement after so long, with what it has found.",
+    ),
+)
 @option(
     "-o",
     "--output",
@@ -95,6 +112,8 @@ def profile(
     block_size: int | None,
     repeats: int,
     seed: int,
+    loads: bool,
+    loads_limit: float,
     output: Path,
 ) -> None:
     """Measure how long a prefill takes on an engine.
@@ -103,14 +122,19 @@ def profile(
     weighs documents by them. For each cell a prefix of random tokens is sent first, so that it is cached, and then
     again with new tokens behind it; the server's answer says whether the prefix was cached. Times that fall although
     tokens are added are noise: they are smoothed, and the report shows by how much. It takes minutes.
+
+    Load times are measured with prompts that fill the device, and the host, until they have evicted an earlier one.
     """
     from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.experiments.profiling.loads import measure_loads
     from ragorder.eval.experiments.profiling.measuring import measure_profile, plan_grid, profiled_server
 
     if base_url is not None and model is not None:
         raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")
     if base_url is None and served_model is not None:
         raise click.UsageError("--served-model is a model of a server that is running: give --base-url")
+    if loads and base_url is None:
+        raise click.UsageError("--loads is for a running server with tiers: give --base-url")
     _check_writable(output)
     notes = Console(stderr=True)
     try:
@@ -123,6 +147,10 @@ def profile(
                 notes.print(Text(note, "yellow"))
             with progress_bar() as progress:
                 made = measure_profile(server, grid, repeats=repeats, seed=seed, progress=progress)
+                if loads:
+                    made = measure_loads(
+                        server, made, repeats=repeats, seed=seed, limit_s=loads_limit, progress=progress
+                    )
         _print(made)
         made.to_file(output)
     except (EngineError, ImportError, OSError, ValueError) as error:
@@ -149,6 +177,8 @@ def _print(made: PrefillProfile) -> None:
     console.print(Text(table.title, "bold"), soft_wrap=True)
     console.print(replace(table, title="", note=""))
     console.print(Text(table.note, "italic"), soft_wrap=True)
+    for tier, time_s in made.loads.items():
+        console.print(f"loading from {tier}: {1e6 * time_s:.3g} µs a token", soft_wrap=True)
     for doubt in doubts(made.facts):
         console.print(Text(doubt, "yellow"), soft_wrap=True)
     for name, value in made.facts["environment"].items():

@@ -7,6 +7,8 @@ import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
+from ragorder.kernels.profile_cache import processor_name
+
 __all__ = ["describe_environment", "resident_mb"]
 
 _PACKAGES = (
@@ -28,7 +30,7 @@ def describe_environment() -> dict[str, object]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
@@ -50,14 +52,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def load_average() -> float | None:

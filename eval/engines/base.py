@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["AsyncEngine", "Cache", "Engine", "EngineCompletion", "EngineError", "RequestError"]
+__all__ = ["AsyncEngine", "Cache", "Engine", "EngineCompletion", "EngineError", "RequestError", "time_between_tokens"]
 
 
 class EngineError(RuntimeError):
@@ -23,13 +23,20 @@ class RequestError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineCompletion:
-    """An engine's report on a prompt. `ttft_s` and `total_s` are None without a clock (`sim`)."""
+    """An engine's report on a prompt. Times are None without a clock (`sim`); `tbt_s`, the mean time between the
+    answer's tokens (RAGCache 5.4), without a second token, too."""
 
     ttft_s: float | None
     cached_tokens: int
     prompt_tokens: int
     text: str = ""
     total_s: float | None = None
+    tbt_s: float | None = None
+
+
+def time_between_tokens(first_s: float, last_s: float, tokens: int) -> float | None:
+    """The mean, of an answer whose first and last token came at these times."""
+    return (last_s - first_s) / (tokens - 1) if tokens > 1 else None
 
 
 class Cache(Protocol):

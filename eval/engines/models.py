@@ -5,35 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from ragorder.adapters.openai.tokenizer import load_tokenizer
-from ragorder.eval.data.cache import cache_folder
+from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts
-from ragorder.eval.engines.tiny_model import make_model
-from ragorder.eval.engines.vllm import has_fast_bfloat16
+from ragorder.eval.engines.vllm import set_environment
+from ragorder.extras import needs
+from ragorder.kernels import random_model as kernels
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["built_prompts", "load_tokenizer", "longest_prompt", "random_model"]
 
 
 def random_model() -> Path:
-    """A model with random weights and a tokenizer trained on the standard library's documentation.
-
-    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install."""
-    try:
-        layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
-    except ImportError as error:
-        raise ImportError("making a model needs torch: pip install 'ragorder[torch]'") from error
-    folder = cache_folder() / f"random-{layers}x{hidden_size}"
-    texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
-    return make_model(folder, texts=texts, layers=layers, hidden_size=hidden_size)
+    """As in `ragorder.kernels.random_model`, with the texts of the corpus pydocs at hand."""
+    set_environment()
+    return kernels.random_model(document.text for document in load_pydocs(cache=cache_folder()).documents)
 
 
 def longest_prompt(model: str | Path) -> int:
     """The model's limit in tokens, very large if unknown. Raises as `load_tokenizer`."""
-    try:
+    with needs("tokenizer", "a model's configuration"):
         from transformers import AutoConfig
-    except ImportError as error:
-        raise ImportError("a model's configuration needs transformers: pip install 'ragorder[tokenizer]'") from error
     config = AutoConfig.from_pretrained(model).get_text_config()
     return int(getattr(config, "max_position_embeddings", 1 << 20))
 

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError, time_between_tokens
+from ragorder.extras import needs
 
 if TYPE_CHECKING:
     import httpx2
@@ -97,10 +98,8 @@ class OpenAIEngine:
 
     async def __aenter__(self) -> OpenAIEngine:
         """Raises ImportError."""
-        try:
+        with needs("live", "the openai engine"):
             import httpx2
-        except ImportError as error:
-            raise ImportError("the openai engine needs httpx2: pip install 'ragorder[live]'", name="httpx2") from error
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
         timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         self._client = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=timeout, follow_redirects=True)
@@ -116,8 +115,8 @@ class OpenAIEngine:
         self.salt = secrets.token_hex(16)
 
     async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
-        """`ttft_s` ends at the first chunk with a choice. Missing cached tokens count as none. Raises RequestError
-        without content."""
+        """`ttft_s` ends at the first chunk with a choice, `tbt_s` at the last. Missing cached tokens count as none.
+        Raises RequestError without content."""
         completion, _ = await self._complete(token_ids, output_tokens)
         return completion
 
@@ -169,12 +168,14 @@ class OpenAIEngine:
         )
         usage: Mapping[str, Any] | None = None
         ttft_s: float | None = None
+        latest_s = 0.0
         texts = []
         start = time.perf_counter()
         async with self._stream(body) as events:
             async for event in events:
                 if event.get("choices"):
-                    ttft_s = time.perf_counter() - start if ttft_s is None else ttft_s
+                    latest_s = time.perf_counter() - start
+                    ttft_s = latest_s if ttft_s is None else ttft_s
                     texts.append(event["choices"][0].get("text") or "")
                 usage = event.get("usage") or usage
             total_s = time.perf_counter() - start
@@ -182,7 +183,8 @@ class OpenAIEngine:
                 raise RequestError("the answer ended before its usage")
             cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             prompt_tokens = usage.get("prompt_tokens") or len(token_ids)
-            completion = EngineCompletion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts), total_s)
+            tbt_s = time_between_tokens(ttft_s, latest_s, usage.get("completion_tokens") or len(texts))
+            completion = EngineCompletion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts), total_s, tbt_s)
         return completion, cached_tokens is not None
 
     @asynccontextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import Engine
@@ -20,17 +20,22 @@ __all__ = ["EnginePool", "EngineSize", "TorchPool", "VLLMPool"]
 
 _SHORTEST_TOKENS = 2_048
 
-E = TypeVar("E", bound=Engine)
+
+class WarmedUp(Engine, Protocol):
+    def warm_up(self) -> None: ...
+
+
+E = TypeVar("E", bound=WarmedUp)
 
 
 class EngineSize(NamedTuple):
-    """What engines need in common to serve one another's traces."""
+    """What engines need in common to serve one another's traces, as their constructors name it."""
 
     model: Path
     block_size: int
     capacity_tokens: int | None
     output_tokens: int
-    longest_tokens: int
+    max_model_len: int
     unlimited_tokens: int
 
 
@@ -53,8 +58,8 @@ class EnginePool(ABC, Generic[E]):
         self.close()
 
     @abstractmethod
-    def start(self, size: EngineSize, *, prefix_caching: bool) -> E:
-        """A new engine, warmed up."""
+    def make(self, model: Path, **sizes: Any) -> E:
+        """A new engine, with the arguments that all engines share."""
 
     def close(self) -> None:
         """The pool can be used again."""
@@ -86,7 +91,8 @@ class EnginePool(ABC, Generic[E]):
             caching = policy != "none"
             open_ones = self._engines[caching]
             if taken[caching] == len(open_ones):
-                open_ones.append(self.start(size, prefix_caching=caching))
+                open_ones.append(self.make(**size._asdict(), prefix_caching=caching))
+                open_ones[-1].warm_up()
             engines.append(open_ones[taken[caching]])
             taken[caching] += 1
         for engine in engines:
@@ -126,18 +132,8 @@ class VLLMPool(EnginePool[VLLMEngine]):
 
     block_size = 32
 
-    def start(self, size: EngineSize, *, prefix_caching: bool) -> VLLMEngine:
-        engine = VLLMEngine(
-            size.model,
-            block_size=size.block_size,
-            capacity_tokens=size.capacity_tokens,
-            prefix_caching=prefix_caching,
-            max_model_len=size.longest_tokens,
-            output_tokens=size.output_tokens,
-            unlimited_tokens=size.unlimited_tokens,
-        )
-        engine.warm_up()
-        return engine
+    def make(self, model: Path, **sizes: Any) -> VLLMEngine:
+        return VLLMEngine(model, **sizes)
 
 
 class TorchPool(EnginePool[TorchEngine]):
@@ -151,18 +147,7 @@ class TorchPool(EnginePool[TorchEngine]):
         self._host_tokens = host_tokens
         self._loaded: tuple[Path, TorchModel] | None = None
 
-    def start(self, size: EngineSize, *, prefix_caching: bool) -> TorchEngine:
-        if self._loaded is None or self._loaded[0] != size.model:
-            self._loaded = size.model, TorchModel.load(size.model)
-        engine = TorchEngine(
-            self._loaded[1],
-            block_size=size.block_size,
-            capacity_tokens=size.capacity_tokens,
-            host_tokens=self._host_tokens,
-            prefix_caching=prefix_caching,
-            max_model_len=size.longest_tokens,
-            output_tokens=size.output_tokens,
-            unlimited_tokens=size.unlimited_tokens,
-        )
-        engine.warm_up()
-        return engine
+    def make(self, model: Path, **sizes: Any) -> TorchEngine:
+        if self._loaded is None or self._loaded[0] != model:
+            self._loaded = model, TorchModel.load(model)
+        return TorchEngine(self._loaded[1], host_tokens=self._host_tokens, **sizes)

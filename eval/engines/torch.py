@@ -14,26 +14,32 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.engines.base import EngineCompletion, EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.vllm import has_fast_bfloat16
+from ragorder.extras import needs
 
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, Request, TieredEngine
 
-__all__ = ["TorchEngine", "TorchModel", "need_torch"]
+__all__ = ["TorchEngine", "TorchModel", "lacks_torch", "need_torch"]
 
 _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
 
 def need_torch() -> None:
     """Raises ImportError naming the extra to install."""
-    try:
+    with needs("torch", "the torch engine"):
         import safetensors  # noqa: F401
         import tokenizers  # noqa: F401
         import torch  # noqa: F401
         import transformers  # noqa: F401
+
+
+def lacks_torch() -> str | None:
+    """The reason why the embedded engine cannot be used; None if it can."""
+    try:
+        need_torch()
     except ImportError as error:
-        raise ImportError(
-            f"the torch engine needs {error.name}: pip install 'ragorder[torch]'", name=error.name
-        ) from error
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,8 @@ class TorchEngine:
 
     `capacity_tokens` is the device's, in whole blocks; None reserves `unlimited_tokens`. Evicted documents go to
     `host_tokens`, then to `disk_bytes` in `disk_path`. The reported `capacity_tokens` is the larger of device and host,
-    which may hold the same. Orderers assume `policy` "lru". `served`: completions since the last `reset`."""
+    which may hold the same. Orderers assume `policy` "lru". `profile` and `others` are `EngineSettings`; without
+    `others` no node has a replica. `served`: completions since the last `reset`."""
 
     name = "torch"
     partial_blocks_first = True
@@ -93,9 +100,11 @@ class TorchEngine:
         disk_bytes: int = 16 << 30,
         prefix_caching: bool = True,
         policy: str = "lru",
+        profile: str | None = None,
         max_model_len: int | None = None,
         output_tokens: int = 1,
         unlimited_tokens: int = 65536,
+        **others: Any,
     ) -> None:
         """Raises ValueError for a pool without a block, no output tokens or an unsupported model, ImportError."""
         pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
@@ -121,6 +130,9 @@ class TorchEngine:
             "device_tokens": blocks * block_size,
             "host_bytes": -(-host_tokens // block_size) * block_size * loaded.bytes_per_token,
             "policy": policy,
+            "replicate_nodes": 0,
+            **others,
+            "profile": profile,
             "max_model_len": max_model_len,
         }
         if disk_path is not None:
@@ -153,10 +165,12 @@ class TorchEngine:
     def completion(self, served: Completion | None) -> EngineCompletion:
         """Raises EngineError for an answer without a token."""
         assert served is not None, "the last update of a request has its completion"
-        if served.ttft_s is None or served.finish_reason in ("abort", "error"):
+        if served.ttft_s is None or served.finish_reason in ("abort", "error", "timeout"):
             raise EngineError(f"the engine ended a request without an answer ({served.error or served.finish_reason})")
         self.served.append(served)
-        return EngineCompletion(served.ttft_s, served.cached.total, served.prompt_tokens, served.text, served.total_s)
+        return EngineCompletion(
+            served.ttft_s, served.cached.total, served.prompt_tokens, served.text, served.total_s, served.tbt_s
+        )
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:

@@ -83,6 +83,7 @@ class AsyncTorchEngine:
                 completion.prompt_tokens,
                 completion.text,
                 waited_s + completion.total_s,
+                completion.tbt_s,
             )
         )
 

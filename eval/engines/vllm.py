@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragorder.eval.engines.base import EngineCompletion
+from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
+from ragorder.kernels import random_model
 
-__all__ = ["VLLMEngine", "has_fast_bfloat16"]
+__all__ = ["VLLMEngine", "has_fast_bfloat16", "set_environment"]
 
 _SMALLEST_CPU_BLOCK = 32
 _ENVIRONMENT = {
@@ -105,15 +106,20 @@ class VLLMEngine:
         started = time.perf_counter()
         engine.add_request(str(self._requests), {"prompt_token_ids": list(token_ids)}, self._sampling)
         ttft_s: float | None = None
+        latest_s, tokens = 0.0, 0
         output: Any = None
         while engine.has_unfinished_requests():
             for output in engine.step():
-                if ttft_s is None and output.outputs[0].token_ids:
-                    ttft_s = time.perf_counter() - started
+                before, tokens = tokens, len(output.outputs[0].token_ids)
+                if tokens > before:
+                    latest_s = time.perf_counter() - started
+                    ttft_s = latest_s if ttft_s is None else ttft_s
         if ttft_s is None:
             raise RuntimeError(f"vLLM ended request {self._requests} without a token")
         total_s = time.perf_counter() - started
-        return EngineCompletion(ttft_s, output.num_cached_tokens or 0, len(token_ids), output.outputs[0].text, total_s)
+        tbt_s = time_between_tokens(ttft_s, latest_s, tokens)
+        text = output.outputs[0].text
+        return EngineCompletion(ttft_s, output.num_cached_tokens or 0, len(token_ids), text, total_s, tbt_s)
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
@@ -154,7 +160,7 @@ class VLLMEngine:
 
 def _import_vllm(*, local: bool) -> tuple[Any, bool]:
     """The module, quiet and in-process, and whether it runs on a CPU. vLLM reads the environment on import."""
-    _set_environment()
+    set_environment()
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -169,7 +175,7 @@ def _import_vllm(*, local: bool) -> tuple[Any, bool]:
     return vllm, bool(current_platform.is_cpu())
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """vLLM and torch read these variables once."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -203,9 +209,6 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def has_fast_bfloat16() -> bool:
-    """On a GPU, or a CPU with instructions for it. Needs torch."""
-    _set_environment()
-    import torch
-
-    cpu = torch.cpu
-    return bool(torch.cuda.is_available() or cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+    """As in `ragorder.kernels.random_model`, with torch and vLLM quiet from their first import on."""
+    set_environment()
+    return random_model.has_fast_bfloat16()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport
+from ragorder.extras import needs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,18 +19,17 @@ _COLOURS = {
     "greedy": "#E69F00",
     "best": "#009E73",
     "frequency": "#CC79A7",
+    "popularity": "#56B4E9",
     "auto": "#0072B2",
 }
-_MARKERS = {"retrieval": "s", "greedy": "^", "best": "D", "frequency": "v", "auto": "o"}
+_MARKERS = {"retrieval": "s", "greedy": "^", "best": "D", "frequency": "v", "popularity": "P", "auto": "o"}
 _WIDTH, _HEIGHT, _DPI = 12.0, 6.0, 100
 
 
 def need_matplotlib() -> Any:
     """The module, drawing to files. Raises ImportError naming the extra to install."""
-    try:
+    with needs("eval", "a plot"):
         from matplotlib.backends import backend_agg
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'ragorder[eval]'") from error
     return backend_agg
 
 

@@ -13,7 +13,8 @@ from rich.markup import escape
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
 from ragorder.eval.replay.runs import RETRIEVAL
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
-from ragorder.eval.report.headline import Chart, Headline, Mark
+from ragorder.eval.report.headline import Chart, Headline
+from ragorder.eval.report.marks import Mark
 from ragorder.eval.report.sections import Section
 from ragorder.eval.report.statistics import compare_seeds
 from ragorder.eval.report.tables import Entry, Table, Tone

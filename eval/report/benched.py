@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ragorder.eval.report.console import deciles_table, legend, results_table
-from ragorder.eval.report.headline import Chart, Headline, Mark, main_policy, saving_words
+from ragorder.eval.report.headline import Chart, Headline, main_policy, saving_words
+from ragorder.eval.report.marks import Mark
 from ragorder.eval.report.sections import Section
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare_seeds
 from ragorder.eval.running.cells import complaint

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ragorder.eval.report.words import policy_words
+from ragorder.extras import needs
 
 __all__ = ["COLOURS", "Picture", "Style", "draw", "label_ends", "name_marks", "need_matplotlib", "style", "titled"]
 
@@ -32,7 +33,7 @@ COLOURS = {
 }
 _MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h"), strict=True))
 _DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-"), strict=True))
-_ALIKE = {"frequency": "other", "queue": "other", "events": "other", "random": "none"}
+_ALIKE = {"frequency": "other", "popularity": "other", "queue": "other", "events": "other", "random": "none"}
 
 # What matplotlib draws in these colours gets the page's: a stylesheet cannot reach into presentation attributes.
 _PLACEHOLDERS = {"ink": "#a1b2c0", "soft": "#a1b2c1", "line": "#a1b2c2", "card": "#a1b2c3"}
@@ -64,10 +65,8 @@ def style(policy: str) -> Style:
 
 def need_matplotlib() -> Any:
     """Raises ImportError naming the extra."""
-    try:
+    with needs("eval", "a picture"):
         import matplotlib
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'ragorder[eval]'") from error
     return matplotlib
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from statistics import fmean
 
 from rich.console import Console
 
+from ragorder.eval.report.statistics import known_mean
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.results import RunResult
 
@@ -55,9 +56,10 @@ def results_table(results: Sequence[RunResult]) -> Table:
     extras = [f"{first.waiting} waiting"] * bool(first.waiting) + _batch(first) + _load(first)
     served = f"{first.requests:,} requests, top {first.top_k}"
     timed = any(result.ttft_ms is not None for result in results)
+    answered = any(result.tbt_ms is not None for result in results)
     failed = any(result.failures for result in results)
     headings = ["policy", "cached", "moved", "predicted"]
-    headings += ["TTFT ms\np50, mean", "p50\nratio"] * timed + ["failed"] * failed
+    headings += ["TTFT ms\np50, mean", "p50\nratio"] * timed + ["TBT ms\np50, p99"] * answered + ["failed"] * failed
     table = Table(
         f"{first.workload} ({first.order} order) on {first.engine}: {served}",
         [*headings, "order µs\np50, p99"],
@@ -77,6 +79,8 @@ def results_table(results: Sequence[RunResult]) -> Table:
         ]
         if timed:
             cells += _times(rows, baseline)
+        if answered:
+            cells += [_between_tokens(rows)]
         if failed:
             failures = sum(row.failures for row in rows)
             cells += [Entry(f"{failures:,}", tone="bad" if failures else "")]
@@ -96,8 +100,13 @@ def _times(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str
     return [f"{p50:.0f}, {mean:.0f}", f"{p50 / plain:.2f}" if plain else "–"]
 
 
+def _between_tokens(rows: Sequence[RunResult]) -> str:
+    known = [row.tbt_ms for row in rows if row.tbt_ms is not None]
+    return ", ".join(f"{fmean(times[name] for times in known):.1f}" for name in ("p50", "p99")) if known else "–"
+
+
 def _ttft(rows: Sequence[RunResult], name: str) -> float | None:
-    return _mean(row.ttft_ms[name] for row in rows if row.ttft_ms is not None)
+    return known_mean(row.ttft_ms[name] for row in rows if row.ttft_ms is not None)
 
 
 def _batch(result: RunResult) -> list[str]:
@@ -113,11 +122,6 @@ def _load(result: RunResult) -> list[str]:
     words += [f"{load['time_scale']:g} times as fast"] if load["time_scale"] != 1 else []
     words += [f"{load['replicas']} requests each"] if load["replicas"] != 1 else []
     return words + ([f"{'at most ' if name else ''}{bound} in flight"] if bound else [])
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def deciles_table(results: Sequence[RunResult]) -> Table:
@@ -142,10 +146,10 @@ def deciles_table(results: Sequence[RunResult]) -> Table:
                 str(tenth + 1),
                 f"{100 * fmean(row.cached_ratio for row in rows):.1f} %",
                 ", ".join(order_us),
-                _number(_mean(row.prediction_error_blocks_mean for row in rows), ".2f"),
+                _number(known_mean(row.prediction_error_blocks_mean for row in rows), ".2f"),
                 f"{fmean(row.in_flight_mean for row in rows):.1f}",
-                _number(_mean(row.rss_mb for row in rows), ",.0f"),
-                _number(_mean(row.tree_nodes for row in rows), ",.0f"),
+                _number(known_mean(row.rss_mb for row in rows), ",.0f"),
+                _number(known_mean(row.tree_nodes for row in rows), ",.0f"),
             )
         table.divide()
     return table

@@ -17,7 +17,7 @@ from ragorder.eval.report.console import legend, results_table
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.runner import Run, Served
-from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.specs import Bench, EngineName
 
 __all__ = ["DemoReport", "run_demo"]
 
@@ -66,7 +66,7 @@ class DemoReport:
         )
 
 
-def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress: Progress) -> DemoReport:
+def run_demo(engine: EngineName, model: Path | None, limit: int, waiting: int, progress: Progress) -> DemoReport:
     """Raises ImportError naming the extras, or ValueError."""
     _check_installed(engine)
     bench = Bench(

@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ragorder.eval.report.canvas import LINE, Picture, draw, style
+from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.words import THIN, change_words, format_number, policy_words, signed
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Chart", "Headline", "Mark", "main_policy", "saving_words"]
+__all__ = ["Chart", "Headline", "main_policy", "saving_words"]
 
 _BAR = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A difference with its interval (infinite: unknown), and that of each seed."""
-
-    label: str
-    value: float
-    low: float = -math.inf
-    high: float = math.inf
-    seeds: Sequence[float] = ()
-    policy: str = "auto"
-
-    @classmethod
-    def of(cls, label: str, policy: str, found: PairedDifference) -> Mark:
-        """In percentage points, or in per cent of the baseline."""
-        scale = 100 if found.relative else 1
-        low, high = (scale * end for end in (found.low, found.high))
-        return cls(label, scale * found.difference, low, high, [scale * each for each in found.by_seed], policy)
-
-    @property
-    def known(self) -> bool:
-        return math.isfinite(self.low) and math.isfinite(self.high)
-
-    @property
-    def shown(self) -> str:
-        interval = f" [{signed(self.low)}, {signed(self.high)}]" if self.known else ""
-        return f"{signed(self.value)}{interval}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +31,9 @@ class Chart:
 
     def picture(self) -> Picture:
         """Raises ImportError naming the extra."""
-        marks = self.marks
-
-        def paint(axes: Any) -> None:
-            axes.axvline(0, color=LINE, linewidth=1.2)
-            for place, mark in enumerate(reversed(marks)):
-                looks = style(mark.policy)
-                if mark.known:
-                    axes.plot([mark.low, mark.high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
-                axes.plot(mark.seeds, [place] * len(mark.seeds), "|", color=looks.colour, markersize=9)
-                axes.plot(mark.value, place, looks.marker, color=looks.colour, markersize=7)
-            axes.set_yticks(range(len(marks)), [mark.label for mark in reversed(marks)])
-            axes.set_ylim(-0.6, len(marks) - 0.4)
-            axes.grid(axis="y", visible=False)
-            axes.set_xlabel(self.axis)
-
-        said = "; ".join(f"{mark.label}: {mark.shown}" for mark in marks)
-        caption = self.caption + " Strokes are the seeds." * any(mark.seeds for mark in marks)
-        return draw(paint, title=self.title, alt=said, caption=caption, height=1.1 + 0.42 * len(marks))
+        said = "; ".join(f"{mark.label}: {mark.shown}" for mark in self.marks)
+        caption = self.caption + " Strokes are the seeds." * any(mark.seeds for mark in self.marks)
+        return draw_marks(self.marks, title=self.title, axis=self.axis, alt=said, caption=caption, baseline=0)
 
     def __rich__(self) -> Text:
         from rich.text import Text

@@ -13,6 +13,8 @@ __all__ = [
     "DOCUMENTS",
     "PLACES",
     "SHARE_MOVED",
+    "TBT_P50",
+    "TBT_P99",
     "TTFT_MEAN",
     "TTFT_P50",
     "TTFT_P95",
@@ -34,6 +36,8 @@ class Metric:
     relative: bool = False
     better: Literal["higher", "lower"] = "higher"
     decimals: int = 1
+    words: str = ""
+    """In a sentence, if that is not the name."""
 
     @property
     def heading(self) -> str:
@@ -71,10 +75,20 @@ class Metric:
 
 
 CACHED = Metric("cached tokens", "cached_tokens", "% of prompt tokens", of="prompt_tokens", scale=100)
-TTFT_P50 = Metric("TTFT p50", "ttft_ms", "ms", statistic="p50", relative=True, better="lower")
+TTFT_P50 = Metric(
+    "TTFT p50",
+    "ttft_ms",
+    "ms",
+    statistic="p50",
+    relative=True,
+    better="lower",
+    words="median time to the first token",
+)
 TTFT_P95 = Metric("TTFT p95", "ttft_ms", "ms", statistic="p95", relative=True, better="lower")
 TTFT_P99 = Metric("TTFT p99", "ttft_ms", "ms", statistic="p99", relative=True, better="lower")
-TTFT_MEAN = Metric("TTFT mean", "ttft_ms", "ms", relative=True, better="lower")
+TTFT_MEAN = Metric("TTFT mean", "ttft_ms", "ms", relative=True, better="lower", words="mean time to the first token")
+TBT_P50 = Metric("TBT p50", "tbt_ms", "ms", statistic="p50", relative=True, better="lower")
+TBT_P99 = Metric("TBT p99", "tbt_ms", "ms", statistic="p99", relative=True, better="lower")
 DOCUMENTS = Metric("whole documents cached", "cached_documents", "mean", decimals=2)
 SHARE_MOVED = Metric("documents moved", "moved_share", "% of documents", scale=100, better="lower")
 PLACES = Metric("moved by", "displacement", "places, mean of all documents", better="lower", decimals=2)

@@ -6,18 +6,17 @@ from importlib.resources import files
 from typing import Any
 
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
-from ragorder.eval.report.sections import STATISTICS, Report
+from ragorder.eval.report.sections import Report
 from ragorder.eval.running.progress import Progress, silent
+from ragorder.extras import needs
 
 __all__ = ["need_jinja", "render_html"]
 
 
 def need_jinja() -> Any:
     """Raises ImportError naming the extra."""
-    try:
+    with needs("eval", "the report"):
         import jinja2
-    except ImportError as error:
-        raise ImportError("the report needs jinja2: pip install 'ragorder[eval]'") from error
     return jinja2
 
 
@@ -34,5 +33,5 @@ def render_html(report: Report, progress: Progress = silent) -> str:
         pictures[section.suite.name] = section.pictures
         advance()
     charts = [chart.picture() for chart in report.headline.charts]
-    page: str = template.render(report=report, charts=charts, pictures=pictures, colours=COLOURS, statistics=STATISTICS)
+    page: str = template.render(report=report, charts=charts, pictures=pictures, colours=COLOURS)
     return page

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.experiment import Experiment
@@ -20,7 +21,7 @@ __all__ = ["Part", "part_of"]
 
 @dataclass(slots=True)
 class Part:
-    """`groups` are for the overview; `pictures` draws on demand."""
+    """`compared`, by default made from `groups`, is for headline and overview; `pictures` draws on demand."""
 
     tables: Sequence[Table] = ()
     words: Sequence[str] = ()
@@ -30,6 +31,7 @@ class Part:
     groups: list[RecordGroup[Any]] = field(default_factory=list)
     baseline: str = ""
     pictures: Callable[[], Sequence[Picture]] = tuple
+    compared: Sequence[Compared] = ()
 
 
 def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:

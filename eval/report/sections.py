@@ -6,19 +6,18 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.compared import Compared, compare_groups, headline_of, overview_of
 from ragorder.eval.report.finding import finding
 from ragorder.eval.report.groups import Group
-from ragorder.eval.report.headline import Chart, Headline, Mark, main_policy, saving_words
-from ragorder.eval.report.metrics import CACHED, TTFT_P50
+from ragorder.eval.report.headline import Headline
 from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import cell_words, format_number, policy_words, signed
+from ragorder.eval.report.words import cell_words, policy_words
 from ragorder.eval.running.experiment import experiments
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
@@ -26,8 +25,6 @@ from ragorder.eval.running.record import Record, SessionRecord
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["Report", "Section", "make_report"]
-
-_FEW_CELLS, _FEW_SUITES = 24, 3
 
 STATISTICS = (
     "Every policy serves the same requests, so differences are paired request by request. In brackets: 95 % intervals "
@@ -50,6 +47,7 @@ class Section:
     words: list[str] = field(default_factory=list)
     drawings: list[Callable[[], Sequence[Picture]]] = field(default_factory=list)
     headline: Headline = field(default_factory=Headline)
+    compared: list[Compared] = field(default_factory=list)
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,6 +61,7 @@ class Report:
     measured: str
     headline: Headline
     overview: Table | None
+    statistics: str
     finding: list[str]
     side_by_side: Table | None
     sections: list[Section]
@@ -99,7 +98,8 @@ def make_report(
         title="ragorder: what ordering changes",
         measured=_measured(results) if of_suites else ", ".join(section.suite.title for section in others),
         headline=_headline(of_suites, others),
-        overview=_overview(of_suites) if of_suites else None,
+        overview=_overview(of_suites),
+        statistics=STATISTICS if of_suites else "",
         finding=words,
         side_by_side=side_by_side,
         sections=sections,
@@ -118,49 +118,17 @@ def _on_papers_trace(section: Section) -> bool:
 
 def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headline:
     found = [section.headline for section in [*others, *sections]]
-    own = [section for section in sections if section.groups and not section.suite.source]
-    found.append(_compared_suites(own or sections))
+    compared = [section for section in sections if section.compared]
+    own = [section for section in compared if not section.suite.source]
+    found.append(headline_of([(section.suite.title, section.compared) for section in own or compared]))
+    if not compared and any(section.groups for section in sections):
+        found.append(Headline(["Not decided: no two policies were compared."]))
     words = [words for each in found for words in each.words]
     return Headline(words, [chart for each in found for chart in each.charts])
 
 
-def _compared_suites(sections: Sequence[Section]) -> Headline:
-    marks, words, better = [], [], 0
-    for section in sections:
-        policy = _main_policy(section)
-        if policy is None:
-            continue
-        pairs = [(group, each) for group in section.groups if (each := group.compare(policy, section.baseline, CACHED))]
-        found = [each for _, each in pairs]
-        better += bool(found) and all(each.verdict == "better" for each in found)
-        name = policy_words(policy)
-        if len(found) == 1:
-            group, cached = pairs[0]
-            times = group.compare(policy, section.baseline, TTFT_P50)
-            words.append(saving_words(policy, section.baseline, cached, times, where=section.suite.title))
-            marks.append(Mark.of(section.suite.title, policy, cached))
-        elif found:
-            changes = sorted(each.difference for each in found)
-            verdicts = [each.verdict if each.verdict != "no difference" else "not decided" for each in found]
-            counted = ", ".join(f"{verdicts.count(each)} {each}" for each in dict.fromkeys(verdicts))
-            words.append(
-                f"{section.suite.title}: {name} changes the cached tokens by {signed(changes[0])} to "
-                f"{signed(changes[-1])} points against {policy_words(section.baseline)}; "
-                f"of {len(found)} cells {counted}."
-            )
-            if len(sections) == 1 and len(pairs) <= _FEW_CELLS:
-                marks += [Mark.of(group.label or section.suite.title, policy, each) for group, each in pairs]
-            else:
-                marks.append(Mark(section.suite.title, median(changes), changes[0], changes[-1], policy=policy))
-    if not marks:
-        undecided = any(section.groups for section in sections)
-        return Headline(["Not decided: no two policies were compared."] if undecided else [])
-    if len(words) > _FEW_SUITES:
-        words = [
-            f"In {better} of {len(marks)} suites ordering finds more tokens in the cache in every cell; see the table."
-        ]
-    caption = "95 % intervals; of a suite with several cells, from the smallest change to the largest."
-    return Headline(words, [Chart("Cached tokens, against the baseline", "percentage points", marks, caption)])
+def _overview(sections: Sequence[Section]) -> Table | None:
+    return overview_of([(Entry(each.suite.title, each.suite.name), each.compared) for each in sections])
 
 
 def _section(suite: Suite, results: Results) -> Section:
@@ -173,11 +141,13 @@ def _section(suite: Suite, results: Results) -> Section:
             section.words += part.words
             section.headline.words.extend(part.headline)
             section.groups += part.groups
+            section.compared += part.compared
             section.engine = section.engine or part.engine
             section.setting = section.setting or part.setting
             section.baseline = section.baseline or part.baseline
             section.drawings.append(part.pictures)
     section.baseline = section.baseline or suite.baseline
+    section.compared = section.compared or compare_groups(section.groups, section.baseline)
     headings, rows = paper_rows(suite)
     if rows:
         labels = sum(heading in ("at", "policy", "hardware") for heading in headings)
@@ -202,42 +172,6 @@ def _section(suite: Suite, results: Results) -> Section:
 def _few(cells: Sequence[str]) -> str:
     more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
     return "; ".join(cells[:3]) + more
-
-
-def _overview(sections: Sequence[Section]) -> Table:
-    table = Table("At a glance", ["suite", "compared", "cached tokens, points", "TTFT p50, %", "verdicts"])
-    for section in sections:
-        policy = _main_policy(section)
-        if policy is None:
-            continue
-        row = [
-            Entry(section.suite.title, section.suite.name),
-            Entry(policy_words(policy), f"against {policy_words(section.baseline)}"),
-        ]
-        said = []
-        for metric in (CACHED, TTFT_P50):
-            found = [each for group in section.groups if (each := group.compare(policy, section.baseline, metric))]
-            scale = 100 if metric.relative else 1
-            low, high = (f(scale * each.difference for each in found) if found else None for f in (min, max))
-            row.append(
-                Entry(
-                    format_number(low)
-                    if low == high or len(found) < 2
-                    else f"{format_number(low)} to {format_number(high)}"
-                )
-            )
-            verdicts = [each.verdict if each.known else "too few requests" for each in found]
-            counted = [f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)]
-            if counted:
-                said.append(f"{metric.name}: {', '.join(counted)}")
-        table.rows.append([*row, Entry(said[0] if said else "–", "; ".join(said[1:]))])
-    table.note = "Over all cells of a suite, from the smallest change to the largest."
-    return table
-
-
-def _main_policy(section: Section) -> str | None:
-    policies = dict.fromkeys(policy for group in section.groups for policy in group.policies)
-    return main_policy(list(policies), section.baseline)
 
 
 def _measured(results: Results) -> str:

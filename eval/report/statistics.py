@@ -11,9 +11,12 @@ The percentile method holds for quantiles too. Few blocks in a seed make a strat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
+
+from ragorder.extras import needs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +32,7 @@ __all__ = [
     "Verdict",
     "compare",
     "compare_seeds",
+    "known_mean",
     "need_scipy",
     "summary",
 ]
@@ -77,10 +81,8 @@ class PairedDifference:
 
 def need_scipy() -> Any:
     """scipy.stats. Raises ImportError naming the extra."""
-    try:
+    with needs("eval", "a confidence interval"):
         from scipy import stats  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError("confidence intervals need scipy: pip install 'ragorder[eval]'") from error
     return stats
 
 
@@ -94,6 +96,12 @@ def summary(values: Sequence[float] | Floats) -> Summary | None:
         return None
     p50, p95, p99 = np.quantile(known, (0.5, 0.95, 0.99))
     return Summary(int(known.size), float(known.mean()), float(p50), float(p95), float(p99))
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there; None without any."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def compare(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.eval.report.sections import STATISTICS, Report, Section
+from ragorder.eval.report.sections import Report, Section
 from ragorder.eval.report.tables import markdown_text
 
 __all__ = ["print_report", "render_markdown"]
@@ -20,7 +20,7 @@ def render_markdown(report: Report) -> str:
 def _lines(report: Report) -> Iterator[str]:
     yield f"# {report.title}\n"
     yield from (f"**{markdown_text(words)}**\n" for words in report.headline.words)
-    yield f"{report.measured}.{f' {STATISTICS}' if report.overview else ''}\n"
+    yield f"{report.measured}.{f' {report.statistics}' if report.statistics else ''}\n"
     if report.overview:
         yield from report.overview.markdown("##")
     if report.finding:
@@ -91,5 +91,5 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text("\nWhat was not measured", "bold underline"))
     for words in (*report.not_measured, *report.notes):
         console.print(Text(f"- {words}"))
-    if report.overview is not None:
-        console.print(Text(f"\n{STATISTICS}", "dim"))
+    if report.statistics:
+        console.print(Text(f"\n{report.statistics}", "dim"))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.data.cache import cache_folder
+from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.data.names import unknown
@@ -22,7 +22,7 @@ from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.results import RunResult
 from ragorder.eval.running.runner import Run
-from ragorder.eval.running.specs import Bench, BenchError
+from ragorder.eval.running.specs import Bench, BenchError, TraceSpec
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
@@ -142,27 +142,27 @@ def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Ser
 Source = Callable[[int], Trace]
 
 
-def sources_of(bench: Bench) -> Iterator[Source]:
-    for name in bench.workloads:
+def sources_of(spec: TraceSpec) -> Iterator[Source]:
+    for name in spec.workloads:
         if name == PYDOCS:
-            yield _corpus_source(bench, _load(PYDOCS, bench))
+            yield _corpus_source(spec, _load(PYDOCS, spec))
         else:
             yield lambda seed, name=name: trace_of_workload(  # type: ignore[misc]
-                make_workload(name, seed, top_k=bench.top_k, requests=bench.requests or 0), bench.requests
+                make_workload(name, seed, top_k=spec.top_k, requests=spec.requests or 0), spec.requests
             )
-    for corpus in bench.corpora:
-        yield _corpus_source(bench, corpus if isinstance(corpus, Corpus) else _load(corpus, bench))
+    for corpus in spec.corpora:
+        yield _corpus_source(spec, corpus if isinstance(corpus, Corpus) else _load(corpus, spec))
 
 
-def _corpus_source(bench: Bench, corpus: Corpus) -> Source:
-    top_k, repeat = bench.top_k or _CORPUS_TOP_K, bench.arrivals is not None
+def _corpus_source(spec: TraceSpec, corpus: Corpus) -> Source:
+    top_k, repeat = spec.top_k or _CORPUS_TOP_K, spec.arrivals is not None
     return lambda seed: trace_of_corpus(
-        corpus, top_k=top_k, order=bench.order, seed=seed, limit=bench.requests, repeat=repeat
+        corpus, top_k=top_k, order=spec.order, seed=seed, limit=spec.requests, repeat=repeat
     )
 
 
-def _load(name: str, bench: Bench) -> Corpus:
-    ranked = max(20, bench.top_k or 0)
+def _load(name: str, spec: TraceSpec) -> Corpus:
+    ranked = max(20, spec.top_k or 0)
     if name == PYDOCS:
-        return load_pydocs(retriever=bench.retriever, top_k=ranked, cache=cache_folder())
-    return load_folder(Path(name), retriever=bench.retriever, top_k=ranked)
+        return load_pydocs(retriever=spec.retriever, top_k=ranked, cache=cache_folder())
+    return load_folder(Path(name), retriever=spec.retriever, top_k=ranked)

@@ -21,7 +21,7 @@ from ragorder.eval.running.specs import BenchError, EventsAddress
 from ragorder.trie.residency import EngineBlocks
 
 if TYPE_CHECKING:
-    from ragorder.eval.running.specs import Bench
+    from ragorder.eval.running.specs import Bench, EngineSpec
 
 __all__ = ["Servers", "start_server"]
 
@@ -129,13 +129,13 @@ class Servers:
                 )
 
 
-def start_server(bench: Bench) -> VLLMServer:
-    """A vLLM server for this benchmark alone. Raises BenchError for a share of a corpus as capacity."""
-    tokens = _OWN_CAPACITY_TOKENS if bench.capacity is None else bench.capacity.tokens
+def start_server(spec: EngineSpec) -> VLLMServer:
+    """A vLLM server for one benchmark. Raises BenchError for a share of a corpus as capacity."""
+    tokens = _OWN_CAPACITY_TOKENS if spec.capacity is None else spec.capacity.tokens
     if tokens is None:
         raise BenchError("a server of its own is started before the corpus is known: give --capacity-tokens in tokens")
-    size = bench.block_size or _OWN_BLOCK_SIZE
-    model = bench.model or random_model()
+    size = spec.block_size or _OWN_BLOCK_SIZE
+    model = spec.model or random_model()
     longest = min(tokens, _LONGEST_TOKENS, longest_prompt(model))
     return VLLMServer(model, blocks=tokens // size, block_size=size, max_model_len=longest)
 

@@ -24,6 +24,7 @@ __all__ = [
     "Pool",
     "ServiceTimes",
     "interleave",
+    "rotated",
     "serve_in_turn",
     "serve_live",
     "serve_live_in_turn",
@@ -70,6 +71,7 @@ class _LoadRow(Protocol):
 
 S = TypeVar("S", bound=_LoadRow)
 P = TypeVar("P")
+T = TypeVar("T")
 P_co = TypeVar("P_co", covariant=True)
 P_contra = TypeVar("P_contra", contravariant=True)
 
@@ -101,12 +103,17 @@ class Pool(Protocol[P_contra]):
     def finish(self, handle: int, /) -> None: ...
 
 
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """So that each is first as often as the others over many turns."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
+
+
 def interleave(drivers: Sequence[Iterator[None]], advance: Advance = lambda: None) -> None:
     """Equally long runs take turns, request by request, in rotation."""
     for number in count():
-        first = number % len(drivers)
         stopped = 0
-        for driver in [*drivers[first:], *drivers[:first]]:
+        for driver in rotated(drivers, number):
             try:
                 next(driver)
             except StopIteration:
@@ -199,8 +206,7 @@ async def serve_live(run: Run, engine: AsyncEngine, load: Load, advance: Advance
 
 async def serve_live_in_turn(runs: Sequence[tuple[Run, AsyncEngine]], load: Load, advance: Advance) -> None:
     for number in range(runs[0][0].remaining):
-        first = number % len(runs)
-        for run, engine in [*runs[first:], *runs[:first]]:
+        for run, engine in rotated(runs, number):
             await _serve_one(run, engine, load, advance)
 
 

@@ -53,6 +53,7 @@ class Measures:
         self.moved_share = _column("d", requests)
         self.ttft_s = _column("d", requests)
         self.total_s = _column("d", requests)
+        self.tbt_s = _column("d", requests)
         self._state = bytearray(requests)
         self._tree_nodes = tree_nodes
         self._samples: list[tuple[float | None, int | None]] = []

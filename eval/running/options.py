@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, model_validator
 
 from ragorder.eval.engines.sim import Like
-from ragorder.eval.running.specs import ENGINES, EventsAddress
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.specs import ServedBy
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.suite import Suite
 
 __all__ = ["SIM_LIKE", "HarnessError", "Options"]
-
-DEFAULT_SEEDS = (0, 1, 2)
 
 # Whatever else may differ between the invocations that write to one folder.
 _MEASURED_WITH = ("engine", "like", "reduced", "model", "limit", "base_url", "served_model")
@@ -27,40 +28,49 @@ class HarnessError(ValueError):
     """Suites cannot be run as asked. The message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`policies` None: each suite's; `limit`: the most requests of a run; `reduced`: the suites' short forms. `corpora`
-    and `questions` are folders of corpora and data sets. `parameters` ("top_k=1,5") replace the suites' own.
+class Options(ServedBy):
+    """What suites are run with: `Options(engine="vllm", seeds=(0,), policies=("retrieval", "auto"), limit=60)`."""
 
-    Engine "openai" measures the server at `base_url`, with KV events at `events`, or starts servers.
-    """
+    base_url: str | None = Field(
+        default=None, description="openai: the server; none: a vLLM server is started for each size of cache."
+    )
+    seeds: Sequence[int] = Field(default=(0, 1, 2), description="Seeds of workloads and random orders, with commas.")
+    policies: Sequence[str] | None = Field(default=None, description="Only these of each suite's policies. Repeatable.")
+    limit: int | None = Field(default=None, ge=1, description="At most N requests a run; none: as the suite says.")
+    reduced: bool = Field(
+        default=False,
+        description="The suites' short forms, for slow engines: fewer cells, policies and requests, a smaller cache. A "
+        "suite without a short form is left out with a note.",
+    )
+    parameters: Sequence[str] = Field(
+        default=(),
+        description="Replace a parameter of each suite's cells; several values are swept. Repeatable.",
+    )
+    corpora: Path | None = Field(
+        default=None,
+        description="Folder with a folder for each real corpus, yours as well: see `ragorder bench --help` for the "
+        "files. Suite corpora takes all of them.",
+    )
+    questions: Path | None = Field(
+        default=None,
+        description="Folder with a file for each data set of a suite about quality, such as hotpotqa.json; none: "
+        "loaded from the Hugging Face Hub.",
+    )
+    dry_run: bool = Field(
+        default=False, description="List the runs without serving anything; quality runs all but the model."
+    )
 
-    engine: str = "sim"
-    seeds: Sequence[int] = DEFAULT_SEEDS
-    policies: Sequence[str] | None = None
-    limit: int | None = None
-    reduced: bool = False
-    model: Path | None = None
-    base_url: str | None = None
-    served_model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    events: EventsAddress | None = None
-    corpora: Path | None = None
-    questions: Path | None = None
-    parameters: tuple[str, ...] = ()
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise HarnessError(f"unknown engine {self.engine!r}: choose from {', '.join(ENGINES)}")
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise HarnessError("--seeds: give each seed once, one at least")
+            raise ValueError("--seeds: give each seed once, one at least")
         if self.engine != "openai" and (self.base_url or self.served_model):
-            raise HarnessError("--base-url and --served-model require --engine openai")
+            raise ValueError("--base-url and --served-model require --engine openai")
         if self.events is not None and self.base_url is None:
-            raise HarnessError("--events-endpoint requires --base-url")
+            raise ValueError("--events-endpoint requires --base-url")
         if self.engine == "sim" and self.model is not None:
-            raise HarnessError("--model requires --engine vllm, torch or openai: the simulated engine has none")
+            raise ValueError("--model requires --engine vllm, torch or openai: the simulated engine has none")
+        return self
 
     def arguments(self, suites: Sequence[Suite]) -> dict[str, Any]:
         """As recorded in a session: without keys and passwords."""

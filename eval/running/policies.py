@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from ragorder.batch import Batch
@@ -18,6 +19,7 @@ from ragorder.eval.peers import PEERS, make_peer
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
+from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks
 
 __all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy", "parse_guards"]
@@ -28,6 +30,7 @@ ORDERERS: dict[str, dict[str, Any]] = {
     "greedy": {"search": "greedy", "tail": "rank", "residency": "none"},
     "best": {"search": "best", "tail": "rank"},
     "frequency": {"search": "best", "tail": "frequency"},
+    "popularity": {"search": "best", "tail": "popularity"},
     "queue": {"search": "best", "tail": "queue"},
     "auto": {"search": "best", "tail": "auto"},
 }
@@ -35,24 +38,40 @@ ORDERERS: dict[str, dict[str, Any]] = {
 POLICIES = ("none", "retrieval", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
 
 
-_NUMBERED_GUARDS = ("keep_first", "keep_last", "max_displacement")
+_GUARDS: Mapping[str, Callable[[str], Any]] = {
+    "keep_first": int,
+    "keep_last": int,
+    "max_displacement": int,
+    "max_gain_lost": float,
+    "min_gain": float,
+    "cold": str,
+}
 
 
 def parse_guards(guards: Iterable[str], flags: Sequence[str] = ("keep_groups",)) -> dict[str, Any]:
     """Settings of an orderer from "keep_first=1", "keep_groups". Raises ValueError."""
     settings: dict[str, Any] = {}
     for guard in guards:
-        name, given, number = guard.partition("=")
+        name, given, value = guard.partition("=")
         if name in settings:
             raise ValueError(f"{name} twice: leave one of them out")
-        if name in _NUMBERED_GUARDS and number.isascii() and number.isdigit():
-            settings[name] = int(number)
-        elif name in flags and not given:
-            settings[name] = True
-        else:
-            choices = ", ".join([*(f"{each}=N" for each in _NUMBERED_GUARDS), *flags])
-            raise ValueError(f"unknown guard {guard!r}: choose from {choices}")
+        try:
+            if name in flags and not given:
+                settings[name] = True
+            else:
+                settings[name] = _parse_guard(name, value)
+        except (KeyError, ValueError):
+            choices = ", ".join([*(f"{each}=N" for each in _GUARDS if each != "cold"), "cold=rank", *flags])
+            raise ValueError(f"unknown guard {guard!r}: choose from {choices}") from None
     return settings
+
+
+@cache
+def _parse_guard(name: str, value: str) -> Any:
+    # The same few stand in hundreds of cells, and settings read the environment for each.
+    setting = _GUARDS[name](value)
+    Settings(**{name: setting})
+    return setting
 
 
 class PolicyError(ValueError):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import lzma
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +19,7 @@ from ragorder.eval.running.record import (
     UnavailableRecord,
     key_of,
 )
+from ragorder.jsonl import JSONLines
 
 __all__ = ["Results", "ResultsError", "read_results"]
 
@@ -64,46 +62,35 @@ class Results:
 
 
 def read_results(folder: Path, *more: Path) -> Results:
-    """The results in folders or files results.jsonl(.xz), together. Raises ResultsError or OSError."""
+    """The results in folders or files results.jsonl(.xz), together. Raises ResultsError."""
     results = Results(folder)
-    passed_over: Counter[str] = Counter()
+    torn: list[object] = []
+    skipped = {"an incomplete line (an interrupted run) was skipped": torn}
     seen: set[object] = set()
     for each in (folder, *more):
-        text, before = _text(each), len(results.sessions)
-        for line in text.splitlines():
-            if line.strip():
-                passed_over[_take(line, results, seen)] += 1
+        file, before = _file(each), len(results.sessions)
+        for number, entry in JSONLines(file, error=ResultsError, max_line_bytes=None).objects(torn.append):
+            if problem := _take(entry, results, seen):
+                skipped.setdefault(problem, []).append(f"{file}:{number}")
         results.folders |= {session.id: each for session in results.sessions[before:]}
-    del passed_over[""]
-    results.notes += [f"{count} × {what}" for what, count in passed_over.items()]
+    results.notes += [f"{len(places)} × {problem} ({places[0]})" for problem, places in skipped.items() if places]
     if not results.suites and not results.checks:
         where = folder if folder.is_file() else folder / RESULTS
         raise ResultsError(f"{where} holds no measurement: run 'ragorder eval run SUITE -o DIR' to its end")
     return results
 
 
-def _text(folder: Path) -> str:
-    plain, packed = folder / RESULTS, folder / f"{RESULTS}.xz"
-    if folder.is_file():
-        plain, packed = (folder.parent / "", folder) if folder.suffix == ".xz" else (folder, folder.parent / "")
-    if plain.is_file():
-        return plain.read_text("utf-8", errors="replace")
-    if packed.is_file():
-        try:
-            return lzma.decompress(packed.read_bytes()).decode("utf-8", errors="replace")
-        except lzma.LZMAError as error:
-            raise ResultsError(f"{packed}: cannot be unpacked ({error})") from None
-    where = "is no folder" if not folder.is_dir() else f"has no {RESULTS}"
-    raise ResultsError(f"{folder} {where}: give the folder that 'ragorder eval run SUITE -o DIR' wrote to")
+def _file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    found = next((file for file in (path / RESULTS, path / f"{RESULTS}.xz") if file.is_file()), None)
+    if found is None:
+        where = "is no folder" if not path.is_dir() else f"has no {RESULTS}"
+        raise ResultsError(f"{path} {where}: give the folder that 'ragorder eval run SUITE -o DIR' wrote to")
+    return found
 
 
-def _take(line: str, results: Results, seen: set[object]) -> str:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return "an incomplete line (an interrupted run) was skipped"
-    if not isinstance(entry, dict):
-        return "a line that is not a JSON object was skipped"
+def _take(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
     kind = entry.get("type")
     models = _models()
     if not isinstance(kind, str) or kind not in models:

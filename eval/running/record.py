@@ -103,6 +103,7 @@ class Record(_Line):
     """Two records that agree in these measure the same."""
     is_run: ClassVar[bool] = True
     """Whether the report counts it among the runs."""
+    facts_needed: ClassVar[tuple[str, ...]] = ()
 
     type: str
     session: str = ""
@@ -117,6 +118,20 @@ class Record(_Line):
     load_average: float | None = None
 
     _columns: dict[object, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        columns = [self.rows.get(name) for name in self.columns_needed]
+        if None in columns or len({len(column) for column in columns if column is not None}) > 1:
+            raise ValueError("columns are missing, or of different lengths")
+        if not self.facts.keys() >= set(self.facts_needed):
+            raise ValueError("facts are missing")
+        return self
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        """Columns of one length."""
+        return ()
 
     @property
     def identity(self) -> tuple[object, ...]:

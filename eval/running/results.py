@@ -16,7 +16,8 @@ Column = list[int | None] | list[float | None]
 class RunResult:
     """The summary of one policy on one trace, without its `failures`.
 
-    Times are None on an engine without a clock; `order_us` is thread CPU time of ordering and confirming. Predictions
+    Times are None on an engine without a clock; `tbt_ms` is the time between an answer's tokens, by the mean of each
+    request that has two or more; `order_us` is thread CPU time of ordering and confirming. Predictions
     of cached tokens: `prediction_within_block` is the share right to within one block, `prediction_error_blocks_mean`
     the mean of |predicted - reported|, `prediction_bias_blocks` of predicted - reported. `load` and `deciles` belong to
     runs under load.
@@ -46,6 +47,7 @@ class RunResult:
     load: dict[str, Any] | None = None
     deciles: list[Decile] | None = None
     max_wait: int | None = None
+    tbt_ms: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -69,6 +71,7 @@ class Columns:
     build_us: Column | None
     displacement: Column
     moved_share: Column
+    tbt_ms: Column | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,7 @@ class Run:
         measures.moved_share[row] = _moved_share(ordering.permutation)
         measures.ttft_s[row] = math.nan if completion.ttft_s is None else completion.ttft_s
         measures.total_s[row] = math.nan if completion.total_s is None else completion.total_s
+        measures.tbt_s[row] = math.nan if completion.tbt_s is None else completion.tbt_s
         self._last_s = time.perf_counter()
         cached_documents = self._cached_documents(ordering.documents, completion.cached_tokens)
         measures.cached_documents[row] = cached_documents
@@ -152,6 +153,7 @@ class Run:
             return [None if row is None else rounded[row] for row in rows]
 
         timed = any(not math.isnan(measures.ttft_s[row]) for row in served)
+        tbt_ms = [None if ms is None or math.isnan(ms) else ms for ms in column([1e3 * s for s in measures.tbt_s], 3)]
         predicts = isinstance(self._policy, Orderer)
         return Columns(
             prompt_tokens=column(measures.prompt_tokens),
@@ -159,6 +161,7 @@ class Run:
             cached_documents=column(measures.cached_documents),
             predicted_tokens=column(measures.predicted_tokens) if predicts else None,
             ttft_ms=column([seconds * 1e3 for seconds in measures.ttft_s], 3) if timed else None,
+            tbt_ms=None if tbt_ms.count(None) == len(tbt_ms) else tbt_ms,
             order_us=column(thread_times_us(measures.order_ns, intervals=2), 1),
             build_us=column(thread_times_us(measures.build_ns), 1) if self._builds else None,
             displacement=column(measures.displacement, 4),
@@ -195,7 +198,7 @@ class Run:
         prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
         cached_tokens = sum(measures.cached_tokens[row] for row in rows)
         errors = measures.errors_tokens(rows) if predicts else []
-        ttft_s = [measures.ttft_s[row] for row in rows]
+        ttft_s, tbt_s = ([times[row] for row in rows] for times in (measures.ttft_s, measures.tbt_s))
         return RunResult(
             workload=self.trace.name,
             policy=self.policy_name,
@@ -218,6 +221,7 @@ class Run:
             prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
             prediction_bias_blocks=_mean([error / block_size for error in errors]),
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
+            tbt_ms=_milliseconds([seconds for seconds in tbt_s if not math.isnan(seconds)], (50, 99)),
             order_us=order_times_us(measures.order_ns),
             load=self.load,
             deciles=None if self.load is None else measures.deciles(block_size, predicts=predicts),
@@ -278,12 +282,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(fmean(values), 4) if values else None
 
 
-def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
+def _milliseconds(seconds: Sequence[float], percents: Sequence[int] = (50, 95)) -> dict[str, float] | None:
     if not seconds:
         return None
     milliseconds = [second * 1e3 for second in seconds]
-    return {
-        "p50": round(percentile(milliseconds, 50), 3),
-        "p95": round(percentile(milliseconds, 95), 3),
-        "mean": round(fmean(milliseconds), 3),
-    }
+    found = {f"p{percent}": round(percentile(milliseconds, percent), 3) for percent in percents}
+    return {**found, "mean": round(fmean(milliseconds), 3)}

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, SkipValidation
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus
@@ -17,9 +16,18 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.load import Load, ServiceTimes
 
-__all__ = ["DEFAULT_POLICIES", "ENGINES", "Bench", "BenchError", "EventsAddress"]
+__all__ = [
+    "DEFAULT_POLICIES",
+    "Bench",
+    "BenchError",
+    "EngineName",
+    "EngineSpec",
+    "EventsAddress",
+    "ServedBy",
+    "TraceSpec",
+]
 
-ENGINES = ("sim", "vllm", "torch", "openai")
+EngineName = Literal["sim", "vllm", "torch", "openai"]
 DEFAULT_POLICIES = ("retrieval", "greedy", "best", "auto")
 
 
@@ -33,48 +41,40 @@ class EventsAddress(NamedTuple):
     topic: str = ""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
-class Bench:
-    """A benchmark: requests, policies, an engine and its load.
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-        Bench(["zipf10"], policies=["retrieval", "auto"], capacity=Capacity(100_000), limit=500)
 
-    `workloads` are names of synthetic workloads or "pydocs", `corpora` folders, "pydocs" or loaded corpora. `settings`
-    are those of the policies that are orderers. `like`: the order of eviction of the simulated engine. `time_builds`:
-    prompts are built as text, too. `timelines`: the runs record how the cache filled. Without `base_urls` engine
-    "openai" starts a vLLM server.
-    """
+class ServedBy(_Spec):
+    """An engine, its model and, for a server, what it takes to use it."""
 
-    workloads: Sequence[str] = ()
-    corpora: SkipValidation[Sequence[str | Corpus]] = ()
-    order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
-    retriever: SkipValidation[Retriever | None] = None
-    policies: Sequence[str] = DEFAULT_POLICIES
-    engine: str = Field(
+    engine: EngineName = Field(
         default="sim",
         description="sim: a simulated cache; vllm, torch: vLLM or ragorder's embedded engine in this process; openai: "
         "an OpenAI-compatible server.",
-        json_schema_extra={"enum": list(ENGINES)},
     )
-    like: Like = "lru"
     model: Path | None = Field(
         default=None,
         description="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or "
         "Hub name of the served model, for its tokenizer [default: the one that the server names].",
     )
+    served_model: str | None = Field(
+        default=None, description="The model's id on the server; none: the first one listed."
+    )
+    api_key: str | None = Field(default=None, repr=False)
+    events: SkipValidation[EventsAddress | None] = None
+
+
+class EngineSpec(ServedBy):
+    """An engine and its cache. `like`: the order of eviction of the simulated engine. Without `base_urls` engine
+    "openai" starts a vLLM server."""
+
+    like: Like = "lru"
     base_urls: Sequence[str] = Field(
         default=(),
         description="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a "
         "cache of its own (cache_salt). Repeated once for each policy: a server for each, all at the same time; none: "
         "a vLLM server is started for the benchmark.",
-    )
-    events: SkipValidation[EventsAddress | None] = None
-    served_model: str | None = Field(
-        default=None, description="The model's id on the server; none: the first one listed."
-    )
-    api_key: str | None = Field(default=None, repr=False)
-    top_k: int | None = Field(
-        default=None, ge=1, description="Documents a request; none: the workload's own; 5 for a corpus."
     )
     capacity: SkipValidation[Capacity | None] = Field(
         default=None,
@@ -96,6 +96,43 @@ class Bench:
         ge=1,
         description="Tokens an answer; none: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai.",
     )
+
+
+class TraceSpec(_Spec):
+    """Requests, and when they arrive. `workloads` are names of synthetic workloads or "pydocs", `corpora` folders,
+    "pydocs" or loaded corpora."""
+
+    workloads: Sequence[str] = ()
+    corpora: SkipValidation[Sequence[str | Corpus]] = ()
+    order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
+    retriever: SkipValidation[Retriever | None] = None
+    top_k: int | None = Field(
+        default=None, ge=1, description="Documents a request; none: the workload's own; 5 for a corpus."
+    )
+    arrivals: SkipValidation[Arrivals | None] = None
+    seeds: Sequence[int] = Field(default=(0,), description="Seeds of workloads and random orders, with commas.")
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only the first N requests; a synthetic workload is extended to N; none: all, or the length of the "
+        "trace of --arrivals.",
+    )
+
+    @property
+    def requests(self) -> int | None:
+        return self.limit or (self.arrivals.count if self.arrivals else None)
+
+
+class Bench(TraceSpec, EngineSpec):
+    """A benchmark: requests, policies, an engine and its load.
+
+        Bench(workloads=["zipf10"], policies=["retrieval", "auto"], capacity=Capacity(100_000), limit=500)
+
+    `settings` are those of the policies that are orderers. `time_builds`: prompts are built as text, too. `timelines`:
+    the runs record how the cache filled.
+    """
+
+    policies: Sequence[str] = DEFAULT_POLICIES
     waiting: int = Field(default=0, ge=0, description="The next N requests are already waiting when one is ordered.")
     batch: bool = Field(default=False, description="Plan the whole run at once, reordering requests as well.")
     max_wait: int | None = Field(
@@ -106,15 +143,7 @@ class Bench:
     concurrency: int | None = Field(
         default=None, ge=1, description="Keep N requests in flight; with --arrivals at most N."
     )
-    arrivals: SkipValidation[Arrivals | None] = None
     service_times: SkipValidation[ServiceTimes] = Field(default_factory=ServiceTimes)
-    seeds: Sequence[int] = (0,)
-    limit: int | None = Field(
-        default=None,
-        ge=1,
-        description="Only the first N requests; a synthetic workload is extended to N; none: all, or the length of the "
-        "trace of --arrivals.",
-    )
     settings: SkipValidation[Mapping[str, Any]] = Field(default_factory=dict)
     time_builds: bool = False
     timelines: bool = False
@@ -122,10 +151,6 @@ class Bench:
     @property
     def under_load(self) -> bool:
         return self.concurrency is not None or self.arrivals is not None
-
-    @property
-    def requests(self) -> int | None:
-        return self.limit or (self.arrivals.count if self.arrivals else None)
 
     @property
     def answer_tokens(self) -> int | None:

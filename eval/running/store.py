@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ragorder.eval.running.record import RESULTS
+from ragorder.file_lock import try_lock
+from ragorder.jsonl import JSONLines, decode
 
 __all__ = ["Store", "StoreError"]
 
@@ -42,10 +44,14 @@ class Store:
             self._file = path.open("a+b")
         except OSError as error:
             raise StoreError(f"{path}: cannot be written ({error})") from None
-        if not _lock(self._file):
+        if not try_lock(self._file, unsupported=True):
             self._file.close()
             raise StoreError(f"{path}: another process is writing there: wait for it, or choose another folder")
-        self._read()
+        try:
+            self._read()
+        except StoreError:
+            self._file.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -106,7 +112,7 @@ class Store:
     def _line(self, place: int) -> Line:
         assert self._file is not None
         self._file.seek(place)
-        line: Line = json.loads(self._file.readline())
+        line: Line = decode(self._file.readline())
         return line
 
     def _know(self, line: Line, place: int) -> None:
@@ -133,25 +139,13 @@ def _name(line: Line) -> str:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
-    place = file.seek(0)
-    for raw in file:
+    """Each object with its place in the file. Raises StoreError."""
+    file.seek(0)
+    for _, line in JSONLines(file, error=StoreError, max_line_bytes=None):
         try:
-            line = json.loads(raw) if raw.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict):
-            yield place, line
-        place += len(raw)
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Without locks in the system every process may write."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+            value = decode(line)
+        except ValueError:
+            continue
+        # A line without its end is one that a crash has torn, whatever it says.
+        if isinstance(value, dict) and line.endswith(b"\n"):
+            yield file.tell() - len(line), value

@@ -1,11 +1,12 @@
-"""Attention of new tokens to a paged prefix and to themselves, in Triton and in torch."""
+"""Attention over a paged cache, in Triton and in torch: of new tokens, and of rows at any positions."""
 
 from __future__ import annotations
 
 try:
     from ragorder.kernels.attention.attention import prefix_attention
     from ragorder.kernels.attention.batch import PackedBatch
+    from ragorder.kernels.attention.sparse import merge_attention, sparse_attention
 except ModuleNotFoundError as error:
     raise ImportError(f"attention needs {error.name}: pip install 'ragorder[torch]'", name=error.name) from error
 
-__all__ = ["PackedBatch", "prefix_attention"]
+__all__ = ["PackedBatch", "merge_attention", "prefix_attention", "sparse_attention"]

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ragorder.kernels.attention.kernel import ANYWHERE, CHANGING, attend, merge
+from ragorder.kernels.attention.kernel import ANYWHERE, CHANGING, attend, attend_at, merge
 from ragorder.kernels.attention.launch import INTERPRETED, constants, options
 from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, ROWS, Tile, choose_tile
 
@@ -44,6 +44,8 @@ class Variant:
     window: bool = False
     softcap: bool = False
     split: bool = False
+    sparse: bool = False
+    """Rows at any positions, from a lowest key on. A window is for the other kernel alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,22 @@ def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence
 def compile_variant(variant: Variant) -> Compiled:
     constexprs = {
         **constants(variant.tile, variant.group, variant.head_dim, variant.block_size),
-        "WINDOWED": variant.window,
         "CAPPED": variant.softcap,
         "SPLIT": variant.split,
         "UPCAST": False,
     }
-    return _compile(attend, _types(variant), constexprs, variant.family, options(variant.tile))
+    if variant.sparse:
+        constexprs |= {"BOUNDED": True, "WEIGHED": not variant.split}
+    else:
+        constexprs |= {"WINDOWED": variant.window}
+    kernel = attend_at if variant.sparse else attend
+    return _compile(kernel, _types(variant), constexprs, variant.family, options(variant.tile))
 
 
 def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
-    names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"}
+    names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "weight_ptr": "*fp32"}
     width = 1 << (head_dim - 1).bit_length()
-    constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits}
+    constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits, "WEIGHED": True}
     return _compile(merge, names, constexprs, family, {"num_warps": 4})
 
 
@@ -151,6 +157,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
 @click.option("--split", is_flag=True, help="With split keys.")
 @click.option("--window", is_flag=True, help="With a sliding window.")
 @click.option("--softcap", is_flag=True, help="With capped scores.")
+@click.option("--sparse", is_flag=True, help="The kernel for rows at any positions.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each kernel.")
 def main(
     families: Sequence[str],
@@ -162,18 +169,21 @@ def main(
     split: bool,
     window: bool,
     softcap: bool,
+    sparse: bool,
     as_json: bool,
 ) -> None:
     """Compile the table's kernels without a GPU; print registers, spills, shared memory and instructions."""
     if INTERPRETED:
         raise click.ClickException("TRITON_INTERPRET is set: nothing is compiled")
+    if sparse and window:
+        raise click.UsageError("--sparse has no --window: rows at any positions see all keys before them")
     faulty = False
     chosen = variants(families or tuple(ARCHITECTURES), head_dims or HEAD_DIMS, dtypes or ("bf16", "fp32"))
     for plain in chosen:
         if rows and plain.tile.rows not in rows:
             continue
         variant = Variant(
-            plain.family, plain.head_dim, plain.dtype, plain.tile, group, block_size, window, softcap, split
+            plain.family, plain.head_dim, plain.dtype, plain.tile, group, block_size, window, softcap, split, sparse
         )
         compiled = compile_variant(variant)
         faults = compiled.faults(variant)

@@ -1,4 +1,5 @@
-"""Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of its splits.
+"""Triton kernels: attention of packed new tokens to a paged prefix and to themselves, attention of rows at any
+positions to cached keys, and the merge of their splits.
 
 Keys are numbered as positions: 0 to context - 1 are in the cache, found by the block table, and the request's new
 tokens follow. A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are numbered token by
@@ -6,7 +7,8 @@ token, group by group, so that a group's heads share loaded keys (GQA packing); 
 groups need not be powers of two.
 
 Tiles that all rows see whole are computed without masks in two loops, over the cache and over new tokens. The others
-(at a window's edge, across the end of the cache, on the diagonal) go through a third loop.
+(at a window's edge, across the end of the cache, on the diagonal) go through a third loop. With rows at any positions
+all keys are in the cache: there are two loops, and no key behind the last that any row of the tile sees is read.
 
 The softmax is online and in base 2. The running maximum starts finite, as exp2(-inf - -inf) is NaN for rows without
 keys.
@@ -19,11 +21,11 @@ No `from __future__ import annotations`: Triton's interpreter reads the annotati
 import triton
 import triton.language as tl
 
-__all__ = ["attend", "merge"]
+__all__ = ["attend", "attend_at", "merge"]
 
 # Arguments that change from step to step: specialising on them would compile the kernel again and again.
 CHANGING = ("requests", "tokens", "window", "table_row", "splits")
-ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr")
+ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "lows_ptr", "highs_ptr")
 
 
 @triton.jit
@@ -269,13 +271,164 @@ def attend(
         tl.store(out_at[:, None] + tail_dims[None, :], tail_sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
 
 
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
+def attend_at(
+    q_ptr, key_cache_ptr, value_cache_ptr, starts_ptr, contexts_ptr, tables_ptr, lows_ptr, highs_ptr, out_ptr, lse_ptr,
+    scale, cap,
+    requests, tokens, splits,
+    q_token, q_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, out_token, out_head,
+    GROUP: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BOUNDED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, WEIGHED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """As `attend`, for rows that see the cached keys up to their `high`, BOUNDED: from their `low` on.
+
+    With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
+    begin = tl.load(starts_ptr + request)
+    length = tl.load(starts_ptr + request + 1) - begin
+    context = tl.load(contexts_ptr + request)
+    first_row = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M
+    if first_row // GROUP >= length:
+        return
+
+    token = (first_row + tl.arange(0, BLOCK_M)) // GROUP
+    head = kv_head * GROUP + (first_row + tl.arange(0, BLOCK_M)) % GROUP
+    is_row = token < length
+    dims = tl.arange(0, MAIN)
+    q_ptr += begin.to(tl.int64) * q_token
+    key_cache_ptr += kv_head * key_head
+    value_cache_ptr += kv_head * value_head
+    tables_ptr += request * table_row
+
+    # Rows without keys, those past the request's end too, move no bound.
+    row_high = tl.minimum(tl.load(highs_ptr + begin + token, mask=is_row, other=0), context)
+    row_low = tl.zeros([BLOCK_M], tl.int32)
+    if BOUNDED:
+        row_low = tl.maximum(tl.load(lows_ptr + begin + token, mask=is_row, other=0), 0)
+    sees = row_low < row_high
+    last = tl.max(tl.where(sees, row_high, 0), 0)
+    high = tl.cdiv(last, BLOCK_N) * BLOCK_N
+    edge = tl.min(tl.where(sees, row_high, last), 0) // BLOCK_N * BLOCK_N
+    low = 0
+    free = 0
+    if BOUNDED:
+        low = tl.min(tl.where(sees, row_low, last), 0) // BLOCK_N * BLOCK_N
+        free = tl.cdiv(tl.max(tl.where(sees, row_low, 0), 0), BLOCK_N) * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv((high - low) // BLOCK_N, splits) * BLOCK_N
+        low += tl.program_id(2) * share
+        high = tl.minimum(high, low + share)
+        low = tl.minimum(low, high)
+    free = tl.minimum(tl.maximum(free, low), high)
+    edge = tl.minimum(tl.maximum(edge, free), high)
+
+    q_at = q_ptr + token * q_token + head * q_head
+    queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, MAIN], tl.float32)
+    # Placeholders without a tail.
+    tail_queries = queries
+    tail_dims = dims
+    tail_sums = total
+    if TAIL:
+        tail_dims = MAIN + tl.arange(0, TAIL)
+        tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
+        tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
+    slots = tl.arange(0, BLOCK_N)
+
+    following = tl.load(tables_ptr + (free + slots) // BLOCK_SIZE, mask=free + slots < edge, other=0)
+    for start in tl.range(free, edge, BLOCK_N):
+        block = following.to(tl.int64)
+        slot = (start + slots) % BLOCK_SIZE
+        ahead = start + BLOCK_N + slots
+        following = tl.load(tables_ptr + ahead // BLOCK_SIZE, mask=ahead < edge, other=0)
+        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+        keys = tl.load(key_at[:, None] + dims[None, :])
+        tail_keys = keys
+        if TAIL:
+            tail_keys = tl.load(key_at[:, None] + tail_dims[None, :])
+        scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+        if CAPPED:
+            scores = _cap(scores, scale, cap)
+        values = tl.load(value_at[:, None] + dims[None, :])
+        tail_values = values
+        if TAIL:
+            tail_values = tl.load(value_at[:, None] + tail_dims[None, :])
+        top, total, sums, tail_sums = _fold(
+            scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST
+        )
+
+    at_low = (free - low) // BLOCK_N
+    for number in tl.range(0, at_low + (high - edge) // BLOCK_N):
+        start = tl.where(number < at_low, low + number * BLOCK_N, edge + (number - at_low) * BLOCK_N)
+        position = start + slots
+        is_key = position < last
+        block = tl.load(tables_ptr + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slot = position % BLOCK_SIZE
+        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+        keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+        tail_keys = keys
+        if TAIL:
+            tail_keys = tl.load(key_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
+        scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+        if CAPPED:
+            scores = _cap(scores, scale, cap)
+        seen = position[None, :] < row_high[:, None]
+        if BOUNDED:
+            seen = seen & (position[None, :] >= row_low[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        values = tl.load(value_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+        tail_values = values
+        if TAIL:
+            tail_values = tl.load(value_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
+        top, total, sums, tail_sums = _fold(
+            scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST
+        )
+
+    # A row without keys, at all or in this split, is zeros with a weight of zero: tiles without masks do not ask.
+    is_weighed = (row_low < row_high) & (total > 0)
+    total = tl.where(is_weighed, total, 1.0)
+    shrink = tl.where(is_weighed, 1.0 / total, 0.0)
+    sums = sums * shrink[:, None]
+    # Read again: values that only the stores need would occupy registers throughout.
+    begin = tl.load(starts_ptr + request, volatile=True)
+    rows = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    is_row = token < length
+    out_at = begin.to(tl.int64)
+    if SPLIT:
+        out_at += tl.program_id(2).to(tl.int64) * tokens
+    if SPLIT or WEIGHED:
+        heads = tl.num_programs(1) * GROUP
+        if not CAPPED:
+            top = top * scale
+        weight = top + tl.log2(total)
+        if not SPLIT:
+            weight = weight * 0.6931471805599453
+        weight = tl.where(is_weighed, weight, float("-inf"))
+        tl.store(lse_ptr + out_at * heads + token * heads + head, weight, mask=is_row)
+    out_at = out_ptr + out_at * out_token + token * out_token + head * out_head
+    tl.store(out_at[:, None] + dims[None, :], sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    if TAIL:
+        tail_sums = tail_sums * shrink[:, None]
+        tl.store(out_at[:, None] + tail_dims[None, :], tail_sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
 @triton.jit(do_not_specialize=("tokens", "splits"))
 def merge(
-    parts_ptr, lse_ptr, out_ptr, tokens, splits, out_token, out_head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+    parts_ptr, lse_ptr, out_ptr, weight_ptr, tokens, splits, out_token, out_head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): the weighted mean of its parts. WIDTH and MOST are HEAD_DIM and `splits`, rounded up
-    to powers of two."""
+    """Program (token, query head): the weighted mean of its parts, and with WEIGHED the natural logarithm of their
+    whole weight, to `weight` (tokens, query heads). WIDTH and MOST: HEAD_DIM and `splits`, up to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST)
@@ -283,9 +436,15 @@ def merge(
     is_split = split < splits
     part = (split * tokens.to(tl.int64) + token) * HEADS + head
     lse = tl.load(lse_ptr + part, mask=is_split, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
+    top = tl.max(lse, 0)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    weights = tl.exp2(lse - top)
+    total = tl.sum(weights, 0)
     mask = is_split[:, None] & (dims[None, :] < HEAD_DIM)
     parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    mean = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    mean = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     out_at = out_ptr + token * out_token + head * out_head
     tl.store(out_at + dims, mean.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    if WEIGHED:
+        weight = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
+        tl.store(weight_ptr + token * HEADS + head, tl.where(total > 0, weight, float("-inf")))

@@ -12,10 +12,11 @@ import triton
 from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch
-from ragorder.kernels.attention.kernel import attend, merge
+from ragorder.kernels.attention.kernel import attend, attend_at, merge
+from ragorder.kernels.attention.ranges import Ranges
 from ragorder.kernels.attention.table import Tile, architecture, choose_splits, choose_tile, halves
 
-__all__ = ["INTERPRETED", "constants", "triton_attention"]
+__all__ = ["INTERPRETED", "constants", "triton_attention", "triton_sparse_attention"]
 
 INTERPRETED = not isinstance(attend, triton.JITFunction)
 
@@ -38,9 +39,8 @@ def triton_attention(
 ) -> Tensor:
     """`tile` and `splits` override the table. Raises ValueError for cache rows not aligned to 16 bytes, the kernel's
     least copy."""
-    if not (_is_aligned(key_cache) and _is_aligned(value_cache)):
-        raise ValueError("rows of key_cache and value_cache must be aligned to 16 bytes for the Triton kernel")
-    q, k, v = (each if _is_aligned(each) else each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
+    _check_alignment(key_cache, value_cache)
+    q, k, v = map(_aligned, (q, k, v))
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -52,10 +52,7 @@ def triton_attention(
         keys = batch.longest_context + batch.longest_query
         splits = choose_splits(tiles * kv_heads, keys if window is None else min(keys, window), multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse, parts = out, out
-    if splits > 1:
-        parts = torch.empty(splits, tokens, heads, head_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q.device)
+    lse, parts = _parts(out, splits)
     with _on(q.device):
         attend[(tiles, kv_heads, splits)](
             q, k, v, key_cache, value_cache, batch.query_starts, batch.context_lengths, batch.block_tables, parts, lse,
@@ -70,11 +67,76 @@ def triton_attention(
             **options(tile),
         )  # fmt: skip
         if splits > 1:
-            merge[(tokens, heads)](
-                parts, lse, out, tokens, splits, heads * head_dim, head_dim,
-                HEADS=heads, HEAD_DIM=head_dim, WIDTH=_power(head_dim), MOST=_power(splits), num_warps=4,
-            )  # fmt: skip
+            _merge(parts, lse, out, None)
     return out
+
+
+def triton_sparse_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    ranges: Ranges,
+    scale: float,
+    softcap: float | None = None,
+    lse: bool = False,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `triton_attention`; also the rows' log-sum-exp, None without `lse`."""
+    _check_alignment(key_cache, value_cache)
+    q = _aligned(q)
+    tokens, heads, head_dim = q.shape
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    family, multiprocessors = _device(q.device)
+    if tile is None:
+        tile = choose_tile(family, head_dim, q.element_size(), batch.longest_query * group)
+    tiles = tokens * group // tile.rows + batch.requests
+    if splits is None:
+        splits = choose_splits(tiles * kv_heads, batch.longest_context, multiprocessors)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    weight = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if lse else None
+    weights, parts = _parts(out, splits)
+    if weight is not None and splits == 1:
+        weights = weight
+    low = ranges.high if ranges.low is None else ranges.low
+    with _on(q.device):
+        attend_at[(tiles, kv_heads, splits)](
+            q, key_cache, value_cache, batch.query_starts, batch.context_lengths, batch.block_tables, low, ranges.high,
+            parts, weights,
+            scale * _LOG2_E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * _LOG2_E,
+            batch.requests, tokens, splits,
+            q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], batch.block_tables.stride(0),
+            heads * head_dim, head_dim,
+            **constants(tile, group, head_dim, key_cache.shape[1]),
+            BOUNDED=ranges.low is not None, CAPPED=softcap is not None, SPLIT=splits > 1, WEIGHED=lse and splits == 1,
+            UPCAST=INTERPRETED and q.dtype is torch.bfloat16,
+            **options(tile),
+        )  # fmt: skip
+        if splits > 1:
+            _merge(parts, weights, out, weight)
+    return out, weight
+
+
+def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where splits write their weights and parts; without splits, nothing is written to the first."""
+    if splits == 1:
+        return out, out
+    return (
+        torch.empty(splits, *out.shape[:2], dtype=torch.float32, device=out.device),
+        torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device),
+    )
+
+
+def _merge(parts: Tensor, weights: Tensor, out: Tensor, weight: Tensor | None) -> None:
+    tokens, heads, head_dim = out.shape
+    merge[(tokens, heads)](
+        parts, weights, out, out if weight is None else weight, tokens, len(parts), heads * head_dim, head_dim,
+        HEADS=heads, HEAD_DIM=head_dim, WIDTH=_power(head_dim), MOST=_power(len(parts)), WEIGHED=weight is not None,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[str, int]:
@@ -108,6 +170,15 @@ def _device(device: torch.device) -> tuple[str, int]:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     # Triton launches on the current device.
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check_alignment(key_cache: Tensor, value_cache: Tensor) -> None:
+    if not (_is_aligned(key_cache) and _is_aligned(value_cache)):
+        raise ValueError("rows of key_cache and value_cache must be aligned to 16 bytes for the Triton kernel")
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.kernels.attention.batch import PackedBatch, Span
+from ragorder.kernels.attention.dense import Rule, attend, product
 
 __all__ = ["torch_attention"]
 
@@ -40,13 +40,6 @@ class _Decoding:
     """int64: the hidden ones among the R x L keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    scale: float
-    window: int | None
-    softcap: float | None
-
-
 # Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
 # gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
 # Decoding requests of about equal length are batched.
@@ -63,7 +56,7 @@ def torch_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    rule, caches = _Rule(scale, window, softcap), (key_cache, value_cache)
+    rule, caches = Rule(scale, window, softcap), (key_cache, value_cache)
     spans = batch.spans
     if len(spans) == 1:
         return _one(q, k, v, caches, batch, 0, rule)
@@ -82,7 +75,7 @@ def torch_attention(
 
 
 def _one(
-    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: _Rule
+    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: Rule
 ) -> Tensor:
     new, context, window = len(q), batch.spans[row][2], rule.window
     # Key 0 is the first of the block in which the window begins.
@@ -95,14 +88,14 @@ def _one(
             for cache, own in zip(caches, (k, v), strict=True)
         )
     elif rule.softcap is None and (window is None or window >= new):
-        return _attend(q, k, v, None, rule, causal=new > 1)
+        return attend(q, k, v, None, rule, causal=new > 1)
     parts = []
     for begin in range(0, new, _CHUNK):
         end = min(new, begin + _CHUNK)
         low = 0 if window is None else max(0, before + begin + 1 - window)
         mask = _mask(batch, q, window, end - begin, before + end - low) if end - begin > 1 else None
         keys = slice(low, before + end)
-        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, rule))
+        parts.append(attend(q[begin:end], k[keys], v[keys], mask, rule))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -130,34 +123,6 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
 
     mask = batch.memo(("mask", window, like.dtype), make)
     return mask[len(mask) - queries :, mask.shape[1] - keys :]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
-    new, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    if new == 1 and mask is None:
-        # A group's heads are queries of one KV head, each of which sees all keys.
-        q = q.view(1, kv_heads, group, head_dim)
-        found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
-        return found.reshape(1, heads, head_dim)
-    # A group shares its keys by a stride of 0. As KV heads are the batch, no backend has to know of groups.
-    q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
-    k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
-    found = _product(q, k, v, mask, rule, causal=causal)
-    return found.permute(2, 0, 1, 3).reshape(new, heads, head_dim)
-
-
-def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
-    """(batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
-    if rule.softcap is None:
-        found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
-        return found
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
-    scores = scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)
-    if mask is not None:
-        scores += mask
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
 
 
 def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
@@ -199,11 +164,11 @@ def _decoding(
     )
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: _Rule) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: Rule) -> Tensor:
     requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
     q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
     keys, values = (_pad(cache, own, group) for cache, own in zip(caches, (k, v), strict=True))
-    return _product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
+    return product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
 
 
 def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 import torch
 
+from ragorder.kernels.cache.contents import Contents, Rank, Whereabouts
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
+from ragorder.kernels.cache.elsewhere import Elsewhere
 from ragorder.kernels.cache.hierarchy import Hierarchy
-from ragorder.kernels.cache.lease import KVLease
+from ragorder.kernels.cache.lease import Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CopyState, DeviceCopy
+from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
+from ragorder.kernels.policies import Key
+from ragorder.kernels.policies.tier import NO_FORECAST
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["KnowledgeCache"]
@@ -33,6 +37,10 @@ class KnowledgeCache:
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
     its leases first. A PENDING node's last block cannot be copied: other requests compute up to `block_size` - 1 tokens
     again.
+
+    Behind the cached prefix a lease may borrow documents computed elsewhere (FusionRAG 4.1): their segments have a
+    `content`, and `contents` has the nodes of each. They are pinned and loaded like the prefix; copy them between
+    `extend` and `give_back`.
 
     Full tiers evict by `policy`; costs come from `profile`. `identity` names the model for the disk. The
     `replicate_nodes` most used nodes are copied to the host early.
@@ -78,12 +86,23 @@ class KnowledgeCache:
         self._tiers = Hierarchy(self._device, self._host, self._disk, copies, self._withdraw)
         self._copies = copies
         self._replicas = Replicas(replicate_nodes, self._tiers)
+        self.contents = Contents(self._tiers.holds)
+        self._elsewhere = Elsewhere(self.contents, self._tiers, self._disk)
         self._leases: dict[int, KVLease] = {}
         self._requests = self._new_tokens = 0
         self._closed = False
 
-    def acquire(self, path: Sequence[Segment]) -> KVLease:
-        """Pin the longest cached prefix, and begin to load it.
+    def find(self, path: Sequence[Segment]) -> TierTokens:
+        """Tokens of the longest cached prefix, by tier."""
+        return _by_tier(self._tiers.match(path))
+
+    def find_elsewhere(self, path: Sequence[Segment]) -> TierTokens:
+        """Tokens of documents behind that prefix with KV elsewhere, by tier."""
+        return _by_tier(node for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path))))
+
+    def acquire(self, path: Sequence[Segment], *, borrow: bool = False) -> KVLease:
+        """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
+        elsewhere, as far as the pool has room for them beside the path.
 
         Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
@@ -94,6 +113,12 @@ class KnowledgeCache:
         self.poll()
         self._map_blocks(lease, self._match(path))
         self._leases[id(lease)] = lease
+        if borrow:
+            try:
+                self._borrow(lease)
+            except OutOfBlocksError:
+                self._close(lease)
+                raise
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
@@ -109,11 +134,29 @@ class KnowledgeCache:
             self._make_room(lease, tokens, needed)
         if not lease.started:
             self._start(lease)
+            self._keep_borrowed(lease, [each for each in lease.borrowed if each.copy.ready])
         if grows:
             self._make_writable(lease)
             missing = self.shape.blocks_for(tokens) - len(lease.block_table)
             lease.block_table += self.pool.allocate(missing)
             lease.tokens = tokens
+
+    def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
+        """End the borrowing, by copies that are made or queued on the device; returns the tokens by tier, without nodes
+        `computed` for this request."""
+        tokens = dict.fromkeys(TierTokens._fields, 0)
+        for borrowed in lease.borrowed:
+            tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
+            borrowed.copy.origin, borrowed.copy.prefetched = "device", False
+        found = TierTokens(**tokens)
+        if lease.borrowed:
+            self._count_hits(found)
+            last = lease.borrowed[-1]
+            # What it would take to compute them.
+            cost = self._profile.cost(0, last.start + last.tokens)
+            self._count_uses([borrowed.copy.node.key for borrowed in lease.borrowed], cost)
+        self._keep_borrowed(lease, [])
+        return found
 
     def commit(self, lease: KVLease, tokens: int) -> None:
         """Insert the nodes that the first `tokens` tokens complete, or share those inserted meanwhile. Implies
@@ -125,9 +168,10 @@ class KnowledgeCache:
         if tokens > lease.tokens:
             raise ValueError(f"{tokens} tokens are committed, and {lease.tokens} have blocks: extend the lease first")
         new = [self._insert(lease, segment) for segment in self._completed(lease, tokens)]
-        found = [] if lease.counted else lease.path[: len(lease.pinned) - len(new)]
+        known = len(lease.pinned) - len(new)
+        found = [] if lease.counted else lease.path[:known]
         lease.counted = True
-        self._count([segment.key for segment in found], [copy.node.key for copy in new], lease.cached_tokens, tokens)
+        self._count(found, lease.path[known : known + len(new)], lease.cached_tokens, tokens)
 
     def mark_computed(self, lease: KVLease) -> None:
         """The step of the pending nodes has run, or is queued on the device."""
@@ -156,11 +200,52 @@ class KnowledgeCache:
         lease.pending.clear()
         self._close(lease)
 
-    def prefetch(self, path: Sequence[Segment]) -> None:
-        """Begin to load a waiting request's prefix, evicting no pinned or prefetched node."""
+    def adopt(self, content: bytes, copy: Whereabouts, kv: BlockPool) -> bool:
+        """Take up a document's KV that was computed elsewhere, for requests to borrow; False without room for it.
+
+        `kv` has the blocks that cover the document from `copy.start` on, in front of it in the first one the KV of what
+        is there in every prompt. `copy.key` is that of no path (`store.variants`), or `content` itself for KV that was
+        computed directly behind `copy.parent`. What is held already stays as it is. Raises ValueError for blocks of
+        another shape or number.
+        """
+        if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
+            raise ValueError(f"{copy.tokens} tokens from {copy.start} on are not in {kv.blocks} blocks of {kv.shape}")
+        self.poll()
+        if not self._tiers.holds(copy.key):
+            try:
+                self._tiers.make_room(kv.blocks)
+            except OutOfBlocksError:
+                return False
+            blocks = self.pool.allocate(kv.blocks)
+            self.pool.kv[blocks] = kv.kv.to(self.pool.device)
+            made = self._tiers.insert(Segment(copy.key, copy.tokens), copy.start, blocks, copy.parent, None)
+            made.state = CopyState.READY
+            self.pool.release(blocks)
+            self._new_tokens += copy.tokens
+            self._count_uses([copy.key], self._profile.cost(copy.start, copy.tokens), (copy.key,))
+        self.contents.add(content, copy, Rank.STANDALONE if copy.key == content else Rank.PREPROCESSED)
+        return True
+
+    def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
+        """A waiting request will use this path: others leave the host first, while such nodes take up to half of it.
+        Returns what `settle` ends."""
+        nodes = [(segment.key, segment.tokens) for segment in path]
+        if borrow:
+            nodes += [(node.key, node.tokens) for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path)))]
+        return self._tiers.awaited.add(nodes)
+
+    def settle(self, expected: Sequence[Key]) -> None:
+        """The request waits no longer. Once for each `expect`."""
+        self._tiers.awaited.remove(expected)
+
+    def prefetch(self, path: Sequence[Segment], *, borrow: bool = False) -> None:
+        """Begin to load what a waiting request will find, evicting no pinned or prefetched node."""
         self.poll()
         loaded: list[DeviceCopy] = []
-        for node in self._tiers.match(path):
+        nodes = self._tiers.match(path)
+        if borrow:
+            nodes += [node for _, node in self._elsewhere.nodes(path, len(nodes))]
+        for node in nodes:
             absent = node.device is None
             try:
                 copies = self._tiers.load([node], _Prefetched(self._tiers))
@@ -177,7 +262,9 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def forget_device(self) -> None:
-        """Drop all nodes from an untrusted device, after discarding the leases."""
+        """Drop all nodes from an untrusted device. Raises ValueError before its leases are discarded."""
+        if self._leases:
+            raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.forget_device()
 
     def clear(self) -> None:
@@ -186,6 +273,7 @@ class KnowledgeCache:
             lease.pending.clear()
         self._tiers.clear()
         self._replicas.clear()
+        self.contents.clear()
 
     def close(self) -> None:
         """Finish copies and writes, and release the disk's folder."""
@@ -263,7 +351,36 @@ class KnowledgeCache:
         for copy in lease.pinned:
             copy.origin, copy.prefetched = "device", False
         self._requests += 1
-        for tier, tokens in zip((self._device, self._host, self._disk), lease.tokens_by_tier, strict=True):
+        self._count_hits(lease.tokens_by_tier)
+        parent, start = None, 0
+        for segment in lease.path[: len(lease.pinned)]:
+            self._elsewhere.add(segment, parent, start)
+            parent, start = segment.key, start + segment.tokens
+
+    def _borrow(self, lease: KVLease) -> None:
+        room = self.pool.blocks - self.shape.blocks_for(sum(segment.tokens for segment in lease.path))
+        for start, node in self._elsewhere.nodes(lease.path, len(lease.pinned)):
+            size = len(self.shape.covering(node.start, node.tokens))
+            if size > room:
+                continue
+            room -= size
+            try:
+                copies = self._tiers.load([node])
+            except OutOfBlocksError:
+                if len(self._leases) > 1:
+                    raise
+                # No other lease will free blocks.
+                return
+            lease.borrowed += [Borrowed(start, copy) for copy in copies]
+
+    def _keep_borrowed(self, lease: KVLease, kept: list[Borrowed]) -> None:
+        for borrowed in lease.borrowed:
+            if borrowed not in kept:
+                self._unpin(borrowed.copy)
+        lease.borrowed = kept
+
+    def _count_hits(self, by_tier: TierTokens) -> None:
+        for tier, tokens in zip((self._device, self._host, self._disk), by_tier, strict=True):
             if tier is not None:
                 tier.hit_tokens += tokens
 
@@ -278,31 +395,43 @@ class KnowledgeCache:
     def _insert(self, lease: KVLease, segment: Segment) -> DeviceCopy:
         node = self._tiers.nodes.get(segment.key)
         copy = node.device if node is not None else None
+        start = lease.committed
+        parent = lease.path[len(lease.pinned) - 1].key if lease.pinned else None
         if copy is None:
-            start = lease.committed
             covering = self.shape.covering(start, segment.tokens)
             parent_copy = lease.pinned[-1] if lease.pinned else None
-            parent = lease.path[len(lease.pinned) - 1].key if lease.pinned else None
             blocks = lease.block_table[covering.start : covering.stop]
             copy = self._tiers.insert(segment, start, blocks, parent, parent_copy)
             lease.pending.append(copy)
             self._new_tokens += segment.tokens
+        self._elsewhere.add(segment, parent, start)
         self._device.tier.pin(segment.key)
         lease.pinned.append(copy)
         return copy
 
-    def _count(self, found: list[bytes], new: list[bytes], cached: int, tokens: int) -> None:
+    def _count(self, found: Sequence[Segment], new: Sequence[Segment], cached: int, tokens: int) -> None:
         # Count a use of these nodes: each new token costs its share of the request's prefill.
-        path = found + new
-        if not path:
+        segments = [*found, *new]
+        if not segments:
             return
+        path = [segment.key for segment in segments]
         cost = self._profile.cost(cached, tokens - cached) if new else self._profile.cost(0, tokens)
-        computed = frozenset(new)
+        computed = frozenset(segment.key for segment in new)
+        expected = {segment.key: segment.expected_uses for segment in segments if segment.expected_uses}
+        self._count_uses(path, cost, computed, expected)
+
+    def _count_uses(
+        self,
+        path: Sequence[bytes],
+        cost: float,
+        computed: Container[bytes] = (),
+        expected: Mapping[bytes, float] = NO_FORECAST,
+    ) -> None:
         for tier in (self._device, self._host):
             if tier.pool.blocks:
-                tier.tier.use(path, cost=cost, computed=computed)
+                tier.tier.use(path, cost=cost, computed=computed, expected=expected)
         if self._disk is not None:
-            self._disk.use(path, cost, computed)
+            self._disk.use(path, cost, computed, expected)
 
     def _map_blocks(self, lease: KVLease, pinned: list[DeviceCopy]) -> None:
         kept, tokens = self._usable(pinned)
@@ -343,6 +472,7 @@ class KnowledgeCache:
     def _withdraw(self, gone: DeviceCopy) -> None:
         # Shorten the leases that have found a node whose load or step has failed.
         for lease in self._leases.values():
+            lease.borrowed = [borrowed for borrowed in lease.borrowed if borrowed.copy is not gone]
             if not lease.started and gone in lease.pinned:
                 place = lease.pinned.index(gone)
                 for copy in lease.pinned[place:]:
@@ -355,6 +485,7 @@ class KnowledgeCache:
 
     def _close(self, lease: KVLease) -> None:
         lease.closed = True
+        self._keep_borrowed(lease, [])
         for copy in lease.pinned:
             self._unpin(copy)
         self.pool.release(lease.block_table)
@@ -371,6 +502,14 @@ class KnowledgeCache:
                 f"{tokens} tokens need {self.shape.blocks_for(tokens)} blocks, and the device has {self.pool.blocks}: "
                 "make the prompt shorter, or the device's pool larger"
             )
+
+
+def _by_tier(nodes: Iterable[CachedNode]) -> TierTokens:
+    tokens = dict.fromkeys(TierTokens._fields, 0)
+    for node in nodes:
+        tier = "device" if node.device is not None else "host" if node.host is not None else "disk"
+        tokens[tier] += node.tokens
+    return TierTokens(**tokens)
 
 
 class _Prefetched:

@@ -105,5 +105,7 @@ class Copies:
             self.poll()
 
     def close(self) -> None:
-        self.wait()
-        self._transfers.close()
+        try:
+            self.wait()
+        finally:
+            self._transfers.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,18 @@ from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.stats import CacheTierStats
 from ragorder.kernels.paging import BlockPool, KVShape
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
+from ragorder.kernels.store.variants import is_variant, variant_content
 
-__all__ = ["DiskSettings", "StoreTier"]
+__all__ = ["DiskSettings", "StoreTier", "store_identity"]
 
 _logger = logging.getLogger("ragorder.kernels")
 
 _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 1"
+
+
+def store_identity(identity: str, shape: KVShape) -> str:
+    """Of the KV of a model with this identity in blocks of this shape."""
+    return f"{identity}\n{shape}\n{_LAYOUT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class StoreTier:
         self.received = self.failed = self.hit_tokens = 0
         self._settings = settings
         self._shape = shape
-        self._identity = f"{identity}\n{shape}\n{_LAYOUT}"
+        self._identity = store_identity(identity, shape)
         self._copies = copies
         self._policy = policy
         self._history = history
@@ -72,12 +78,18 @@ class StoreTier:
         self._backlog: dict[bytes, _Write] = {}
         self._backlog_bytes = 0
         self._refused: Counter[str] = Counter()
+        self._variants: dict[bytes, bytes] = {}
         self._store = self._open(settings.bytes)
         self._readers = executor or ThreadPoolExecutor(settings.io_threads, "ragorder-disk-read")
         self._writer = executor or ThreadPoolExecutor(1, "ragorder-disk-write")
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._backlog or (self._store is not None and key in self._store)
+
+    def variant(self, content: bytes) -> bytes | None:
+        """The key of a document's KV that an earlier process made in another way than behind its prefix alone."""
+        key = self._variants.get(content)
+        return key if key is not None and key in self else None
 
     def pin(self, key: bytes) -> bool:
         """Keep the node until `unpin`; False if it is absent."""
@@ -93,9 +105,11 @@ class StoreTier:
         if self._store is not None:
             self._store.unpin((key,))
 
-    def use(self, path: Sequence[bytes], cost: float, computed: Container[bytes]) -> None:
+    def use(
+        self, path: Sequence[bytes], cost: float, computed: Container[bytes], expected: Mapping[bytes, float]
+    ) -> None:
         if self._store is not None:
-            self._store.use(path, cost=cost, computed=computed)
+            self._store.use(path, cost=cost, computed=computed, expected=expected)
 
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
@@ -165,11 +179,13 @@ class StoreTier:
         self._store = self._open(self._settings.bytes)
 
     def close(self) -> None:
-        self.wait()
-        self._readers.shutdown()
-        self._writer.shutdown()
-        if self._store is not None:
-            self._store.close()
+        try:
+            self.wait()
+        finally:
+            self._readers.shutdown()
+            self._writer.shutdown()
+            if self._store is not None:
+                self._store.close()
 
     def stats(self) -> CacheTierStats:
         store = self._store
@@ -193,7 +209,7 @@ class StoreTier:
 
     def _open(self, bytes: int) -> ChunkStore | None:
         try:
-            return ChunkStore(
+            store = ChunkStore(
                 Path(self._settings.path),
                 bytes,
                 self._identity,
@@ -205,6 +221,8 @@ class StoreTier:
             self._refused[refused.reason] += 1
             _logger.warning("no disk tier: %s; device and host go on without it", refused)
             return None
+        self._variants = {variant_content(key): key for key in store if is_variant(key)}
+        return store
 
     def _read_store(self, key: bytes, blocks: int, _: _Write | None) -> BlockPool | None:
         staged = BlockPool(self._shape, blocks, pinned=self._pinned)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 
+from ragorder.kernels.cache.contents import Whereabouts
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
+from ragorder.kernels.policies import AwaitedNodes
 
 __all__ = ["Hierarchy"]
 
@@ -20,6 +23,7 @@ class Hierarchy:
     """The nodes in memory by key, and their tiers.
 
     A node leaving the device is copied to the host, one leaving the host is written to the disk with its ancestors.
+    What waiting requests will use leaves the host last.
     Blocks are reused after the copies from them. `on_load_failed` gets the GONE copy.
     """
 
@@ -37,6 +41,7 @@ class Hierarchy:
         self.copies = copies
         self.nodes: dict[bytes, CachedNode] = {}
         self.loads: list[DeviceLoad] = []
+        self.awaited = AwaitedNodes(host.pool.blocks * host.pool.shape.block_size // 2)
         self._on_load_failed = on_load_failed
 
     def poll(self) -> None:
@@ -63,17 +68,22 @@ class Hierarchy:
         """The longest prefix of the path in any tier."""
         found: list[CachedNode] = []
         start, parent = 0, None
-        for key, tokens in path:
-            node = self.nodes.get(key)
+        for segment in path:
+            node = self.find(Whereabouts(segment.key, parent, start, segment.tokens))
             if node is None:
-                if self.disk is None or key not in self.disk:
-                    break
-                node = CachedNode(key, parent, start, tokens)
-            elif (node.start, node.tokens) != (start, tokens):
                 break
             found.append(node)
-            start, parent = start + tokens, key
+            start, parent = node.end, node.key
         return found
+
+    def find(self, where: Whereabouts) -> CachedNode | None:
+        node = self.nodes.get(where.key)
+        if node is None:
+            return CachedNode(*where) if self.disk is not None and where.key in self.disk else None
+        return node if (node.start, node.tokens) == (where.start, where.tokens) else None
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
         """Pin nodes on the device, loading absent ones; a prefix of them if the disk has lost one.
@@ -142,9 +152,15 @@ class Hierarchy:
 
     def forget_device(self) -> None:
         self.drain()
+        # Whatever the failure has interrupted: a node may have left the tier, and not yet the tree.
         for node in list(self.nodes.values()):
             if node.device is not None:
-                self.remove(node.device)
+                self._detach(node.device)
+            if node.key in self.device.tier:
+                self.device.tier.remove(node.key)
+            self._forget(node)
+        self.device.tokens = 0
+        self.device.pool.clear()
 
     def clear(self) -> None:
         self.drain()
@@ -163,10 +179,12 @@ class Hierarchy:
             self.disk.clear()
 
     def close(self) -> None:
-        self.drain()
-        if self.disk is not None:
-            self.disk.close()
-        self.copies.close()
+        # Nothing of a lost device keeps the disk's folder.
+        with ExitStack() as closing:
+            closing.callback(self.copies.close)
+            if self.disk is not None:
+                closing.callback(self.disk.close)
+            self.drain()
 
     def _merge_boundary(self, parent: DeviceCopy, child: DeviceCopy) -> None:
         # Free the parent's last block if it is the parent's alone: the child's first block covers the same positions of
@@ -338,12 +356,12 @@ class Hierarchy:
                 host.refuse("size")
             return False
         try:
-            evicted = host.evict(blocks)
+            evicted = self._evict_host(blocks)
         except OutOfBlocksError:
             # Copies on their way into the host are pinned until they arrive.
             self.copies.wait()
             try:
-                evicted = host.evict(blocks)
+                evicted = self._evict_host(blocks)
             except OutOfBlocksError:
                 host.refuse("room")
                 return False
@@ -351,6 +369,12 @@ class Hierarchy:
             self._leave_host(self.nodes[key])
         self.copies.free(host.pool, blocks)
         return True
+
+    def _evict_host(self, blocks: int) -> list[bytes]:
+        try:
+            return self.host.evict(blocks, self.awaited)
+        except OutOfBlocksError:
+            return self.host.evict(blocks)
 
     def _leave_host(self, node: CachedNode) -> None:
         there = node.host

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ragorder.kernels.cache.node import DeviceCopy
+from ragorder.kernels.cache.node import DeviceCopy, DeviceLoad
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import TierTokens
 
-__all__ = ["KVLease"]
+__all__ = ["Borrowed", "KVLease"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Borrowed:
+    """A copy of a document that stands at position `start` of the request."""
+
+    start: int
+    copy: DeviceCopy
+
+    @property
+    def tokens(self) -> int:
+        return self.copy.node.tokens
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -20,6 +32,7 @@ class KVLease:
     - `block_table`: the pool's blocks of the first `tokens` tokens, writable from entry `writable_from` on.
     - `pinned`: nodes of the path kept on the device, root first, ending at token `committed`; `pending` ones are in the
       step under way.
+    - `borrowed`: copies of documents behind the cached prefix, computed elsewhere, to be copied into own blocks.
     """
 
     path: tuple[Segment, ...]
@@ -32,6 +45,7 @@ class KVLease:
     writable_from: int = 0
     pinned: list[DeviceCopy] = field(default_factory=list)
     pending: list[DeviceCopy] = field(default_factory=list)
+    borrowed: list[Borrowed] = field(default_factory=list)
     started: bool = False
     counted: bool = False
     closed: bool = False
@@ -40,11 +54,17 @@ class KVLease:
     def ready(self) -> bool:
         """Whether everything cached is on the device. Advances the loads."""
         self.poll()
-        return all(copy.load is None for copy in self.pinned)
+        # A borrowed copy is read before the step that may be computing it now.
+        return all(copy.load is None for copy in self.pinned) and not any(
+            borrowed.copy.resident and not borrowed.copy.ready for borrowed in self.borrowed
+        )
 
     def wait(self) -> None:
-        while not self.ready:
-            for copy in self.pinned:
-                if copy.load is not None:
-                    copy.load.wait()
-                    break
+        """Until the loads have ended."""
+        while (load := self._load_under_way()) is not None:
+            load.wait()
+
+    def _load_under_way(self) -> DeviceLoad | None:
+        self.poll()
+        copies = (*self.pinned, *(borrowed.copy for borrowed in self.borrowed))
+        return next((copy.load for copy in copies if copy.load is not None), None)

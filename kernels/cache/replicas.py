@@ -10,6 +10,9 @@ from ragorder.kernels.cache.node import CachedNode, DeviceCopy, HostCopy
 
 __all__ = ["Replicas"]
 
+# The host's blocks that replicas may pin: the others are for what leaves the device.
+_MOST = 0.5
+
 
 class Replicas:
     """The `count` most used nodes, pinned in the host. Parents are used at least as often."""
@@ -18,6 +21,8 @@ class Replicas:
         self._count = count
         self._tiers = tiers
         self._nodes: dict[bytes, _Replica] = {}
+        self._most_blocks = int(_MOST * tiers.host.pool.blocks)
+        self._blocks = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -28,35 +33,63 @@ class Replicas:
         for copy in path:
             if not copy.ready or copy.entry is None or copy.entry.frequency < 2:
                 return
-            self._replicate(copy.node, copy.entry.frequency)
+            if not self._replicate(copy.node, len(copy.blocks), copy.entry.frequency):
+                return
 
     def clear(self) -> None:
         self._nodes.clear()
+        self._blocks = 0
 
-    def _replicate(self, node: CachedNode, frequency: int) -> None:
-        nodes, host = self._nodes, self._tiers.host
-        # Drop replicas whose copy to the host failed.
-        for key in [key for key, replica in nodes.items() if replica.node.host is not replica.copy]:
-            del nodes[key]
-        if node.key in nodes:
-            nodes[node.key].frequency = frequency
-            return
-        weakest = min(nodes, key=lambda key: nodes[key].frequency, default=b"")
-        full = len(nodes) >= self._count
-        if full and nodes[weakest].frequency >= frequency:
-            return
+    def _replicate(self, node: CachedNode, blocks: int, frequency: int) -> bool:
+        """Whether the node is a replica now."""
+        replica = self._nodes.get(node.key)
+        if replica is not None and replica.copy is node.host:
+            replica.frequency = frequency
+            return True
+        # Their copy to the host has failed.
+        for lost in [each for each in self._nodes.values() if each.node.host is not each.copy]:
+            self._forget(lost)
+        weaker = self._weaker(blocks, frequency)
+        if weaker is None:
+            return False
         copy = self._tiers.copy_to_host(node)
         if copy is None:
-            return
-        if full:
-            del nodes[weakest]
-            host.tier.unpin(weakest)
-        host.tier.pin(node.key)
-        nodes[node.key] = _Replica(node, copy, frequency)
+            return False
+        for each in weaker:
+            self._forget(each)
+            self._tiers.host.tier.unpin(each.node.key)
+        self._tiers.host.tier.pin(node.key)
+        self._nodes[node.key] = _Replica(node, copy, len(copy.blocks), frequency)
+        self._blocks += len(copy.blocks)
+        return True
+
+    def _weaker(self, blocks: int, frequency: int) -> list[_Replica] | None:
+        """Replicas that make way; None if too few are used less."""
+        missing_nodes = len(self._nodes) + 1 - self._count
+        missing_blocks = self._blocks + blocks - self._most_blocks
+        by_use = sorted(self._nodes.values(), key=lambda each: -each.frequency)
+        weaker: list[_Replica] = []
+        while missing_nodes > 0 or missing_blocks > 0:
+            if not by_use:
+                return None
+            weakest = by_use.pop()
+            if weakest.frequency >= frequency:
+                # What was used often long ago makes way in the end.
+                weakest.frequency -= 1
+                return None
+            weaker.append(weakest)
+            missing_nodes -= 1
+            missing_blocks -= weakest.blocks
+        return weaker
+
+    def _forget(self, replica: _Replica) -> None:
+        del self._nodes[replica.node.key]
+        self._blocks -= replica.blocks
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Replica:
     node: CachedNode
     copy: HostCopy
+    blocks: int
     frequency: int

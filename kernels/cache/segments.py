@@ -5,60 +5,96 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
-__all__ = ["Segment", "segments_of"]
+__all__ = ["Segment", "content_of", "segments_of"]
 
 _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant."""
+    """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant. `expected_uses`: if forecast.
+    `content` of a document stands for its tokens, the system prompt, and the tenant."""
 
     key: bytes
     tokens: int
+    expected_uses: float = 0.0
+    content: bytes = b""
 
 
 def segments_of(
-    token_ids: Sequence[int], ends: Sequence[int], *, salt: str | None = None, chunk_tokens: int = 256
+    token_ids: Sequence[int],
+    ends: Sequence[int],
+    *,
+    salt: str | None = None,
+    chunk_tokens: int = 256,
+    expected_uses: Sequence[float] = (),
+    prefix_tokens: int | None = None,
 ) -> tuple[Segment, ...]:
     """The nodes of a prompt, root first.
 
     `ends` are the documents' ends in tokens. Neither the question nor the prompt's last token (which must be computed)
     is in a node. An end out of order or range is ignored with all that follow. Without ends, every `chunk_tokens`
-    tokens are a node.
+    tokens are a node. `expected_uses` are of the nodes that end at `ends`. With `prefix_tokens`, 0 or one of the ends,
+    the documents behind it have their `content`.
 
     A key is the 32-byte BLAKE2b digest of the parent's key and the tokens (8 bytes each, little-endian); the root's
-    parent is the digest of `salt`. Raises ValueError for `chunk_tokens` below 1.
+    parent is the digest of `salt`. A content is the key that the document would have directly behind the prefix. Raises
+    ValueError for `chunk_tokens` below 1.
 
     >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
     [4, 3]
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}: give 1 or more")
-    return tuple(_chain(token_ids, _borders(len(token_ids), ends, chunk_tokens), salt))
+    borders = _borders(len(token_ids), ends)
+    if len(borders) == 1:
+        borders, prefix_tokens = list(range(0, len(token_ids), chunk_tokens)), None
+    forecast = bool(ends) and 0 < ends[0] <= len(token_ids)
+    return tuple(_chain(token_ids, borders, salt, expected_uses if forecast else (), prefix_tokens))
 
 
-def _borders(tokens: int, ends: Sequence[int], chunk_tokens: int) -> list[int]:
+def content_of(prefix: Sequence[int], document: Sequence[int], *, salt: str | None = None) -> bytes:
+    """The content of a document behind a system prompt of these tokens, none or more."""
+    return _digest(_digest(_root(salt), prefix) if prefix else _root(salt), document)
+
+
+def _borders(tokens: int, ends: Sequence[int]) -> list[int]:
     borders = [0]
     for end in ends:
         if not borders[-1] < end <= tokens:
             break
         borders.append(end)
-    if len(borders) == 1:
-        return list(range(0, tokens, chunk_tokens))
-    if borders[-1] == tokens:
+    if len(borders) > 1 and borders[-1] == tokens:
         borders[-1] -= 1
     return borders
 
 
-def _chain(token_ids: Sequence[int], borders: Sequence[int], salt: str | None) -> Iterator[Segment]:
+def _chain(
+    token_ids: Sequence[int],
+    borders: Sequence[int],
+    salt: str | None,
+    expected_uses: Sequence[float],
+    prefix_tokens: int | None,
+) -> Iterator[Segment]:
+    key = _root(salt)
+    in_front = key if prefix_tokens == 0 else None
+    for (start, end), uses in zip(pairwise(borders), chain(expected_uses, repeat(0.0)), strict=False):
+        if end > start:
+            own = token_ids[start:end]
+            content = b"" if in_front is None else _digest(in_front, own)
+            key = _digest(key, own)
+            yield Segment(key, end - start, uses, content)
+            if end == prefix_tokens:
+                in_front = key
+
+
+def _root(salt: str | None) -> bytes:
     # Prompts without a salt are not those of a tenant with an empty name.
     person = b"ragorder-shared" if salt is None else b"ragorder-tenant"
-    key = blake2b((salt or "").encode(), digest_size=_KEY_BYTES, person=person).digest()
-    for start, end in pairwise(borders):
-        if end > start:
-            own = struct.pack(f"<{end - start}q", *token_ids[start:end])
-            key = blake2b(key + own, digest_size=_KEY_BYTES).digest()
-            yield Segment(key, end - start)
+    return blake2b((salt or "").encode(), digest_size=_KEY_BYTES, person=person).digest()
+
+
+def _digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return blake2b(parent + struct.pack(f"<{len(tokens)}q", *tokens), digest_size=_KEY_BYTES).digest()

@@ -12,6 +12,7 @@ except ImportError as error:
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.engine import TieredEngine
 from ragorder.kernels.engine.loading import ModelLoadError
+from ragorder.kernels.engine.recovery import DeviceLostError
 from ragorder.kernels.engine.request import (
     Completion,
     FinishReason,
@@ -21,15 +22,19 @@ from ragorder.kernels.engine.request import (
     TokenLogprobs,
     Update,
 )
-from ragorder.kernels.engine.stats import EngineStats
+from ragorder.kernels.engine.stats import TBT_BOUNDS_S, EngineStats
 from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.fusion.settings import Fusion
 
 __all__ = [
+    "TBT_BOUNDS_S",
     "Completion",
+    "DeviceLostError",
     "EngineSettings",
     "EngineStats",
     "FinishReason",
+    "Fusion",
     "ModelLoadError",
     "Request",
     "RequestRefusedError",

@@ -6,16 +6,18 @@ No model is patched: the step travels in keyword arguments, and replaces the mas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
-from ragorder.kernels.attention import PackedBatch, prefix_attention
+from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
 from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.fusion.as_if_last import AsIfLast
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "StepAttention", "register"]
+__all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "ScatteredRows", "StepAttention", "register"]
 
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
@@ -72,13 +74,41 @@ class PagedLayers:
         self.block_rows = 2 * shape.layers * size
 
 
-class PagedStep:
-    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatteredRows:
+    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them.
+    `as_if_last`: the attention of rows, some of which are computed as though their document came last."""
 
-    def __init__(self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor) -> None:
+    batch: PackedBatch
+    positions: torch.Tensor
+    as_if_last: AsIfLast | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: int,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        if self.as_if_last is not None:
+            return self.as_if_last.attend(query, key_cache, value_cache, layer, scale=scale, softcap=softcap)
+        return sparse_attention(query, key_cache, value_cache, self.batch, self.positions, scale=scale, softcap=softcap)
+
+
+class PagedStep:
+    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token. The rows behind those of `batch`
+    are `scattered`."""
+
+    def __init__(
+        self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
+    ) -> None:
         self._layers = layers
         self._batch = batch
         self._slots = slots
+        self._scattered = scattered
 
     def attend(
         self,
@@ -95,18 +125,17 @@ class PagedStep:
         # All new tokens are written before any sequence reads the pool: one may begin with nodes that another computes.
         layers.key_rows[layer].index_copy_(0, self._slots, key)
         layers.value_rows[layer].index_copy_(0, self._slots, value)
-        out: torch.Tensor = prefix_attention(
-            query,
-            key,
-            value,
-            layers.key_caches[layer],
-            layers.value_caches[layer],
-            self._batch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        return out
+        caches = layers.key_caches[layer], layers.value_caches[layer]
+        scattered = self._scattered
+        rows = len(query) if scattered is None else len(query) - len(scattered.positions)
+        parts: list[torch.Tensor] = []
+        if rows:
+            own = (query, key, value) if scattered is None else (query[:rows], key[:rows], value[:rows])
+            parts.append(prefix_attention(*own, *caches, self._batch, scale=scale, window=window, softcap=softcap))
+        if scattered is not None:
+            # No model with a window has such rows.
+            parts.append(scattered.attend(query[rows:], *caches, layer, scale=scale, softcap=softcap))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attention(

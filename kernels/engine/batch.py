@@ -10,24 +10,43 @@ import numpy as np
 import torch
 
 from ragorder.kernels.attention import PackedBatch
-from ragorder.kernels.engine.attention import PagedLayers, PagedStep
+from ragorder.kernels.engine.attention import PagedLayers, PagedStep, ScatteredRows
+from ragorder.kernels.fusion.as_if_last import AsIfLast, Documents
+from ragorder.kernels.fusion.rotation import Rotation
 
 __all__ = ["PackedStep", "Piece", "pack"]
+
+_Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last token."""
+    """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last token.
+
+    `positions`: those of the tokens, if they are not adjacent, `start` first. Between them there is KV. The `critical`
+    ones are computed as though their document, one of `documents` (begin, end), came last.
+    """
 
     token_ids: Sequence[int]
     start: int
-    table: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]
+    table: Sequence[int] | _Ints
     wants_logits: bool
+    positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+    critical: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
+    documents: Documents = ()
+
+    @property
+    def context(self) -> int:
+        """Tokens whose KV is attended to; of scattered rows with their own."""
+        if self.positions is None:
+            return self.start
+        behind = self.documents[-1][1] if self.critical is not None else 0
+        return max(int(np.max(self.positions)) + 1, behind)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """Arguments of a forward."""
+    """Arguments of a forward. Logits are in the order of the pieces."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -35,42 +54,72 @@ class PackedStep:
     attention: PagedStep
 
 
-def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
-    counts = [len(piece.token_ids) for piece in pieces]
+def pack(
+    pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str, rotation: Rotation | None = None
+) -> PackedStep:
+    """`rotation`: of the queries of critical rows."""
+    # Pieces of scattered rows come last: the others are attended to as if there were none.
+    order = sorted(range(len(pieces)), key=lambda place: pieces[place].positions is not None)
+    packed = [pieces[place] for place in order]
+    counts = [len(piece.token_ids) for piece in packed]
     starts = [0, *accumulate(counts)]
     total = starts[-1]
-    tables = [np.asarray(piece.table, dtype=np.int32) for piece in pieces]
-    width = max(map(len, tables))
-    ends = [index - 1 for index, piece in zip(starts[1:], pieces, strict=True) if piece.wants_logits]
+    tables = [np.asarray(piece.table, dtype=np.int32) for piece in packed]
+    last = dict(zip(order, starts[1:], strict=True))
+    ends = [last[place] - 1 for place, piece in enumerate(pieces) if piece.wants_logits]
     # Tokens, positions and slots, and the tokens with logits.
     long = np.empty(3 * total + len(ends), dtype=np.int64)
-    for piece, table, start, count in zip(pieces, tables, starts, counts, strict=False):
-        positions = np.arange(piece.start, piece.start + count)
+    for piece, table, start, count in zip(packed, tables, starts, counts, strict=False):
+        positions = np.arange(piece.start, piece.start + count) if piece.positions is None else piece.positions
         long[start : start + count] = piece.token_ids
         long[total + start : total + start + count] = positions
         blocks, offsets = np.divmod(positions, layers.block_size)
         long[2 * total + start : 2 * total + start + count] = table[blocks] * np.int64(layers.block_rows) + offsets
     long[3 * total :] = ends
 
+    adjacent = sum(piece.positions is None for piece in packed)
+    contexts = [piece.context for piece in packed]
+    batch = _batch(counts[:adjacent], contexts[:adjacent], tables[:adjacent], device)
+    longs = _to(long, device)
+    token_ids, positions_, slots, kept = longs.split([total, total, total, len(ends)])
+    scattered = None
+    if adjacent < len(packed):
+        rows = _batch(counts[adjacent:], contexts[adjacent:], tables[adjacent:], device)
+        scattered = _scattered(packed[adjacent:], rows, positions_[starts[adjacent] :].int(), rotation)
+    return PackedStep(token_ids, positions_, kept, PagedStep(layers, batch, slots, scattered))
+
+
+def _scattered(
+    pieces: Sequence[Piece], batch: PackedBatch, positions: torch.Tensor, rotation: Rotation | None
+) -> ScatteredRows:
+    if rotation is None or all(piece.critical is None for piece in pieces):
+        return ScatteredRows(batch, positions)
+    critical = [np.zeros(len(piece.token_ids), bool) if piece.critical is None else piece.critical for piece in pieces]
+    documents = [piece.documents for piece in pieces]
+    last = AsIfLast(batch, positions, torch.from_numpy(np.concatenate(critical)), documents, rotation)
+    return ScatteredRows(batch, positions, last)
+
+
+def _batch(
+    counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device | str
+) -> PackedBatch:
     # Where the pieces begin, their contexts, and the tables.
-    size = len(pieces)
+    size = len(counts)
+    width = max(map(len, tables), default=0)
     short = np.zeros(2 * size + 1 + size * width, dtype=np.int32)
-    short[: size + 1] = starts
-    short[size + 1 : 2 * size + 1] = [piece.start for piece in pieces]
+    short[: size + 1] = [0, *accumulate(counts)]
+    short[size + 1 : 2 * size + 1] = contexts
     matrix = short[2 * size + 1 :].reshape(size, width)
     for row, table in zip(matrix, tables, strict=True):
         row[: len(table)] = table
-
-    longs, shorts = (_to(array, device) for array in (long, short))
-    batch = PackedBatch(
+    shorts = _to(short, device)
+    return PackedBatch(
         query_starts=shorts[: size + 1],
         context_lengths=shorts[size + 1 : 2 * size + 1],
         block_tables=shorts[2 * size + 1 :].view(size, width),
-        longest_query=max(counts),
-        longest_context=max(piece.start for piece in pieces),
+        longest_query=max(counts, default=0),
+        longest_context=max(contexts, default=0),
     )
-    token_ids, positions, slots, kept = longs.split([total, total, total, len(ends)])
-    return PackedStep(token_ids, positions, kept, PagedStep(layers, batch, slots))
 
 
 def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device | str) -> torch.Tensor:

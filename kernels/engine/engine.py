@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -11,21 +10,27 @@ from threading import RLock
 from time import sleep
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.forward import Forward
+from ragorder.kernels.engine.fused import CriticalTokens, Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
-from ragorder.kernels.engine.request import Completion, Request, RequestRefusedError, Update
+from ragorder.kernels.engine.prefill_times import engine_profile
+from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
+from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
 from ragorder.kernels.engine.sampling import SampledToken, choose
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
+from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.sequence import RequestValidator, Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["TieredEngine"]
@@ -43,9 +48,17 @@ class TieredEngine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
     Answers are those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
-    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time.
+    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. `profile`: the prefill times by
+    which its tiers evict.
 
-    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool.
+    With `reuse="fused"` a request with marked documents also takes over KV that was computed elsewhere, and computes a
+    share of its tokens anew: its answer is approximately the model's (FusionRAG). No other request sees such KV.
+
+    A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
+    `max_retries` times for a request, and until its deadline (RAGCache section 6).
+
+    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool; DeviceLostError, from each step
+    and `add`, once only another process can use the device.
     """
 
     def __init__(self, model: Any, tokenizer: Any | None = None, settings: EngineSettings | None = None) -> None:
@@ -58,6 +71,7 @@ class TieredEngine:
         self._sequences: dict[int, Sequence] = {}
         self._updates = UpdateQueues()
         self._closed = False
+        self._lost: str | None = None
         self._model = PatchedModel(model, settings)
         self.model_name = self._model.name
         try:
@@ -68,7 +82,9 @@ class TieredEngine:
 
     def _set_up(self, settings: EngineSettings, model: PatchedModel) -> None:
         shape = model.shape
+        rotation = self._rotation(model) if settings.reuse == "fused" else None
         blocks = device_blocks(shape, model.device, settings.device_tokens, model.longest, settings.device_share)
+        self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
         self.device_tokens = blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
         self._validator = RequestValidator(
@@ -79,6 +95,9 @@ class TieredEngine:
             settings.chunk_tokens,
             self.tokenizer,
             model.end_tokens(self.tokenizer),
+            settings.deadline_s,
+            settings.max_cached_documents,
+            settings.fusion,
         )
         self._cache = KnowledgeCache(
             shape,
@@ -87,14 +106,34 @@ class TieredEngine:
             disk=None if settings.disk_path is None else DiskSettings(settings.disk_path, settings.disk_bytes),
             policy=settings.policy,
             history=settings.history,
-            profile=settings.prefill_profile(),
+            profile=self.profile,
             device=model.device,
             # Reads all weights, so only for KV that outlives the process.
             identity="" if settings.disk_path is None else identity(model.model, shape),
             replicate_nodes=settings.replicate_nodes,
         )
-        self._scheduler = Scheduler(self._cache, shape.block_size, settings.max_batch_tokens, settings.max_requests)
-        self._runner = _ModelRunner(model.forward, PagedLayers(self._cache.pool), model.device)
+        layers = PagedLayers(self._cache.pool)
+        fuser = None
+        if rotation is not None:
+            scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
+            fuser = Fuser(self._cache, rotation, CriticalTokens(scorer, shape.block_size))
+        self._scheduler = Scheduler(
+            self._cache,
+            shape.block_size,
+            settings.max_batch_tokens,
+            settings.max_requests,
+            settings.schedule_window if settings.schedule == "cached-first" else 0,
+            self.profile,
+            fuser,
+        )
+        self._runner = _ModelRunner(model.forward, layers, model.device, rotation)
+
+    def _rotation(self, model: PatchedModel) -> Rotation:
+        check_fusion(model.model)
+        rotation = Rotation.of(model.model)
+        if self.settings.verify:
+            rotation.verify(model.model)
+        return rotation
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
@@ -112,6 +151,7 @@ class TieredEngine:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
+            self._check_device()
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
@@ -128,14 +168,13 @@ class TieredEngine:
             sequence = self._sequences.get(request_id)
             if sequence is None:
                 return False
-            self._scheduler.finish(sequence)
-            self._updates.put([self._ended(sequence.end("abort"))])
+            self._updates.put([self._end(sequence, "abort")])
             return True
 
     def step(self) -> list[Update]:
         """Compute a step; returns its updates, none while all requests wait for prefixes."""
         with self._lock:
-            self._updates.put(self._advance())
+            self._run_step()
             return self._updates.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
@@ -171,9 +210,17 @@ class TieredEngine:
     def stats(self) -> EngineStats:
         with self._lock:
             scheduler = self._scheduler
-            return self._counters.snapshot(
-                self._cache.stats(), len(scheduler.running), len(scheduler.waiting), scheduler.preempted
-            )
+            running = set(_requests(scheduler.running))
+            waiting = sum(sequence not in running for sequence in scheduler.waiting)
+            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted)
+
+    def forget_device(self) -> None:
+        """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
+        with self._lock:
+            self._scheduler.requeue()
+            self._cache.forget_device()
+            for sequence in self._scheduler.waiting:
+                sequence.forget_cached()
 
     def clear_cache(self) -> None:
         with self._lock:
@@ -187,8 +234,10 @@ class TieredEngine:
             for request_id in list(self._sequences):
                 self.abort(request_id)
             self._closed = True
-            self._cache.close()
-            self._model.restore()
+            try:
+                self._cache.close()
+            finally:
+                self._model.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -196,31 +245,38 @@ class TieredEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _run_step(self) -> None:
+        self._check_device()
+        overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
+        self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
+        self._updates.put(self._advance())
+
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
             chunks = scheduler.plan()
         except OutOfBlocksError:
-            first = (scheduler.running or scheduler.waiting)[0]
-            scheduler.finish(first)
-            return [self._ended(first.end("error", "the pool has no room for it: give the engine more device_tokens"))]
+            [first, *_] = _requests(scheduler.running or scheduler.waiting)
+            return [self._end(first, "error", "the pool has no room for it: give the engine more device_tokens")]
         except Exception as error:
             # Any of them may be the cause.
-            return self._fail([*scheduler.running, *scheduler.waiting], error, "the step could not be planned")
+            sequences = _requests(scheduler.with_turns or scheduler.waiting)
+            return self._recover(sequences, error, "the step could not be planned", tokens=0)
         if not chunks:
             if scheduler.waiting:
                 sleep(_IDLE_S)
             return []
+        sequences = _requests(chunk.sequence for chunk in chunks)
+        tokens = sum(chunk.tokens for chunk in chunks)
         try:
             logits, choices = self._runner.compute(chunks)
+        except Exception as error:
+            return self._recover(sequences, error, "the model's forward failed", tokens)
         except BaseException as error:
-            failed = self._fail([chunk.sequence for chunk in chunks], error, "the model's forward failed")
-            if isinstance(error, Exception):
-                return failed
-            self._updates.put(failed)
+            self._updates.put(self._fail(sequences, describe(error, "the model's forward failed")))
             raise
         self._counters.steps += 1
-        self._counters.computed_tokens += sum(chunk.tokens for chunk in chunks)
+        self._counters.computed_tokens += tokens
         updates = []
         results = zip(choices, logits, strict=True)
         for chunk in chunks:
@@ -244,27 +300,64 @@ class TieredEngine:
             update = sequence.take(choice.token_id, choice.logprobs)
         except Exception as error:
             # Some tokenizers have fewer tokens than their model.
-            self._scheduler.finish(sequence)
-            why = f"the tokenizer cannot decode the answer ({type(error).__name__})"
-            return self._ended(sequence.end("error", why))
+            return self._end(sequence, "error", f"the tokenizer cannot decode the answer ({type(error).__name__})")
         self._counters.generated_tokens += 1
         if first:
-            self._counters.first_token(sequence.prompt_tokens, sequence.cached or TierTokens(), sequence.ttft_s or 0.0)
+            self._counters.first_token(sequence)
+        elif sequence.gap_s is not None:
+            self._counters.next_token(sequence.gap_s)
         if update.completion is not None:
             self._scheduler.finish(sequence)
             self._ended(update)
         return update
 
-    def _fail(self, sequences: list[Sequence], error: BaseException, what: str) -> list[Update]:
-        # The message of an error may quote a prompt; the place where it was raised does not.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        why = f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
-        if isinstance(error, torch.OutOfMemoryError):
-            why += ": give a smaller max_batch_tokens"
-        _logger.error("a step of %d requests failed: %s", len(sequences), why)
-        self._counters.failed_steps += 1
+    def _recover(self, sequences: list[Sequence], error: Exception, what: str, tokens: int) -> list[Update]:
+        """Have a failed step of `tokens` tokens computed again; the updates of requests that were retried enough."""
+        fault, why = fault_of(error), describe(error, what)
+        if fault == "other":
+            return self._fail(sequences, why)
+        self._count_failure(len(sequences), why)
+        try:
+            if fault == "memory" and tokens > 1:
+                self._scheduler.requeue()
+                self._scheduler.shrink(tokens)
+                sequences = []
+            else:
+                self.forget_device()
+            self._runner.recover()
+        except Exception as failure:
+            self._lost = f"{why}, and the device cannot be used again ({type(failure).__name__}): start another process"
+            _logger.error("the device is lost: %s", self._lost)
+            raise DeviceLostError(self._lost) from error
+        return [update for sequence in sequences for update in self._retry(sequence, why)]
+
+    def _retry(self, sequence: Sequence, why: str) -> list[Update]:
+        sequence.failures += 1
+        if sequence.failures <= self.settings.max_retries:
+            sequence.suspect = sequence.failures > 1
+            self._counters.retries += 1
+            return []
+        retries = f", and so did its retries ({self.settings.max_retries} of them: max_retries)"
+        return [self._end(sequence, "error", why + retries * (self.settings.max_retries > 0))]
+
+    def _fail(self, sequences: list[Sequence], why: str) -> list[Update]:
+        self._count_failure(len(sequences), why)
         self._scheduler.fail(sequences)
         return [self._ended(sequence.end("error", why)) for sequence in sequences]
+
+    def _count_failure(self, requests: int, why: str) -> None:
+        _logger.error("a step of %d requests failed: %s", requests, why)
+        self._counters.failed_steps += 1
+
+    def _check_device(self) -> None:
+        if self._lost is not None:
+            raise DeviceLostError(self._lost)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Update:
+        # Nothing of a lost device is given back.
+        if self._lost is None:
+            self._scheduler.finish(sequence)
+        return self._ended(sequence.end(reason, error))
 
     def _ended(self, update: Update) -> Update:
         assert update.completion is not None
@@ -288,7 +381,7 @@ class TieredEngine:
         with self._lock:
             updates = self._updates.take_for(request_id)
             if not updates:
-                self._updates.put(self._advance())
+                self._run_step()
                 updates = self._updates.take_for(request_id)
             return updates
 
@@ -296,6 +389,11 @@ class TieredEngine:
         with self._lock:
             self.abort(request_id)
             self._updates.unsubscribe(request_id)
+
+
+def _requests(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Those that are answered: helpers count as their owners."""
+    return list(dict.fromkeys(sequence.owner or sequence for sequence in sequences))
 
 
 class UpdateQueues:
@@ -328,22 +426,34 @@ class UpdateQueues:
 
 
 class _ModelRunner:
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
+    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device, rotation: Rotation | None) -> None:
         self.forward = forward
+        self._rotation = rotation
         self._layers = layers
         self._device = device
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
+        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device, self._rotation)
         logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]
         if not chosen:
             return logits, []
         samplings = [sequence.request.sampling for sequence in chosen]
         with torch.inference_mode():
-            return logits, choose(logits, samplings, [sequence.random for sequence in chosen])
+            return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
+
+    def recover(self) -> None:
+        """Raises the device's error if it persists."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize(self._device)
 
     def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, start = chunk.sequence, chunk.sequence.computed
-        table = sequence.table(self._layers.block_size)
-        return Piece(sequence.tokens[start : start + chunk.tokens], start, table, chunk.last)
+        sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
+        positions = sequence.positions(chunk.tokens)
+        critical, start, end = sequence.critical(positions), int(positions[0]), int(positions[-1]) + 1
+        if critical is None and np.array_equal(positions, np.arange(start, end)):
+            return Piece(sequence.tokens[start:end], start, table, chunk.last)
+        token_ids = [sequence.tokens[place] for place in positions]
+        documents = sequence.documents if critical is not None else ()
+        return Piece(token_ids, start, table, chunk.last, positions, critical, documents)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ragorder.kernels.engine.attention import STEP, StepAttention
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "ForwardEnded"]
+
+
+class ForwardEnded(Exception):  # noqa: N818
+    """Raised by a step's attention to which the rest of the forward is of no use."""
 
 
 class Forward:
@@ -31,3 +36,8 @@ class Forward:
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]
         return logits if self._selects else logits[kept]
+
+    def until_ended(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> None:
+        """Without logits, up to the layer in which `attention` raises ForwardEnded."""
+        with suppress(ForwardEnded):
+            self(token_ids, positions, token_ids[:0], attention)

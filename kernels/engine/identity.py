@@ -16,13 +16,14 @@ import transformers
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
-__all__ = ["identity"]
+__all__ = ["ORIGIN", "device_name", "identity"]
 
 # To be raised whenever the engine's own computation changes the contents of a KV block.
 _FORMAT = 2
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Entries of a configuration that name a model's origin, not its computation.
-_ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+"""Entries of a configuration that name a model's origin, not its computation."""
+
 # Attributes of a module that are digested elsewhere, or have no effect.
 _DIGESTED_ELSEWHERE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
 _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initialized"})
@@ -38,7 +39,7 @@ def identity(model: Any, shape: KVShape) -> str:
         facts = {
             "format": _FORMAT,
             "versions": [torch.__version__, transformers.__version__],
-            "device": _device(torch.device(model.device)),
+            "device": device_name(torch.device(model.device)),
             "precision": torch.get_float32_matmul_precision(),
             "kv": [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, shape.dtype],
             "config": model.config,
@@ -127,7 +128,7 @@ class _Serializer:
 
 def _made_of(value: Any) -> Any:
     if isinstance(value, transformers.PretrainedConfig):
-        return {name: entry for name, entry in value.to_dict().items() if name not in _ORIGIN}
+        return {name: entry for name, entry in value.to_dict().items() if name not in ORIGIN}
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
@@ -156,6 +157,6 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
     return [type(module), kept]
 
 
-def _device(device: torch.device) -> str:
-    # The hardware, as far as it changes rounding.
+def device_name(device: torch.device) -> str:
+    """The hardware, as far as it changes rounding."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 
 from ragorder.kernels.cache import TierTokens
+from ragorder.kernels.fusion.settings import Fusion
 
 __all__ = ["Completion", "FinishReason", "Request", "RequestRefusedError", "Sampling", "TokenLogprobs", "Update"]
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 
 class RequestRefusedError(ValueError):
@@ -63,8 +64,11 @@ class Sampling:
 class Request:
     """Prompt tokens, and the documents' ends from the prompt's beginning, ascending.
 
-    The system prompt is in the first document's node; the question is not cached. A cache is shared within a `salt`.
-    `keep_logits`: of the first token.
+    The `prefix_tokens` first tokens are a node of their own, shared by all that begin with them; by default the system
+    prompt is in the first document's node. The question is not cached. A cache is shared within a `salt`.
+    `expected_uses`: for each end, the requests to come that will contain all documents up to it, if forecast.
+    `fusion`: how documents behind the cached prefix are reused, for engines with `reuse="fused"`; None: as its settings
+    say. `keep_logits`: of the first token. `deadline_s` runs from `add`: then the request ends with reason "timeout".
     """
 
     token_ids: Sequence[int]
@@ -72,6 +76,10 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     salt: str | None = None
     keep_logits: bool = False
+    expected_uses: Sequence[float] = ()
+    deadline_s: float | None = None
+    prefix_tokens: int = 0
+    fusion: Fusion | Literal["exact"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,11 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """`token_ids` include a stop token, `text` does not. Times run from `add`. `logits` (vocabulary,): the first
-    token's, fp32 on the CPU."""
+    token's, fp32 on the CPU. `tbt_s`: the mean time between its tokens (RAGCache 5.4).
+
+    Of the prompt's tokens `cached` are an exact prefix, `fused` were taken over from elsewhere, and `recomputed` of
+    these were computed anew (FusionRAG).
+    """
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -99,6 +111,9 @@ class Completion:
     error: str | None = None
     logits: torch.Tensor | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    tbt_s: float | None = None
+    fused: TierTokens = field(default_factory=TierTokens)
+    recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

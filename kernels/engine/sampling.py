@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 
 import torch
 
@@ -22,15 +21,14 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[SampledToken]:
-    """logits (N, vocabulary); a sample depends on its row and `Random` alone."""
+def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[SampledToken]:
+    """logits (N, vocabulary), numbers in [0, 1); a sample depends on its row and number alone."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if drawn:
         best = best.clone()
-        numbers = [randoms[row].random() for row in drawn]
-        best[drawn] = _draw(logits[drawn], [samplings[row] for row in drawn], numbers)
+        best[drawn] = _draw(logits[drawn], [samplings[row] for row in drawn], [numbers[row] for row in drawn])
     # One synchronisation with the device a step.
     tokens, finite = torch.stack((best, largest.isfinite().long())).tolist()
     wanted = {row: sampling.logprobs for row, sampling in enumerate(samplings) if sampling.logprobs is not None}

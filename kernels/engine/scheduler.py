@@ -1,18 +1,34 @@
-"""Continuous batching, first come first served among loaded sequences."""
+"""Continuous batching, most cached sequences first (RAGCache section 5.2)."""
 
 from __future__ import annotations
 
 from bisect import insort
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from operator import attrgetter, mul
 
 from ragorder.kernels.cache import KnowledgeCache
+from ragorder.kernels.engine.fused import Fuser
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 
 __all__ = ["ScheduledChunk", "Scheduler"]
 
 # Waiting sequences whose cached prefix is prefetched.
 _PREFETCHED = 8
+# What it takes to load a token, as a share of computing it, without a profile that says so. Measured on a CPU: 0.01 and
+# 0.03 (docs/embedded.md); RAGCache's Figure 7 gives 0.19 for a GPU's host memory.
+_LOADS = {"host": 0.1, "disk": 0.2}
+# The prompt whose tokens are compared with loaded ones.
+_COMPUTED_TOKENS = 1024
+# Steps without a shortage of memory before a step may be twice as large again.
+_STEPS_TO_GROW = 256
+
+_by_turn = attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,80 +41,160 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences, in order of arrival.
+    """Waiting and running sequences.
 
-    Admitted with a loaded prefix and blocks for all tokens; later ones overtake those that load. Without blocks the
-    latest are preempted.
+    The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
+    more than `window` later ones (0: turns in order of arrival). It runs with a loaded prefix and blocks for all
+    tokens, with what the `fuser` takes over from elsewhere; later ones overtake those that load. Without blocks those
+    with the latest turns are preempted. A turn is kept until the end.
     """
 
-    def __init__(self, cache: KnowledgeCache, block_size: int, max_batch_tokens: int, max_requests: int) -> None:
-        self.waiting: list[Sequence] = []
+    def __init__(
+        self,
+        cache: KnowledgeCache,
+        block_size: int,
+        max_batch_tokens: int,
+        max_requests: int,
+        window: int = 0,
+        profile: PrefillProfile = LINEAR,
+        fuser: Fuser | None = None,
+    ) -> None:
         self.running: list[Sequence] = []
+        self._fuser = fuser
         self.preempted = 0
         self._cache = cache
         self._block_size = block_size
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens = self._step_tokens = max_batch_tokens
         self._max_requests = max_requests
-        # There was no room for the first waiting sequence, and none has come free since.
+        computing_s = profile.cost(0, _COMPUTED_TOKENS)
+        loads = _LOADS | {tier: min(1.0, load_s / computing_s) for tier, load_s in profile.loads.items() if computing_s}
+        self._worth = (1.0, 1 - loads["host"], 1 - loads["disk"])
+        self._queue: CacheAwareQueue[Sequence] = CacheAwareQueue(window)
+        self._tickets: dict[int, Ticket[Sequence]] = {}
+        self._turns = count()
+        # Those that have a turn, and do not run.
+        self._admitted: list[Sequence] = []
+        # There was no room for the first of them, and none has come free since.
         self._full = False
+        self._steps_since_shortage = 0
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [sequence for sequence in (*self._admitted, *self._queue) if sequence.owner is None]
+
+    @property
+    def _requests(self) -> int:
+        return len({id(sequence.owner or sequence) for sequence in self.running})
+
+    @property
+    def with_turns(self) -> list[Sequence]:
+        return [*self.running, *self._admitted]
 
     @property
     def loading(self) -> list[Sequence]:
-        return [sequence for sequence in self.waiting if sequence.lease is not None and not sequence.lease.ready]
+        return [sequence for sequence in self._admitted if sequence.lease is not None and not sequence.lease.ready]
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        sequence.expected = self._cache.expect(sequence.path, borrow=sequence.fusion is not None)
+        self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
         """At most `max_batch_tokens`; empty while all wait for prefixes. Raises OutOfBlocksError if the first never
         fits."""
         chunks: list[ScheduledChunk] = []
-        left = self._max_batch_tokens
-        for sequence in list(self.running):
-            # An earlier sequence may have preempted it meanwhile.
-            if left and sequence.lease is not None and self._make_room(sequence):
-                left -= self._schedule(sequence, left, chunks)
-        self._admit(left, chunks)
-        if not chunks and (self.running or self.waiting) and not self.loading:
+        self._plan_suspect(chunks)
+        if not chunks:
+            self._plan_all(chunks)
+        if not chunks and (self.running or self._admitted) and not self.loading:
             self._admit_alone(chunks)
         self._prefetch()
         return chunks
 
     def mark_computed(self, chunk: ScheduledChunk) -> None:
-        chunk.sequence.computed += chunk.tokens
-        if chunk.sequence.lease is not None:
-            self._cache.mark_computed(chunk.sequence.lease)
+        sequence = chunk.sequence
+        sequence.advance(chunk.tokens)
+        sequence.suspect = False
+        if sequence.lease is not None:
+            self._cache.mark_computed(sequence.lease)
+        if sequence.owner is not None and not sequence.pending:
+            self._finish_helper(sequence, sequence.owner)
 
     def finish(self, sequence: Sequence) -> None:
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        self._release(sequence)
+        for each in (*sequence.helpers, sequence):
+            self._remove(each)
+            self._release(each)
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence whose last step is untrusted."""
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
-        if sequence.lease is not None:
-            self._cache.discard(sequence.lease)
-            sequence.lease = None
-        self._full = False
+        for each in (*sequence.helpers, sequence):
+            self._remove(each)
+            self._discard(each)
 
     def fail(self, sequences: list[Sequence]) -> None:
         """Remove a failed step's sequences, and its nodes from the cache."""
         # Waiting sequences may have found nodes that this step was to compute.
-        for sequence in self.waiting:
+        for sequence in self._admitted:
             self._release(sequence)
         for sequence in sequences:
             self.drop(sequence)
+
+    def requeue(self) -> None:
+        """Take all blocks back after a failed step, of which nothing stays in the cache. Turns and tokens are kept."""
+        turns = self.with_turns
+        self._admitted = sorted((sequence for sequence in turns if sequence.owner is None), key=_by_turn)
+        self.running.clear()
+        for sequence in turns:
+            self._discard(sequence)
+            # What helpers were to compute is computed in place.
+            sequence.helpers.clear()
+
+    def shrink(self, tokens: int) -> None:
+        """Halve the next steps: the memory did not suffice for `tokens`."""
+        self._step_tokens = max(1, tokens // 2)
+        self._steps_since_shortage = 0
+
+    def _lengths(self, sequence: Sequence) -> CachedLengths:
+        cached = sum(map(mul, self._worth, self._cache.find(sequence.path)))
+        if sequence.fusion is not None:
+            elsewhere = sum(map(mul, self._worth, self._cache.find_elsewhere(sequence.path)))
+            cached += elsewhere * (1 - sequence.fusion.recompute)
+        return CachedLengths(cached, len(sequence.tokens) - cached)
+
+    def _limit(self) -> int:
+        if self._step_tokens < self._max_batch_tokens:
+            self._steps_since_shortage += 1
+            if self._steps_since_shortage > _STEPS_TO_GROW:
+                self._step_tokens = min(2 * self._step_tokens, self._max_batch_tokens)
+                self._steps_since_shortage = 0
+        return self._step_tokens
+
+    def _plan_suspect(self, chunks: list[ScheduledChunk]) -> None:
+        # By itself, to find out whether it was the cause.
+        suspect = next((each for each in self.with_turns if each.suspect), None)
+        if suspect is None:
+            return
+        if suspect in self.running:
+            if self._make_room(suspect):
+                self._schedule(suspect, self._step_tokens, chunks)
+        elif len(self.running) < self._max_requests:
+            with suppress(OutOfBlocksError):
+                self._try_start(suspect, self._step_tokens, chunks)
+
+    def _plan_all(self, chunks: list[ScheduledChunk]) -> None:
+        left = self._limit()
+        for sequence in list(self.running):
+            # An earlier sequence may have preempted it meanwhile.
+            if left and sequence.lease is not None and self._make_room(sequence):
+                left -= self._schedule(sequence, left, chunks)
+        self._admit(left, chunks)
 
     def _schedule(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
         tokens = min(left, sequence.pending)
         assert sequence.lease is not None
         # The first commit also counts the use of what was found.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
-            self._cache.commit(sequence.lease, sequence.computed + tokens)
-        chunks.append(ScheduledChunk(sequence, tokens, tokens == sequence.pending))
+            self._cache.commit(sequence.lease, sequence.exact_after(tokens))
+        chunks.append(ScheduledChunk(sequence, tokens, tokens == sequence.pending and sequence.owner is None))
         return tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -115,7 +211,7 @@ class Scheduler:
                 return True
 
     def _preempt_for(self, sequence: Sequence) -> bool:
-        holder = next((other for other in reversed(self.waiting) if other.lease is not None), None)
+        holder = next((other for other in reversed(self._admitted) if other.lease is not None), None)
         if holder is not None:
             self._release(holder)
             return True
@@ -129,7 +225,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        insort(self.waiting, sequence, key=lambda other: other.request_id)
+        insort(self._admitted, sequence, key=_by_turn)
         self.preempted += 1
 
     def _admit(self, left: int, chunks: list[ScheduledChunk]) -> None:
@@ -137,45 +233,115 @@ class Scheduler:
             return
         self._full = False
         loading = 0
-        for sequence in list(self.waiting):
-            if not left or len(self.running) + loading >= self._max_requests:
+        with_turns = iter(list(self._admitted))
+        while left and self._requests + loading < self._max_requests:
+            sequence = next(with_turns, None) or self._take_turn()
+            if sequence is None:
                 return
             try:
-                if sequence.lease is None:
-                    sequence.lease = self._cache.acquire(sequence.path)
-                if not sequence.lease.ready:
-                    loading += 1
-                    continue
-                self._cache.extend(sequence.lease, len(sequence.tokens))
+                tokens = self._try_start(sequence, left, chunks)
             except OutOfBlocksError:
                 # Later sequences must not take the blocks that this one waits for.
                 self._full = True
                 return
-            left -= self._start(sequence, left, chunks)
+            loading += not tokens and not sequence.helpers
+            left -= tokens
+
+    def _take_turn(self) -> Sequence | None:
+        if not self._queue:
+            return None
+        sequence = self._queue.take().item
+        del self._tickets[sequence.request_id]
+        sequence.turn = next(self._turns)
+        self._admitted.append(sequence)
+        return sequence
+
+    def _try_start(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
+        """Tokens of its first chunk, or of its helpers'; 0 while its prefix is loaded. Raises OutOfBlocksError."""
+        if sequence.helpers:
+            return 0
+        if sequence.lease is None:
+            sequence.lease = self._cache.acquire(sequence.path, borrow=sequence.fusion is not None)
+            if self._fuser is not None and sequence.standalone is None:
+                helpers = self._fuser.helpers(sequence)
+                sequence.standalone = frozenset(helper.path[-1].key for helper in helpers)
+                if helpers:
+                    return self._start_helpers(sequence, helpers, left, chunks)
+        if not sequence.lease.ready:
+            return 0
+        self._cache.extend(sequence.lease, len(sequence.tokens))
+        return self._start(sequence, left, chunks)
+
+    def _start_helpers(
+        self, sequence: Sequence, helpers: list[Sequence], left: int, chunks: list[ScheduledChunk]
+    ) -> int:
+        # They need blocks, and the sequence will find more afterwards.
+        self._release(sequence)
+        sequence.helpers = helpers
+        place = self._admitted.index(sequence)
+        self._admitted[place:place] = helpers
+        tokens = 0
+        for helper in list(helpers):
+            helper.turn = sequence.turn
+            if tokens < left:
+                tokens += self._try_start(helper, left - tokens, chunks)
+        return tokens
+
+    def _finish_helper(self, helper: Sequence, owner: Sequence) -> None:
+        self.finish(helper)
+        owner.helpers.remove(helper)
 
     def _start(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
-        self.waiting.remove(sequence)
-        insort(self.running, sequence, key=lambda other: other.request_id)
+        self._admitted.remove(sequence)
+        self._settle(sequence)
+        insort(self.running, sequence, key=_by_turn)
         sequence.begin()
+        if sequence.owner is not None and not sequence.pending:
+            # Another request has computed it meanwhile.
+            self._finish_helper(sequence, sequence.owner)
+            return 0
+        if self._fuser is not None:
+            self._fuser.begin(sequence)
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
-        # Waiting sequences hold the blocks that each other needs: give the first one the whole pool.
+        # Waiting sequences hold the blocks that each other needs, or pin nodes of which they found only a part while
+        # these were computed: give the first one the whole pool, with no room for copies of documents beside it.
         if self.running:
             raise OutOfBlocksError("the pool has no room for the only running sequence")
-        first, *others = self.waiting
-        for sequence in others:
+        for sequence in self._admitted:
             self._release(sequence)
-        if first.lease is None:
-            first.lease = self._cache.acquire(first.path)
+        first = self._admitted[0].owner or self._admitted[0]
+        for helper in first.helpers:
+            self._admitted.remove(helper)
+        first.helpers = []
+        first.lease = self._cache.acquire(first.path)
         self._cache.extend(first.lease, len(first.tokens))
-        self._start(first, self._max_batch_tokens, chunks)
+        self._start(first, self._step_tokens, chunks)
 
     def _prefetch(self) -> None:
-        for sequence in self.waiting[:_PREFETCHED]:
+        for sequence in [*self._admitted, *self._queue.upcoming(_PREFETCHED)][:_PREFETCHED]:
             if sequence.lease is None and not sequence.prefetched:
                 sequence.prefetched = True
-                self._cache.prefetch(sequence.path)
+                self._cache.prefetch(sequence.path, borrow=sequence.fusion is not None)
+
+    def _settle(self, sequence: Sequence) -> None:
+        self._cache.settle(sequence.expected)
+        sequence.expected = ()
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._settle(sequence)
+        ticket = self._tickets.pop(sequence.request_id, None)
+        if ticket is not None:
+            self._queue.leave(ticket)
+        else:
+            (self.running if sequence in self.running else self._admitted).remove(sequence)
+
+    def _discard(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            self._cache.discard(sequence.lease)
+            sequence.lease = None
+        self._full = False
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import index
 from random import Random
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,18 +24,41 @@ from ragorder.kernels.engine.request import (
     TokenLogprobs,
     Update,
 )
+from ragorder.kernels.fusion.selection import check_engine_selection
+from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.policies import Key
 
-__all__ = ["RequestValidator", "Sequence"]
+__all__ = ["Positions", "RequestValidator", "Sequence"]
+
+Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Sequence:
     """`tokens` of prompt and answer, the first `computed` with KV in the blocks of `lease`. Prefill, recomputation and
-    decoding are alike."""
+    decoding are alike.
+
+    A fused one also has KV of documents behind these, computed elsewhere, until its other positions are computed. Its
+    `helpers` compute documents by themselves before it starts.
+    """
 
     def __init__(
-        self, request_id: int, request: Request, path: tuple[Segment, ...], tokenizer: Any | None, stops: frozenset[int]
+        self,
+        request_id: int,
+        request: Request,
+        path: tuple[Segment, ...],
+        tokenizer: Any | None,
+        stops: frozenset[int],
+        deadline_s: float = math.inf,
+        fusion: Fusion | None = None,
+        owner: Sequence | None = None,
     ) -> None:
         self.request_id = request_id
+        self.fusion = fusion
+        # A helper has an owner, which waits for it; it ends without an answer.
+        self.owner = owner
+        self.helpers: list[Sequence] = []
+        # Contents of the documents that helpers compute; None before it was decided whether there are any.
+        self.standalone: frozenset[bytes] | None = None
         self.request = request
         self.path = path
         self.tokens = list(request.token_ids)
@@ -41,37 +66,137 @@ class Sequence:
         self.path_tokens = sum(segment.tokens for segment in path)
         self.computed = 0
         self.lease: KVLease | None = None
+        self.turn = 0
+        # Failed steps; after the second it may be the cause, until a step with it succeeds.
+        self.failures = 0
+        self.suspect = False
         self.prefetched = False
+        # Nodes that the cache keeps while it waits.
+        self.expected: tuple[Key, ...] = ()
         self.cached: TierTokens | None = None
-        self.random = Random(request.sampling.seed)
+        # Of its prompt, taken over from elsewhere, and how many of these were computed anew.
+        self.fused: TierTokens | None = None
+        self.recomputed = 0
+        # Positions still to compute, and how many tokens are in front of the first approximate one.
+        self._todo: Positions | None = None
+        self._exact_tokens = 0
+        # Positions computed as though their document came last.
+        self._critical: Positions | None = None
+        self._random = Random(request.sampling.seed)
+        self._draw = self._random.random()
         self.logits: torch.Tensor | None = None
         self._text = TextStream(tokenizer, self.tokens, request.sampling.stop_strings)
         self._stops = request.sampling.stop_tokens | (frozenset() if request.sampling.ignore_eos else stops)
         self._logprobs: list[TokenLogprobs] | None = [] if request.sampling.logprobs is not None else None
         self._table = np.empty(0, dtype=np.int32)
         self._added = perf_counter()
+        self._deadline_s = deadline_s
         self._first: float | None = None
+        self._latest: float | None = None
+        self.gap_s: float | None = None
 
     @property
     def pending(self) -> int:
         """Tokens to compute before the next can be chosen: 1 when decoding."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.computed if self._todo is None else len(self._todo)
 
     @property
-    def most_tokens(self) -> int:
-        # Tokens whose KV it needs in the end: all but the last.
-        return self.prompt_tokens + self.request.sampling.max_tokens - 1
+    def draw(self) -> float:
+        """The next token's random number: the same however often its step is computed."""
+        return self._draw
+
+    @property
+    def overdue(self) -> bool:
+        return perf_counter() - self._added > self._deadline_s
+
+    @property
+    def overdue_message(self) -> str:
+        tokens = len(self.tokens) - self.prompt_tokens
+        return f"its deadline of {self._deadline_s:g} s has passed after {tokens} tokens: allow more, or ask for less"
 
     @property
     def ttft_s(self) -> float | None:
         return None if self._first is None else self._first - self._added
 
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time between tokens of the answer; None before the second."""
+        gaps = len(self.tokens) - self.prompt_tokens - 1
+        if gaps < 1 or self._first is None or self._latest is None:
+            return None
+        return (self._latest - self._first) / gaps
+
     def begin(self) -> None:
         assert self.lease is not None
         self.computed = self.lease.cached_tokens
+        self._todo = self._critical = None
         self._table = np.empty(0, dtype=np.int32)
         if self.cached is None:
             self.cached = self.lease.tokens_by_tier
+
+    def fuse(self, spans: Iterable[tuple[int, int]], anew: Positions, by_tier: TierTokens, recomputed: int) -> None:
+        """Positions within `spans` have KV now, those in `anew` are computed nevertheless; `recomputed` of those that
+        were taken over, `by_tier`, from other requests."""
+        missing = np.ones(len(self.tokens), dtype=np.bool_)
+        missing[: self.computed] = False
+        for begin, end in spans:
+            missing[begin:end] = False
+        last = self.fusion is not None and self.fusion.as_if_last and len(anew) > 0
+        exact = missing.copy()
+        missing[anew] = True
+        if not last:
+            exact[anew] = True
+        if self.fused is None:
+            self.fused, self.recomputed = by_tier, recomputed
+        approximate = np.flatnonzero(~exact[self.computed :])
+        if len(approximate):
+            self._todo = np.flatnonzero(missing)
+            self._exact_tokens = self.computed + int(approximate[0])
+        if last:
+            # They see all documents, which have KV before.
+            self._critical = anew
+            documents = np.flatnonzero(exact[: self.path_tokens])
+            documents = documents[documents >= self.computed]
+            self._todo = np.concatenate((documents, np.setdiff1d(np.flatnonzero(missing), documents)))
+
+    def positions(self, tokens: int) -> Positions:
+        """The next ones to compute."""
+        return np.arange(self.computed, self.computed + tokens) if self._todo is None else self._todo[:tokens]
+
+    def critical(self, positions: Positions) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+        """Which of them are computed as though their document came last; None: none."""
+        if self._critical is None:
+            return None
+        chosen = np.isin(positions, self._critical)
+        return chosen if chosen.any() else None
+
+    @property
+    def documents(self) -> list[tuple[int, int]]:
+        """Begins and ends."""
+        ends = list(accumulate(segment.tokens for segment in self.path))
+        spans = zip(self.path, [0, *ends], ends, strict=False)
+        return [(begin, end) for segment, begin, end in spans if segment.content]
+
+    def exact_after(self, tokens: int) -> int:
+        """Tokens with exact KV once the next `tokens` are computed."""
+        if self._todo is None:
+            return self.computed + tokens
+        return min(self._exact_tokens, int(self._todo[tokens - 1]) + 1)
+
+    def advance(self, tokens: int) -> None:
+        """The next `tokens` are computed."""
+        if self._todo is None:
+            self.computed += tokens
+        elif tokens < len(self._todo):
+            self._todo = self._todo[tokens:]
+        else:
+            self._todo, self.computed = None, len(self.tokens)
+
+    def forget_cached(self) -> None:
+        """What it had found is lost before it was of use."""
+        if self._first is None:
+            self.cached = self.fused = None
+            self.recomputed = 0
 
     def table(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Entries before `computed` never change."""
@@ -85,7 +210,9 @@ class Sequence:
         """Append the next token; the last update has a completion."""
         if self._first is None:
             self._first = perf_counter()
+        self._draw = self._random.random()
         self.tokens.append(token_id)
+        self._time_token()
         new_logprobs: tuple[TokenLogprobs, ...] = ()
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
@@ -105,6 +232,13 @@ class Sequence:
         text += self._text.finish()
         return Update(self.request_id, (token_id,), text, self.completion(reason), new_logprobs)
 
+    def _time_token(self) -> None:
+        before, self._latest = self._latest, perf_counter()
+        if before is None:
+            self._latest = self._first
+        else:
+            self.gap_s = self._latest - before
+
     def end(self, reason: FinishReason, error: str | None = None) -> Update:
         text = "" if reason == "error" else self._text.finish()
         return Update(self.request_id, (), text, self.completion(reason, error))
@@ -122,12 +256,16 @@ class Sequence:
             error,
             self.logits,
             None if self._logprobs is None else tuple(self._logprobs),
+            self.tbt_s,
+            self.fused or TierTokens(),
+            self.recomputed,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Limits: vocabulary, context, size of the pool."""
+    """Limits: vocabulary, context, size of the pool; `fusion` of requests that do not say theirs, None if none can be
+    fused."""
 
     vocabulary: int
     max_model_len: int
@@ -136,6 +274,9 @@ class RequestValidator:
     chunk_tokens: int
     tokenizer: Any | None
     end_tokens: frozenset[int]
+    deadline_s: float | None = None
+    max_cached_documents: int | None = None
+    fusion: Fusion | None = None
 
     def admit(self, request_id: int, request: Request) -> Sequence:
         """Raises RequestRefusedError if the request can never be served."""
@@ -143,8 +284,48 @@ class RequestValidator:
         self._check_room(len(tokens), request.sampling.max_tokens)
         if request.sampling.stop_strings and self.tokenizer is None:
             raise RequestRefusedError("stop strings need a tokenizer, and the engine has none: give stop tokens")
-        path = segments_of(tokens, request.document_ends, salt=request.salt, chunk_tokens=self.chunk_tokens)
-        return Sequence(request_id, replace(request, token_ids=tokens), path, self.tokenizer, self.end_tokens)
+        deadline_s = min(self.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
+        fusion = self._checked_fusion(request.fusion)
+        request = replace(request, token_ids=tokens)
+        path = self._path(request)
+        return Sequence(request_id, request, path, self.tokenizer, self.end_tokens, deadline_s, fusion)
+
+    def _path(self, request: Request) -> tuple[Segment, ...]:
+        ends = list(request.document_ends[: self.max_cached_documents])
+        expected_uses = list(request.expected_uses)
+        if ends and 0 < request.prefix_tokens < ends[0]:
+            ends.insert(0, request.prefix_tokens)
+            # What is in front of the documents is used as often as the first one, at least.
+            expected_uses[:0] = expected_uses[:1]
+        known = bool(ends) and 0 <= request.prefix_tokens <= ends[0]
+        return segments_of(
+            request.token_ids,
+            ends,
+            salt=request.salt,
+            chunk_tokens=self.chunk_tokens,
+            expected_uses=expected_uses,
+            prefix_tokens=request.prefix_tokens if known and self.fusion is not None else None,
+        )
+
+    def _checked_fusion(self, fusion: Fusion | Literal["exact"] | None) -> Fusion | None:
+        if fusion is None:
+            return self.fusion
+        if isinstance(fusion, str):
+            return None
+        if self.fusion is None:
+            raise RequestRefusedError("fusion: the engine reuses exact prefixes only: start it with reuse='fused'")
+        try:
+            check_engine_selection(fusion.select)
+        except ValueError as error:
+            raise RequestRefusedError(str(error)) from None
+        return fusion
+
+    def _checked_deadline(self, deadline_s: float | None) -> float:
+        if deadline_s is None:
+            return math.inf
+        if not deadline_s > 0:
+            raise RequestRefusedError(f"deadline_s is {deadline_s}: give more than 0 seconds, or None")
+        return deadline_s
 
     def _checked(self, token_ids: Iterable[object]) -> list[int]:
         try:

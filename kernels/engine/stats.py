@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,13 +10,19 @@ from operator import add
 
 from ragorder.kernels.cache import CacheStats, TierTokens
 from ragorder.kernels.engine.request import Completion
+from ragorder.kernels.engine.sequence import Sequence
 
-__all__ = ["EngineCounters", "EngineStats"]
+__all__ = ["TBT_BOUNDS_S", "EngineCounters", "EngineStats"]
+
+TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the buckets in which times between tokens are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`finished` by finish reason; prompt and cached tokens of requests with a first token."""
+    """`finished` by finish reason; prompt, cached, fused and recomputed tokens are of requests with a first token;
+    `retries` of requests after failed steps. `tbt_counts`: times between tokens by bucket, the last one above
+    `TBT_BOUNDS_S`."""
 
     cache: CacheStats
     running: int
@@ -24,6 +31,8 @@ class EngineStats:
     refused: int
     prompt_tokens: int
     cached: TierTokens
+    fused: TierTokens
+    recomputed: int
     generated_tokens: int
     ttft_s_sum: float
     ttft_count: int
@@ -31,6 +40,9 @@ class EngineStats:
     computed_tokens: int
     preemptions: int
     failed_steps: int
+    retries: int
+    tbt_counts: tuple[int, ...]
+    tbt_s_sum: float
 
 
 @dataclass(slots=True)
@@ -39,22 +51,36 @@ class EngineCounters:
     refused: int = 0
     prompt_tokens: int = 0
     cached: TierTokens = field(default_factory=TierTokens)
+    fused: TierTokens = field(default_factory=TierTokens)
+    recomputed: int = 0
     generated_tokens: int = 0
     ttft_s_sum: float = 0.0
     ttft_count: int = 0
     steps: int = 0
     computed_tokens: int = 0
     failed_steps: int = 0
+    retries: int = 0
+    tbt_counts: list[int] = field(default_factory=lambda: [0] * (len(TBT_BOUNDS_S) + 1))
+    tbt_s_sum: float = 0.0
 
-    def first_token(self, prompt_tokens: int, cached: TierTokens, ttft_s: float) -> None:
-        self.prompt_tokens += prompt_tokens
-        self.cached = TierTokens(*map(add, self.cached, cached))
-        self.ttft_s_sum += ttft_s
+    def first_token(self, sequence: Sequence) -> None:
+        self.prompt_tokens += sequence.prompt_tokens
+        self.cached = TierTokens(*map(add, self.cached, sequence.cached or TierTokens()))
+        self.fused = TierTokens(*map(add, self.fused, sequence.fused or TierTokens()))
+        self.recomputed += sequence.recomputed
+        self.ttft_s_sum += sequence.ttft_s or 0.0
         self.ttft_count += 1
+
+    def next_token(self, gap_s: float) -> None:
+        self.tbt_counts[bisect_left(TBT_BOUNDS_S, gap_s)] += 1
+        self.tbt_s_sum += gap_s
 
     def end(self, completion: Completion) -> None:
         self.finished[completion.finish_reason] += 1
 
     def snapshot(self, cache: CacheStats, running: int, waiting: int, preemptions: int) -> EngineStats:
-        counted = {each.name: getattr(self, each.name) for each in fields(self)} | {"finished": dict(self.finished)}
+        counted = {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "finished": dict(self.finished),
+            "tbt_counts": tuple(self.tbt_counts),
+        }
         return EngineStats(cache=cache, running=running, waiting=waiting, preemptions=preemptions, **counted)

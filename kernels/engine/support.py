@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ragorder.kernels.unsupported import UnsupportedModelError
+
 __all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text_config"]
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -23,10 +25,6 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "position_bias": ((None, False), "position biases"),
     "is_causal": ((None, True), "attention that is not causal"),
 }
-
-
-class UnsupportedModelError(ValueError):
-    """The engine cannot serve this model exactly; the message has the reasons."""
 
 
 def text_config(model: Any) -> Any:

@@ -106,5 +106,11 @@ class BlockPool:
             if not references[block]:
                 free.append(block)
 
+    def clear(self) -> None:
+        """Free all blocks, and fill them with zeros."""
+        self._references = [0] * self.blocks
+        self._free = list(range(self.blocks - 1, -1, -1))
+        self.kv.zero_()
+
     def copy(self, source: int, target: int) -> None:
         self.kv[target].copy_(self.kv[source])

@@ -1,6 +1,8 @@
 """Replacement policies of full tiers: device, host, disk (RAGCache section 5.1)."""
 
-from ragorder.kernels.policies.base import Clocked, ReplacementPolicy, TierNode
+from ragorder.kernels.policies.awaited import AwaitedNodes
+from ragorder.kernels.policies.base import Clocked, ReplacementPolicy, TierNode, policies
+from ragorder.kernels.policies.forecast import Forecast
 from ragorder.kernels.policies.gdsf import GDSF
 from ragorder.kernels.policies.history import History
 from ragorder.kernels.policies.lfu import LFU
@@ -15,23 +17,25 @@ __all__ = [
     "LRU",
     "PGDSF",
     "POLICIES",
+    "AwaitedNodes",
     "Clocked",
+    "Forecast",
     "History",
     "Key",
     "ReplacementPolicy",
     "Tier",
     "TierNode",
     "make_policy",
+    "policies",
 ]
 
-_CHOICES: tuple[type[ReplacementPolicy], ...] = (PGDSF, GDSF, LRU, LFU)
-_BY_NAME = {policy.name: policy for policy in _CHOICES}
+policies.load(__name__, __path__)
 
-POLICIES = tuple(_BY_NAME)
+POLICIES = tuple(policies.names)
 
 
 def make_policy(name: str) -> ReplacementPolicy:
     """For one tier. Raises ValueError naming the choices."""
-    if name not in _BY_NAME:
+    if name not in POLICIES:
         raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
-    return _BY_NAME[name]()
+    return policies[name]()

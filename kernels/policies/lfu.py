@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from ragorder.kernels.policies.base import TierNode
+from ragorder.kernels.policies.base import TierNode, policies
 
 __all__ = ["LFU"]
 
 
+@policies.register("lfu", "least frequently used first")
 class LFU:
     """Number of uses."""
-
-    name: ClassVar[str] = "lfu"
 
     def priority(self, node: TierNode) -> float:
         return float(node.frequency)
 
-    def evicted(self, priority: float) -> None: ...
+    def evicted(self, node: TierNode, used: int) -> None: ...

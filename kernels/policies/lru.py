@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from ragorder.kernels.policies.base import TierNode
+from ragorder.kernels.policies.base import TierNode, policies
 
 __all__ = ["LRU"]
 
 
+@policies.register("lru", "least recently used first")
 class LRU:
     """Order of last use; entering the tier counts as one."""
-
-    name: ClassVar[str] = "lru"
 
     def __init__(self) -> None:
         self._uses = 0
@@ -21,4 +18,4 @@ class LRU:
         self._uses += 1
         return float(self._uses)
 
-    def evicted(self, priority: float) -> None: ...
+    def evicted(self, node: TierNode, used: int) -> None: ...

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from types import MappingProxyType
+from typing import Any
 
 from ragorder.kernels.policies.base import ReplacementPolicy, TierNode
 from ragorder.kernels.policies.heap import Entry, NodeHeap
 from ragorder.kernels.policies.history import History
 from ragorder.trie.tree import Key
 
-__all__ = ["Tier"]
+__all__ = ["NO_FORECAST", "Tier"]
+
+NO_FORECAST: Mapping[Any, float] = MappingProxyType({})
 
 
 class Tier:
@@ -52,11 +56,19 @@ class Tier:
     def get(self, key: Key) -> TierNode | None:
         return self._nodes.get(key)
 
-    def use(self, path: Sequence[Key], *, cost: float | None = None, computed: Container[Key] = ()) -> None:
+    def use(
+        self,
+        path: Sequence[Key],
+        *,
+        cost: float | None = None,
+        computed: Container[Key] = (),
+        expected: Mapping[Any, float] = NO_FORECAST,
+    ) -> None:
         """Count a request along this path, root first, in the history where nodes are absent.
 
         It computed those in `computed` at `cost` seconds per new token (formula 4), an estimate for nodes never
-        computed. Raises ValueError for a negative or infinite cost.
+        computed. `expected`: uses of nodes, as the request forecasts them. Raises ValueError for a negative or infinite
+        cost.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
@@ -64,11 +76,11 @@ class Tier:
         for key in path:
             node = self._nodes.get(key)
             if node is not None:
-                self._count(node, cost, key in computed)
+                self._count(node, cost, key in computed, expected)
                 self._weigh(node)
             elif history is not None:
                 node = history.take(key) or TierNode(key)
-                self._count(node, cost, key in computed)
+                self._count(node, cost, key in computed, expected)
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
@@ -83,6 +95,7 @@ class Tier:
         node = (self._history.take(key) if self._history is not None else None) or TierNode(key)
         if known is not None and known.frequency > node.frequency:
             node.frequency, node.misses, node.cost = known.frequency, known.misses, known.cost
+            node.expected = known.expected
         node.size, node.parent = size, parent
         node.children = self._absent_parents.pop(key, 0)
         self._nodes[key] = node
@@ -130,7 +143,7 @@ class Tier:
         if freed < size:
             return None
         for node in evicted:
-            self._policy.evicted(node.priority)
+            self._policy.evicted(node, self.used)
             self._take_out(node)
         return [node.key for node in evicted]
 
@@ -146,10 +159,11 @@ class Tier:
         if self._history is not None:
             self._history.clear()
 
-    def _count(self, node: TierNode, cost: float | None, computed: bool) -> None:
+    def _count(self, node: TierNode, cost: float | None, computed: bool, expected: Mapping[Any, float]) -> None:
         self._uses += 1
         node.order = self._uses
         node.frequency += 1
+        node.expected = expected.get(node.key, node.expected)
         if cost is None:
             return
         node.misses += computed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import CHUNKS, LOCK, ChunkFolder, read_identity
 from ragorder.kernels.store.format import LONGEST_HEADER, SUBFOLDER, BadHeaderError, ChunkName, Header
 
-__all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "survey"]
+__all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "stored_bytes", "survey"]
 
 
 class FoundChunk(NamedTuple):
@@ -99,33 +100,42 @@ def survey(folder: Path) -> Survey | None:
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)
-        chunks = folder / CHUNKS
-        if identity is None and not chunks.is_dir():
+        if identity is None and not (folder / CHUNKS).is_dir():
             return None
         count = size = unfinished = 0
         oldest = newest = None
-        subfolders = sorted(entry.path for entry in os.scandir(chunks) if SUBFOLDER.fullmatch(entry.name))
-        for subfolder in subfolders:
-            for entry in os.scandir(subfolder):
-                name = ChunkName.parse(entry.name)
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if name is None:
-                    continue
-                size += status.st_blocks * 512
-                if not name.finished:
-                    unfinished += 1
-                    continue
-                count += 1
-                written = status.st_mtime
-                oldest = written if oldest is None else min(oldest, written)
-                newest = written if newest is None else max(newest, written)
+        for name, status in _files(folder):
+            size += status.st_blocks * 512
+            if not name.finished:
+                unfinished += 1
+                continue
+            count += 1
+            written = status.st_mtime
+            oldest = written if oldest is None else min(oldest, written)
+            newest = written if newest is None else max(newest, written)
         noted = None if identity is None else str(identity["identity"])
         return Survey(count, size, unfinished, oldest, newest, noted, _lock_holder(root))
     finally:
         os.close(root)
+
+
+def stored_bytes(folder: Path) -> dict[str, int]:
+    """Bytes on disk of whole chunks, by `ChunkName.digest`; by names and sizes, changing nothing. Raises OSError."""
+    return {name.digest: status.st_blocks * 512 for name, status in _files(folder) if name.finished}
+
+
+def _files(folder: Path) -> Iterator[tuple[ChunkName, os.stat_result]]:
+    chunks = folder / CHUNKS
+    subfolders = sorted(entry.path for entry in os.scandir(chunks) if SUBFOLDER.fullmatch(entry.name))
+    for subfolder in subfolders:
+        for entry in os.scandir(subfolder):
+            name = ChunkName.parse(entry.name)
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if name is not None:
+                yield name, status
 
 
 def _lock_holder(root: int) -> str | None:

@@ -7,9 +7,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ragorder.kernels.policies.tier import NO_FORECAST
 from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import ChunkFolder, StoreRefusedError
@@ -77,6 +78,11 @@ class ChunkStore:
     def __len__(self) -> int:
         return len(self._index.chunks)
 
+    def __iter__(self) -> Iterator[bytes]:
+        """The keys, oldest write first."""
+        with self._lock:
+            return iter(list(self._index.chunks))
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._index.chunks
 
@@ -129,10 +135,11 @@ class ChunkStore:
         *,
         cost: float | None = None,
         used: bool = True,
+        expected: Mapping[bytes, float] = NO_FORECAST,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy, evicting none in `protected`; whether the store has it now. `cost`: seconds per new token.
-        Raises ValueError for invalid keys or costs."""
+        """Store a copy, evicting none in `protected`; whether the store has it now. `cost`: seconds per new token;
+        `expected`: as for `use`. Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
@@ -140,12 +147,33 @@ class ChunkStore:
         if parent == key:
             raise ValueError("a chunk cannot be its own parent")
         with memoryview(data).cast("B") as payload:
-            return self._write(key, payload, parent, cost, used, protected)
+            return self._write(key, payload, parent, cost, used, expected, protected)
 
-    def use(self, path: Sequence[bytes], *, cost: float | None = None, computed: Container[bytes] = ()) -> None:
+    def use(
+        self,
+        path: Sequence[bytes],
+        *,
+        cost: float | None = None,
+        computed: Container[bytes] = (),
+        expected: Mapping[bytes, float] = NO_FORECAST,
+    ) -> None:
         with self._lock:
             if not self._closed:
-                self._index.tier.use(path, cost=cost, computed=computed)
+                self._index.tier.use(path, cost=cost, computed=computed, expected=expected)
+
+    def bytes_on_disk(self, key: bytes, payload_bytes: int, parent: bytes | None = None) -> int:
+        """What a chunk takes of the capacity."""
+        header = Header(key, parent, payload_bytes, 0.0, self._folder.identity, b"")
+        return self._folder.size_on_disk(header.file_bytes)
+
+    def remove(self, key: bytes) -> bool:
+        """Whether the chunk is gone now, its file included."""
+        with self._lock:
+            if key not in self._index.chunks:
+                return True
+            chunk = self._index.remove(key)
+        self._tell([key])
+        return self._remove_files([chunk])
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Do not evict these, present or not, until unpinned as often."""
@@ -216,6 +244,7 @@ class ChunkStore:
         parent: bytes | None,
         cost: float | None,
         used: bool,
+        expected: Mapping[bytes, float],
         protected: Container[bytes],
     ) -> bool:
         folder, index = self._folder, self._index
@@ -226,7 +255,7 @@ class ChunkStore:
                 return True
             evicted = self._reserve(key, size, protected)
             if evicted is None:
-                self._count_use(key, cost, used)
+                self._count_use(key, cost, used, expected)
                 return False
             name = ChunkName.of(key, self._serial)
             self._serial += 1
@@ -242,7 +271,7 @@ class ChunkStore:
                     index.insert(key, StoredChunk(name, header, size, time.time()), parent)
                 else:
                     index.other_bytes -= size
-                self._count_use(key, cost, used)
+                self._count_use(key, cost, used, expected)
                 self._count_write(failed)
         finally:
             self._leave(key)
@@ -300,9 +329,9 @@ class ChunkStore:
         self._remove_files(evicted.values())
         return bool(evicted)
 
-    def _count_use(self, key: bytes, cost: float | None, used: bool) -> None:
+    def _count_use(self, key: bytes, cost: float | None, used: bool, expected: Mapping[bytes, float]) -> None:
         if used:
-            self._index.tier.use((key,), cost=cost, computed=(key,))
+            self._index.tier.use((key,), cost=cost, computed=(key,), expected=expected)
 
     def _count_write(self, failed: OSError | None) -> None:
         if failed is None:
@@ -317,10 +346,11 @@ class ChunkStore:
             why = failed.strerror or failed
             self._logger.warning("%s: %s: nothing is written for %g s", self._folder.path, why, seconds)
 
-    def _remove_files(self, chunks: Iterable[StoredChunk]) -> None:
-        removed = sum(chunk.bytes_on_disk for chunk in chunks if self._folder.remove(chunk.name))
+    def _remove_files(self, chunks: Iterable[StoredChunk]) -> bool:
+        outcomes = [(chunk.bytes_on_disk, self._folder.remove(chunk.name)) for chunk in chunks]
         with self._lock:
-            self._index.other_bytes -= removed
+            self._index.other_bytes -= sum(size for size, removed in outcomes if removed)
+        return all(removed for _, removed in outcomes)
 
     def _tell(self, keys: Sequence[bytes]) -> None:
         if keys and self._removed is not None:

@@ -17,15 +17,18 @@ __all__ = ["Stage", "StagedSearch"]
 class Stage:
     """Results up to the end of one stage, in read-only arrays.
 
-    - `number`: from 1 to `stages`
+    - `number`: from 1 to `stages`; where searches share their time, of the clusters scanned so far, 0 for what the
+      request's earlier searches give
     - `ids`: shape (queries, k), best first; -1 where fewer than k were found
     - `distances`: same shape, in the index's metric (inner product: larger is better)
+    - `settled`: clusters scanned since `ids` last changed, at least (0 where a search does not count them)
     """
 
     number: int
     stages: int
     ids: NDArray[np.int64]
     distances: NDArray[np.float32]
+    settled: int = 0
 
     def __post_init__(self) -> None:
         self.ids.flags.writeable = self.distances.flags.writeable = False

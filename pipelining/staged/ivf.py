@@ -10,25 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.pipelining.staged._faiss import SearchResult, load_faiss, read_k, read_queries, unwrap
+from ragorder.pipelining.staged._faiss import SearchResult, read_k, read_queries
+from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 from ragorder.pipelining.staged.base import Stage
 
 __all__ = ["StagedIVF"]
-
-# Indexes that scan clusters into one heap, with distances that depend only on query, cluster and code.
-_EXACT = {
-    "IndexIVFFlat",
-    "IndexIVFFlatPanorama",
-    "IndexIVFPQ",
-    "IndexIVFScalarQuantizer",
-    "IndexIVFSpectralHash",
-    "IndexIVFRaBitQ",
-    "IndexIVFEDEN",
-    "IndexIVFResidualQuantizer",
-    "IndexIVFLocalSearchQuantizer",
-    "IndexIVFProductResidualQuantizer",
-    "IndexIVFProductLocalSearchQuantizer",
-}
 
 
 class StagedIVF:
@@ -54,11 +40,7 @@ class StagedIVF:
         growth: Literal["equal", "geometric"] | Sequence[int] = "equal",
         nprobe: int | None = None,
     ) -> None:
-        self._core = unwrap(index)
-        self._ivf = self._core.index
-        _check_index(self._ivf)
-        self._faiss = load_faiss()
-        self._similarity = self._faiss.is_similarity_metric(self._ivf.metric_type)
+        self._index = ClusterIndex(index, "StagedIVF")
         self._counts: tuple[int, ...] | None = None
         if not isinstance(growth, str):
             self._counts = tuple(as_int(count) for count in growth)
@@ -71,95 +53,31 @@ class StagedIVF:
             raise ValueError(f"growth must be 'equal', 'geometric' or counts of clusters, got {growth!r}")
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
-        if nprobe is not None and nprobe < 1:
-            raise ValueError(f"nprobe must be at least 1, got {nprobe}")
-        self._stages, self._growth, self._nprobe = stages, growth, nprobe
+        self._stages, self._growth, self._nprobe = stages, growth, read_nprobe(nprobe)
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
         """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids. Also raises ValueError if
         `max_codes` or `parallel_mode` of the index rule out stages, and at the first stage FAISS's RuntimeError if it
         is not trained."""
-        k, rows = read_k(k), read_queries(queries, self._core.outer.d)
-        _check_settings(self._ivf)
-        nprobe = min(self._ivf.nlist, self._ivf.nprobe if self._nprobe is None else self._nprobe)
+        k, rows = read_k(k), read_queries(queries, self._index.core.outer.d)
+        self._index.check_settings()
+        nprobe = self._index.nprobe(self._nprobe)
         return self._run(rows, k, _cuts(nprobe, self._stages, self._growth, self._counts), selector)
 
     def _run(self, queries: NDArray[np.float32], k: int, cuts: list[int], selector: Any) -> Iterator[Stage]:
-        queries, selector = self._core.transform_queries(queries), self._core.selector(selector)
-        coarse, clusters = self._nearest_clusters(queries, cuts[-1])
+        index, core = self._index, self._index.core
+        queries, selector = core.transform_queries(queries), core.selector(selector)
+        coarse, clusters = index.nearest_clusters(queries, cuts[-1], index.slices(len(queries)))
         merge: TopKMerge | None = None
         for number, (start, stop) in enumerate(pairwise(cuts), 1):
-            found = self._scan(queries, k, clusters[:, start:stop], coarse[:, start:stop], selector)
+            found = index.scan(queries, k, clusters[:, start:stop], coarse[:, start:stop], selector=selector)
             if merge is None:
-                merge = TopKMerge(found, similarity=self._similarity)
+                merge = TopKMerge(found, similarity=index.similarity)
             else:
                 merge.add(found)
-            if stop == cuts[-1] and len(uncertain := merge.uncertain):
-                merge.replace(
-                    uncertain, self._scan(queries[uncertain], k, clusters[uncertain], coarse[uncertain], selector)
-                )
-            yield Stage(number, len(cuts) - 1, self._core.ids(merge.ids), merge.distances)
-
-    def _nearest_clusters(self, queries: NDArray[np.float32], nprobe: int) -> SearchResult:
-        # In slices as FAISS cuts them: the distances to many centroids at once differ in their last bits.
-        slices = 1
-        if len(queries) > 1 and self._ivf.parallel_mode == 0:
-            slices = min(self._faiss.omp_get_max_threads(), len(queries))
-        if slices == 1:
-            distances, clusters = self._ivf.quantizer.search(queries, nprobe)
-            return distances, clusters
-        bounds = pairwise(len(queries) * number // slices for number in range(slices + 1))
-        parts = [self._ivf.quantizer.search(queries[start:stop], nprobe) for start, stop in bounds]
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-
-    def _scan(
-        self,
-        queries: NDArray[np.float32],
-        k: int,
-        clusters: NDArray[np.int64],
-        coarse: NDArray[np.float32],
-        selector: Any,
-    ) -> SearchResult:
-        faiss = self._faiss
-        clusters, coarse = np.ascontiguousarray(clusters), np.ascontiguousarray(coarse)
-        distances = np.empty((len(queries), k), np.float32)
-        ids = np.empty((len(queries), k), np.int64)
-        chosen = {} if selector is None else {"sel": selector}
-        # FAISS's Python wrapper takes no parameters, and would need the index's nprobe changed.
-        self._ivf.search_preassigned_c(
-            len(queries),
-            faiss.swig_ptr(queries),
-            k,
-            faiss.swig_ptr(clusters),
-            faiss.swig_ptr(coarse),
-            faiss.swig_ptr(distances),
-            faiss.swig_ptr(ids),
-            False,
-            faiss.SearchParametersIVF(nprobe=clusters.shape[1], **chosen),
-        )
-        return distances, ids
-
-
-def _check_index(ivf: Any) -> None:
-    name = type(ivf).__name__
-    if name not in _EXACT:
-        if not isinstance(ivf, load_faiss().IndexIVF):
-            advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
-        elif "FastScan" in name:
-            advice = "it keeps others of its many ties; use the index without fast scan"
-        else:
-            advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
-        raise TypeError(f"StagedIVF cannot search {name} in stages exactly: {advice}, or search it without stages")
-    _check_settings(ivf)
-
-
-def _check_settings(ivf: Any) -> None:
-    if ivf.max_codes:
-        raise ValueError(f"{type(ivf).__name__} has max_codes={ivf.max_codes}, a limit across stages: set it to 0")
-    if ivf.parallel_mode not in (0, 3):
-        raise ValueError(
-            f"{type(ivf).__name__} has parallel_mode={ivf.parallel_mode}, where ties are random: set it to 0 or 3"
-        )
+            if stop == cuts[-1] and len(rows := merge.uncertain):
+                merge.replace(rows, index.scan(queries[rows], k, clusters[rows], coarse[rows], selector=selector))
+            yield Stage(number, len(cuts) - 1, core.ids(merge.ids), merge.distances)
 
 
 def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None) -> list[int]:

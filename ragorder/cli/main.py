@@ -32,6 +32,10 @@ _COMMANDS = {
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand("ragorder.cli.serve:serve", "Order documents in front of an OpenAI-compatible server."),
+    "fuse": LazyCommand(
+        "ragorder.cli.fuse:fuse",
+        "Compute documents' KV before it is asked for, each in the sight of similar documents.",
+    ),
     "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
     "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),

@@ -38,6 +38,7 @@ __all__ = [
     "Decorator",
     "Duration",
     "ParamType",
+    "ProfileSource",
     "Rate",
     "Size",
     "api_key",
@@ -147,6 +148,17 @@ class Duration(ParamType[float]):
                 f"{value} is too short: give {'more than' if self._above else 'at least'} {self._least:g}s", param, ctx
             )
         return seconds
+
+
+class ProfileSource(ParamType[Any]):
+    """Prefill times: auto, none, or the path of an existing file."""
+
+    name = "auto|none|FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("auto", "none"):
+            return value
+        return click.Path(path_type=Path, dir_okay=False, exists=True).convert(value, param, ctx)
 
 
 class Rate(click.FloatRange):
@@ -283,6 +295,7 @@ def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any])
     field's, TEXT for a description that ends in "; none: TEXT.", or the text `default` in `changes`, which holds
     attributes of click's option by field, and another spelling as `flag`. Choices come from a Literal or from "enum" in
     `json_schema_extra`. A sequence is a repeatable option, and a field that ends in `_s` a duration, spelt without it.
+    A switch has its opposite (--no-NAME) unless `changes` say `is_flag`.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
@@ -293,7 +306,8 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields_of(model: type[Any]) -> Mapping[str, FieldInfo]:
-    fields: Mapping[str, FieldInfo] = getattr(model, "__pydantic_fields__", {})
+    # Models have the one in all versions of pydantic, its dataclasses only the other.
+    fields: Mapping[str, FieldInfo] = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
     return fields
 
 
@@ -312,12 +326,13 @@ def _option_of(
     facts = []
     if prefix := getattr(model, "model_config", {}).get("env_prefix"):
         facts.append(f"env var: {prefix}{name.upper()}")
-    if shown := default or unset or _shown(name, field):
+    switch = attributes.get("is_flag", False)
+    if shown := default or unset or ("" if switch else _shown(name, field)):
         facts.append(f"default: {shown}")
     extra = f" [{'; '.join(facts)}]" if facts else ""
     settled = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
     flags = flag or spelling(name)
-    if kind is bool:
+    if kind is bool and not switch:
         flags = f"{flags}/{flags.replace('--', '--no-', 1)}"
     return option(flags, name, default=None, help=f"{help or text}.{extra}".replace("..", "."), **settled)
 
@@ -358,6 +373,8 @@ def _shown(name: str, field: FieldInfo) -> str:
         return ""
     if isinstance(default, bool):
         return "yes" if default else "no"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     if name.endswith("_bytes"):
         size, unit = max((size, unit) for unit, size in _UNITS.items() if default % size == 0)
         return f"{default // size}{unit}"

@@ -80,6 +80,9 @@ class _OrderRequest:
         "keep_first",
         "keep_last",
         "max_displacement",
+        "max_gain_lost",
+        "min_gain",
+        "cold",
         "keep_groups",
     ),
     option(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import sleep
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +17,7 @@ from ragorder.cli.options import Duration, option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Figures", "StreamFile", "show_figures", "watch_options"]
+__all__ = ["Figures", "StreamFile", "log_shown", "show_figures", "watch_options"]
 
 
 class StreamFile(click.File):
@@ -34,6 +36,23 @@ class Figures(Protocol):
     def show(self) -> RenderableType: ...
 
     def as_json(self) -> Any: ...
+
+
+@contextmanager
+def log_shown(name: str, heading: str) -> Iterator[None]:
+    """What a logger reports in this block, on standard error."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{heading}: %(message)s"))
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
 
 
 def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,11 +7,13 @@ import re
 import socket
 from contextlib import ExitStack
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ragorder.cli.options import Command, build, given
+from ragorder.cli.output import log_shown
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_options import ServeLimits, check_keys, serve_options
 from ragorder.orderer import Orderer
@@ -80,6 +82,8 @@ def serve(
     queue = given({"reorder_window": limits.reorder_window, "max_waiting": limits.max_waiting})
     if limits.max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
         raise click.UsageError(f"--{stray[0].replace('_', '-')} requires --max-in-flight")
+    if isinstance(profile := engine_settings["profile"], Path):
+        options["profile"] = _with_loads(profile, needed=not in_process)
     settings = build(Settings, options)
     loaded = None if tokenizer is None else _load(tokenizer)
     templates = {"document_template": document_template, "question_template": question_template}
@@ -109,6 +113,9 @@ def serve(
                     )
                 )
             else:
+                if tiers and engine_settings["profile"] in (None, "auto"):
+                    _profile_server(str(upstream), upstream_api_key, engine_settings["profile_budget_s"])
+                # After that: tiers publish their sizes with an engine's first request.
                 known, source = _settings_of_server(settings, str(upstream), upstream_api_key)
                 how = {"upstream": upstream, "upstream_api_key": upstream_api_key, "send_facts": tiers}
                 backend = Backend(known, loaded, how, source)
@@ -119,6 +126,7 @@ def serve(
                 template=found,
                 number_by_place=number_by_place,
                 on_passed=metrics.passed,
+                on_tbt=metrics.token_times,
                 api_key=api_key,
                 hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
                 body_limit=limits.body_limit,
@@ -143,6 +151,22 @@ def serve(
             probes=PROBES,
             on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
         )
+
+
+def _with_loads(profile: Path, *, needed: bool) -> Path | None:
+    """The profile, if it has load times. Raises click.UsageError if it cannot be read, or needs to have them."""
+    from ragorder.kernels.profile import PrefillProfile
+
+    try:
+        loads = PrefillProfile.from_file(profile).loads
+    except ValueError as error:
+        raise click.UsageError(f"--profile: {error}") from None
+    if needed and not loads:
+        raise click.UsageError(
+            f"--profile: {profile} has no load times: measure them with `ragorder profile --loads`. A profile by which "
+            "a server evicts is an option of `ragorder tiers config`"
+        )
+    return profile if loads else None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -190,7 +214,21 @@ def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) 
         _warn("the server's prefix cache is off: start it with --enable-prefix-caching")
     if cache.engines > 1:
         _warn(f"the server has {cache.engines} engines, each with its own cache: route each tenant to one of them")
-    return settings.model_copy(update={name: getattr(cache, name) for name in unknown}), "from the server's /metrics"
+    return settings.model_copy(update=cache.completes(settings)), "from the server's /metrics"
+
+
+def _profile_server(upstream: str, api_key: str | None, budget_s: float | None) -> None:
+    """Measures what the tiers of the server await, if they do. Raises AddressError."""
+    from ragorder.adapters.http_client import AddressError, ServerError
+    from ragorder.adapters.vllm.server_profile import profile_server
+
+    try:
+        with log_shown("ragorder.profile", "Profile"):
+            profile_server(upstream, api_key=api_key, **given({"budget_s": budget_s}))
+    except AddressError:
+        raise
+    except ServerError as error:
+        _warn(f"the server's prefill times are not measured, every token counts the same there ({error})")
 
 
 def _announce(url: str, settings: Settings, asked: Settings, source: str, *, shadow: bool) -> None:
@@ -198,7 +236,7 @@ def _announce(url: str, settings: Settings, asked: Settings, source: str, *, sha
     def origin(name: str) -> str:
         return "given" if name in asked.model_fields_set else source
 
-    capacity = settings.capacity_tokens
+    capacity = settings.held_tokens
     tokens = "unlimited tokens" if capacity is None else f"{capacity:,} tokens"
     blocks = f"blocks of {settings.block_size} ({origin('block_size')})"
     click.echo(f"Cache: {tokens} ({origin('capacity_tokens')}), {blocks}", err=True)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from ragorder.cli.options import build, given, option, options_from, spelling, together
+from ragorder.cli.options import ProfileSource, build, given, option, options_from, spelling, together
+from ragorder.cli.output import log_shown
 from ragorder.kernels.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragorder.kernels.engine import TieredEngine
     from ragorder.settings import Settings
 
-__all__ = ["ENGINE_OPTIONS", "Backend", "check_engine", "embedded", "engine_options"]
+__all__ = ["ENGINE_OPTIONS", "Backend", "check_engine", "embedded", "engine_options", "take_model"]
 
 _MAX_WAITING = 1000
 _RANDOM = "random"
@@ -38,11 +38,24 @@ _SETTINGS = (
     "disk_bytes",
     "policy",
     "profile",
+    "profile_budget_s",
     "max_model_len",
     "max_requests",
+    "schedule",
+    "schedule_window",
+    "replicate_nodes",
+    "max_cached_documents",
+    "deadline_s",
+    "max_retries",
+    "reuse",
+    "recompute",
+    "select",
+    "as_if_last",
     "dtype",
     "device",
 )
+_FUSED = ("recompute", "select", "as_if_last", "copies")
+_PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(
     option(
@@ -55,7 +68,7 @@ engine_options = together(
         EngineSettings,
         *_SETTINGS,
         disk_path={"formerly": ["--disk"]},
-        profile={"type": click.Path(path_type=Path, dir_okay=False, exists=True), "metavar": "FILE"},
+        profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
         dtype={"metavar": "NAME"},
         device={"metavar": "NAME"},
     ),
@@ -74,13 +87,16 @@ def check_engine(context: click.Context) -> str:
         raise click.UsageError("give --upstream URL, or --engine torch with --model FOLDER|NAME|random")
     needed, other, foreign = "model", "upstream", _UPSTREAM_OPTIONS
     if engine == "upstream":
-        needed, other, foreign = "upstream", "torch", ENGINE_OPTIONS
+        shared = _PROFILE_OPTIONS if params["tiers"] else ()
+        needed, other, foreign = "upstream", "torch", tuple(name for name in ENGINE_OPTIONS if name not in shared)
     if misplaced := [name for name in foreign if name in named]:
         raise click.UsageError(f"{spelling(misplaced[0])} requires --engine {other}, not {engine}")
     if params[needed] is None:
         raise click.UsageError(f"--engine {engine} needs {spelling(needed)}")
     if params["disk_bytes"] is not None and params["disk_path"] is None:
         raise click.UsageError("--disk-bytes requires --disk-path")
+    if params["reuse"] != "fused" and (idle := [name for name in _FUSED if params[name] is not None]):
+        raise click.UsageError(f"{spelling(idle[0])} requires --reuse fused")
     return engine
 
 
@@ -122,7 +138,7 @@ def embedded(
             _with_sizes(settings, worker),
             deepcopy(engine.tokenizer),
             {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
-            "device and host memory",
+            "all tiers",
             lambda proxy: hosted(proxy, worker),
         )
     finally:
@@ -131,39 +147,52 @@ def embedded(
 
 def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
     from ragorder.kernels.engine import TieredEngine
-    from ragorder.kernels.engine.loading import may_be_on_hub
 
-    options = given(options)
-    model = options.pop("model")
-    if model != _RANDOM and not Path(model).is_dir() and may_be_on_hub(model):
-        click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
+    options = {"profile": "auto"} | given(options)
+    model = options["model"]
     if "block_size" in settings.model_fields_set:
         options["block_size"] = settings.block_size
     try:
-        if model == _RANDOM:
-            model, dtype = _random_model()
-            options.setdefault("dtype", dtype)
-        return TieredEngine.load(model, build(EngineSettings, options))
+        model = take_model(options)
+        with log_shown("ragorder.profile", "Profile"):
+            return TieredEngine.load(model, build(EngineSettings, options))
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(f"--model {model}: {error}") from None
 
 
-def _random_model() -> tuple[str, str]:
-    # By name: the product imports nothing of the evaluation. The trial takes the evaluation's model, with the tokenizer
-    # trained on its corpus, so that both share one folder and one set of tokens.
-    models, engines = import_module("ragorder.eval.engines.models"), import_module("ragorder.eval.engines.vllm")
-    return str(models.random_model()), "bfloat16" if engines.has_fast_bfloat16() else "float32"
+def take_model(options: dict[str, Any]) -> str:
+    """The model, taken out of an engine's options. `random` is made, and has the dtype that is fast here."""
+    from ragorder.kernels.engine.loading import may_be_on_hub
+
+    model: str = options.pop("model")
+    if model == _RANDOM:
+        from ragorder.kernels import random_model as models
+
+        options.setdefault("dtype", "bfloat16" if models.has_fast_bfloat16() else "float32")
+        return str(models.random_model())
+    if not Path(model).is_dir() and may_be_on_hub(model):
+        click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
+    return model
 
 
 def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    # The capacity is that of device and host memory, which are both fast; hits on the disk are not predicted.
     engine, cache = worker.engine, worker.stats().cache
-    known: dict[str, Any] = {"block_size": engine.block_size}
+    known: dict[str, Any] = {
+        "block_size": engine.block_size,
+        "reuse": engine.settings.reuse,
+        "recompute": engine.settings.recompute,
+    }
     if "capacity_tokens" not in settings.model_fields_set:
         token_bytes = cache.device.capacity_bytes // engine.device_tokens
-        known["capacity_tokens"] = engine.device_tokens + cache.host.capacity_bytes // token_bytes
+        known |= {
+            "capacity_tokens": engine.device_tokens,
+            "host_tokens": cache.host.capacity_bytes // token_bytes,
+            "disk_tokens": cache.disk.capacity_bytes // token_bytes,
+            "tier_policy": engine.settings.policy,
+            "tier_copies": "evicted",
+        }
     return settings.model_copy(update=known)
 
 

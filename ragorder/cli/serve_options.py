@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.cli.options import Choice, ParamType, Size, option, options_from, section, spelling, together
 from ragorder.cli.serve_engine import engine_options
+from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
 
 __all__ = ["ServeLimits", "check_keys", "serve_options"]
@@ -164,11 +165,19 @@ serve_options = together(
         options_from(
             Settings,
             "capacity_tokens",
+            "host_tokens",
+            "disk_tokens",
+            "tier_policy",
             "block_size",
             "keep_first",
             "keep_last",
             "max_displacement",
-            capacity_tokens={"default": "the server's /metrics; with --engine torch what device and host memory hold"},
+            "max_gain_lost",
+            "min_gain",
+            "cold",
+            "copies",
+            capacity_tokens={"default": "the server's /metrics; with --engine torch what its tiers hold"},
+            tier_policy={"type": Choice(list(POLICIES)), "metavar": None},
             block_size={"default": "the server's /metrics; with --engine torch 16"},
         ),
         option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragorder.adapters.vllm_tiers import SUPPORTED_VLLM, TierSettings, UnsupportedVLLMError, check_vllm
-from ragorder.cli.options import Command, CommandGroup, build, option, options_from
+from ragorder.cli.options import Command, CommandGroup, ProfileSource, build, given, option, options_from
 from ragorder.cli.tiers_stats import stats
 
 __all__ = ["tiers"]
@@ -29,7 +28,7 @@ def tiers() -> None:
     TierSettings,
     *TierSettings.model_fields,
     disk_path={"formerly": ["--disk"]},
-    profile={"type": click.Path(path_type=Path, dir_okay=False, exists=True), "metavar": "FILE"},
+    profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
 )
 @option("--pretty", is_flag=True, help="Print on several lines.")
 def config(pretty: bool, **options: Any) -> None:
@@ -41,7 +40,7 @@ def config(pretty: bool, **options: Any) -> None:
         vllm serve MODEL \\
           --kv-transfer-config "$(ragorder tiers config --host-bytes 8GiB)"
     """
-    settings = build(TierSettings, options)
+    settings = build(TierSettings, {"profile": "auto"} | given(options))
     try:
         # Otherwise the server would find out, when it starts.
         settings.prefill_profile()

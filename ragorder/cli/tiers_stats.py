@@ -136,6 +136,8 @@ def _facts(stats: TierStats) -> Text:
         text.append(f"; {stats.tenants:,} tenants")
     if stats.device_order is False:
         text.append("; after an error, which is in its log, the device no longer evicts by the policy", "red")
+    if stats.profile is False:
+        text.append("; its prefill times are not measured yet: `ragorder serve --tiers` does it at its start", "yellow")
     if stats.unreadable_facts:
         text.append(f"; {stats.unreadable_facts:,} had malformed facts", "red")
     return text

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
+from ragorder.adapters.request_facts import RequestFacts
 from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 4
 QUESTION = 9999
+NO_FACTS = RequestFacts()
 
 
 @cache
@@ -112,11 +114,11 @@ class Device:
         self.manager.free(running.request)
         running.request.num_computed_tokens = 0
 
-    def finish(self, running: Running, cost: float = 1.0, documents_end: int | None = None) -> None:
+    def finish(self, running: Running, cost: float = 1.0, facts: RequestFacts = NO_FACTS) -> None:
         request = running.request
         if self.order is not None:
             ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
-            self.order.finished(ids[0], max(0, running.cached), cost, documents_end)
+            self.order.finished(ids[0], max(0, running.cached), cost, facts)
         self.manager.free(request)
 
     def serve(self, documents: str, cost: float = 1.0) -> int:
@@ -229,19 +231,27 @@ class TestWhatGoesFirst:
         device.finish(using)
         device.check()
 
-    @pytest.mark.parametrize(("documents_end", "stays"), [(2 * BLOCK, 1), (None, 0)])
-    def test_the_question_goes_first_if_a_request_gives_document_ends(
-        self, documents_end: int | None, stays: int
-    ) -> None:
+    @pytest.mark.parametrize(("ends", "stays"), [((2 * BLOCK,), 1), ((), 0)])
+    def test_the_question_goes_first_if_a_request_gives_document_ends(self, ends: tuple[int, ...], stays: int) -> None:
         device = Device(8, tier())
         device.serve("x")
         running = device.begin([*prompt("ab")[:-1], *[QUESTION] * 2 * BLOCK, 0])
         assert running is not None
         # Where few tokens are new, each of them costs more: the question alone, if the documents were cached.
-        device.finish(running, cost=50.0, documents_end=documents_end)
+        device.finish(running, cost=50.0, facts=RequestFacts(ends))
         for documents in ("cd", "e", "f"):
             device.serve(documents)
         assert (device.holds("x"), device.holds("ab")) == (stays, 2)
+
+    def test_what_a_request_forecasts_stays(self) -> None:
+        device = Device(6, tier("forecast"))
+        for documents, expected in (("a", 1.0), ("b", 50.0), ("c", 1.0)):
+            running = device.begin(prompt(documents))
+            assert running is not None
+            device.finish(running, facts=RequestFacts((BLOCK,), expected=(expected,)))
+        for documents in "defgh":
+            device.serve(documents)
+        assert [device.holds(documents) for documents in "abc"] == [0, 1, 0]
 
     def test_lru_evicts_as_vllm_does(self) -> None:
         @settings(max_examples=examples(60))
@@ -560,6 +570,7 @@ class TestTheConnector:
     def connector(self, told: list[Any]) -> Any:
         """One without an engine: the host has 8 tokens for each request, and a new token costs 1 s per cached one."""
         vllm()
+        from ragorder.adapters.vllm_tiers import TierSettings
         from ragorder.adapters.vllm_tiers.device import DeviceOrderConnector
 
         connector = DeviceOrderConnector.__new__(DeviceOrderConnector)
@@ -569,6 +580,7 @@ class TestTheConnector:
             request_finished=lambda request: (False, None),
         )
         connector._cached_tokens = {}
+        connector._tier_settings = TierSettings(host_bytes=1 << 20)
         connector._profile = SimpleNamespace(cost=lambda cached, new: float(cached) if new == 40 - cached else -1.0)
         connector.device_order = SimpleNamespace(finished=lambda *facts: told.append(facts))
         return connector
@@ -583,7 +595,7 @@ class TestTheConnector:
         request = self.request()
         assert connector.get_num_new_matched_tokens(request, 16) == (8, True)
         assert connector.request_finished_all_groups(request, ([1, 2, 3],)) == (False, None)
-        assert told == [([1, 2, 3], 24, 24.0, None)]
+        assert told == [([1, 2, 3], 24, 24.0, RequestFacts())]
         assert connector._cached_tokens == {}
 
     def test_cached_tokens_are_those_found_before_a_preemption(self, connector: Any, told: list[Any]) -> None:
@@ -592,26 +604,26 @@ class TestTheConnector:
         request.num_preemptions = 1
         connector.get_num_new_matched_tokens(request, 32)
         connector.request_finished(request, [1])
-        assert told == [([1], 8, 8.0, None)]
+        assert told == [([1], 8, 8.0, RequestFacts())]
 
     def test_nothing_is_cached_for_a_request_that_skips_the_cache(self, connector: Any, told: list[Any]) -> None:
         request = self.request(skip_reading_prefix_cache=True)
         connector.get_num_new_matched_tokens(request, 0)
         connector.request_finished(request, [1])
-        assert told == [([1], 0, 0.0, None)]
+        assert told == [([1], 0, 0.0, RequestFacts())]
 
     @pytest.mark.parametrize(
         ("facts", "expected"),
         [
-            ({"cost": 0.5, "documents": [8, 24]}, (0.5, 24)),
-            ({"documents": [8]}, (0.0, 8)),
-            ({"cost": "dear"}, (0.0, None)),
-            ("rubbish", (0.0, None)),
+            ({"cost": 0.5, "documents": [8, 24]}, (0.5, RequestFacts((8, 24), cost=0.5))),
+            ({"documents": [8], "expected": [3]}, (0.0, RequestFacts((8,), expected=(3.0,)))),
+            ({"cost": "dear"}, (0.0, RequestFacts())),
+            ("rubbish", (0.0, RequestFacts())),
         ],
         ids=ascii,
     )
-    def test_the_cost_given_by_a_request_counts(
-        self, connector: Any, told: list[Any], facts: Any, expected: tuple[float, int | None]
+    def test_the_facts_given_by_a_request_count(
+        self, connector: Any, told: list[Any], facts: Any, expected: tuple[float, RequestFacts]
     ) -> None:
         connector.request_finished(self.request(kv_transfer_params={"ragorder": facts}), [1])
         assert told == [([1], 0, *expected)]

@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 
+from ragorder.adapters.vllm.event_reader import EventCounters, EventReader
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity, note_model
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
+from ragorder.trie.residency import EngineBlocks, Place
+from ragorder.trie.residency.blocks import Content, block_content, chain_root
 
 pytestmark = pytest.mark.vllm
 
@@ -35,11 +38,25 @@ DISK, HOST = "disk", "host"
 def vllm() -> SimpleNamespace:
     """The parts of vLLM that tiers are made of, and ours. Importing them takes seconds."""
     pytest.importorskip("vllm")
+    from vllm.distributed import kv_events
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events
     from vllm.v1.kv_offload import base, config
 
     from ragorder.adapters.vllm_tiers.spec import TierSpec
 
-    return SimpleNamespace(**(vars(config) | vars(base)), TierSpec=TierSpec)
+    return SimpleNamespace(**(vars(kv_events) | vars(events) | vars(config) | vars(base)), TierSpec=TierSpec)
+
+
+def msgspec() -> Any:
+    return pytest.importorskip("msgspec")
+
+
+def contents(token_ids: Sequence[int]) -> list[Content]:
+    found, above = [], chain_root()
+    for start in range(0, len(token_ids), CHUNK_TOKENS):
+        above = block_content(above, token_ids[start : start + CHUNK_TOKENS])
+        found.append(above)
+    return found
 
 
 def content(key: bytes) -> bytes:
@@ -267,6 +284,32 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         quiet = engine()
         quiet.serve("mn")
         assert list(quiet.manager.take_events()) == []
+
+    def test_vllms_events_of_them_name_the_tier(self, engine: Callable[..., Engine]) -> None:
+        """As vLLM's connector sends them, without the tokens that a request in its scheduler would add."""
+        served = engine(events=True, host_chunks=2, disk_bytes=3 * ON_DISK)
+        blocks, counters = EngineBlocks(CHUNK_TOKENS), EventCounters()
+        reader = EventReader(msgspec().msgpack.decode, counters)
+        tracker = vllm().OffloadingEventsTracker(
+            vllm().OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
+        )
+
+        def read(events: list[Any]) -> None:
+            reader.read(msgspec().msgpack.encode(vllm().KVEventBatch(ts=0.0, events=events)), blocks)
+
+        tokens = {prompt: list(range(place, place + 2 * CHUNK_TOKENS)) for place, prompt in enumerate(("ab", "xy"))}
+        for prompt in tokens:
+            hashes = [vllm().maybe_convert_block_hash(vllm().get_offload_block_hash(key)) for key in chunks(prompt)]
+            facts = {"block_size": CHUNK_TOKENS, "lora_id": None, "medium": "GPU", "lora_name": None}
+            read([vllm().BlockStored(hashes, None, tokens[prompt], **facts)])
+            served.serve(prompt)
+            read(list(tracker.take_events(served.manager.take_events())))
+            read([vllm().BlockRemoved(block_hashes=hashes, medium="GPU")])
+        places = {prompt: [blocks.place(each) for each in contents(ids)] for prompt, ids in tokens.items()}
+        assert places["xy"] == [Place.HOST, Place.HOST]
+        assert places["ab"][0] is Place.DISK
+        assert [blocks.holds(each) for each in contents(tokens["ab"])] == [True, False], "one chunk had no room"
+        assert counters.garbage == counters.orphans == 0
 
     def test_chunks_that_are_to_be_loaded_make_no_room_for_others(self, engine: Callable[..., Engine]) -> None:
         served = engine(disk_bytes=4 * ON_DISK)

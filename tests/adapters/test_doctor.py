@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_command
+from support.http_server import Handler, LocalServer
 from support.rings import examples
 
 from ragorder.adapters.doctor import AddressError, Events, Finding, examine
@@ -66,10 +66,11 @@ def page(*gauges: str) -> str:
     return 'vllm:num_requests_running{engine="0"} 0.0\n' + head + "".join(gauges or (gauge(),))
 
 
-class FakeServer:
+class FakeServer(LocalServer):
     """As much of an OpenAI-compatible server as the doctor asks for, faults included, on a socket of its own."""
 
     def __init__(self) -> None:
+        super().__init__(_Handler)
         self.models: Any = {"data": [{"id": "fake", "max_model_len": 8192}]}
         self.metrics: str | None = page()
         self.caching = True
@@ -87,32 +88,15 @@ class FakeServer:
         self._served = 0
         self._lock = Lock()
         self._gone = Event()
-        fake = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                fake._answer(self, None)
-
-            def do_POST(self) -> None:
-                fake._answer(self, json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.base_url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
+    def stop(self) -> None:
         self._gone.set()
-        self._http.shutdown()
-        self._http.server_close()
+        super().stop()
 
     def bodies(self, path: str) -> list[Any]:
         return [body for seen, _, body in self.seen if seen == path]
 
-    def _answer(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def respond(self, handler: Handler, body: Any) -> None:
         path = handler.path
         self.seen.append((path, dict(handler.headers), body))
         if path in self.hangs:
@@ -121,10 +105,7 @@ class FakeServer:
         status, content = (self.status.get(path, 0), b"") if allowed else (401, b"")
         if not status:
             status, content = (200, self.raw[path]) if path in self.raw else self._route(path, body)
-        handler.send_response(status)
-        handler.send_header("content-length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+        handler.answer(status, content)
 
     def _route(self, path: str, body: Any) -> tuple[int, bytes]:
         if path == "/v1/models":
@@ -158,11 +139,21 @@ class FakeServer:
         return json.dumps({"usage": {"prompt_tokens": len(prompt), "prompt_tokens_details": details}}).encode()
 
 
+class _Handler(Handler):
+    protocol_version = "HTTP/1.0"
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self.server.respond(self, None)
+
+    def do_POST(self) -> None:
+        self.server.respond(self, self.read_json())
+
+
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    server = FakeServer()
-    yield server
-    server.close()
+    with FakeServer() as server:
+        yield server
 
 
 class Publisher:
@@ -339,7 +330,7 @@ class TestAServerThatDoesNotSay:
         return str(caught.value)
 
     def test_a_server_that_cannot_be_reached(self, fake: FakeServer) -> None:
-        fake.close()
+        fake.stop()
         assert "check host and port" in self.complaint(fake)
 
     def test_because_it_hangs(self, fake: FakeServer) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.rings import examples
+from support.serve_process import ServeProcess, launching
 from support.waiting import eventually
 
 pytest.importorskip("torch")
@@ -47,9 +48,9 @@ from ragorder.adapters.embedded import (
 from ragorder.adapters.observing.tier_stats import TierStats
 from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
-from ragorder.eval.engines.tiny_model import make_model
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.kernels.profile import PrefillProfile
+from ragorder.kernels.random_model import make_model
 
 pytestmark = pytest.mark.merge
 
@@ -483,6 +484,81 @@ NEUTRAL = {
 }
 
 
+class TestFusion:
+    """`--reuse fused`: documents' KV is taken over wherever it was computed, and said so."""
+
+    @pytest.fixture(scope="class")
+    def fusing(self, load: Callable[..., EngineWorker]) -> EngineWorker:
+        return load(reuse="fused", recompute=0.25)
+
+    async def ask(self, worker: EngineWorker, names: str, **fields: Any) -> Any:
+        encode = worker.engine.tokenizer.encode
+        tokens = encode("Answer from the documents, please. ")
+        prefix, ends = len(tokens), []
+        for name in names:
+            tokens += encode(TEXTS[name])
+            ends.append(len(tokens))
+        async with reaching(make_engine_app(worker)) as client:
+            answer = await complete(client, tokens + encode("Which?"), **facts(*ends, prefix=prefix), **fields)
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
+
+    async def test_usage_tells_what_was_taken_over_and_what_computed_anew(self, fusing: EngineWorker) -> None:
+        fusing.engine.clear_cache()
+        assert (await self.ask(fusing, "a"))[1] == {"cached_tokens": 0}
+        _, first = await self.ask(fusing, "b")
+        length = len(fusing.engine.tokenizer.encode(TEXTS["a"]))
+        prefix = first["cached_tokens"]
+        _, details = await self.ask(fusing, "ba")
+        assert details == {
+            "cached_tokens": prefix + len(fusing.engine.tokenizer.encode(TEXTS["b"])),
+            "fused_tokens": length,
+            "recomputed_tokens": round(0.25 * length),
+        }
+        _, details = await self.ask(fusing, "ba", recompute=0.5)
+        assert details["recomputed_tokens"] == round(0.5 * length)
+
+    async def test_an_exact_request_has_the_models_answer(self, fusing: EngineWorker, worker: EngineWorker) -> None:
+        for names in ("a", "b", "ba", "cba"):
+            await self.ask(fusing, names)
+        answer, details = await self.ask(fusing, "cba", reuse="exact")
+        assert answer == (await self.ask(worker, "cba"))[0]
+        assert "fused_tokens" not in details
+
+    async def test_is_in_the_metrics(self, fusing: EngineWorker) -> None:
+        for names in ("a", "b", "ba"):
+            await self.ask(fusing, names)
+        stats = fusing.engine.stats()
+        async with reaching(make_engine_app(fusing)) as client:
+            text = (await client.get("/metrics")).text
+        assert f'ragorder_engine_fused_tokens_total{{tier="device"}} {stats.fused.device:.1f}' in text
+        assert f"ragorder_engine_recomputed_tokens_total {stats.recomputed:.1f}" in text
+        sources = dict(re.findall(r'ragorder_engine_prompt_tokens_total{source="(\w+)"} ([0-9.]+)', text))
+        assert float(sources["fused"]) == stats.fused.total - stats.recomputed > 0
+        assert sum(map(float, sources.values())) == stats.prompt_tokens
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"recompute": 1.5}, "recompute"),
+            ({"recompute": -0.1}, "recompute"),
+            ({"recompute": "much"}, "recompute"),
+            ({"reuse": "both"}, "reuse"),
+            ({"reuse": "exact", "recompute": 0.1}, "recompute"),
+        ],
+    )
+    async def test_what_cannot_be_is_named(self, fusing: EngineWorker, fields: dict[str, Any], param: str) -> None:
+        async with reaching(make_engine_app(fusing)) as client:
+            error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
+        assert error["param"] == param
+
+    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}])
+    async def test_of_an_exact_engine_is_refused(self, client: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
+        error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
+        assert "start it with --reuse fused" in error["message"]
+        assert error["param"] in fields
+        await complete(client, reuse="exact")
+
+
 class TestRefusals:
     @pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
     @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -641,6 +717,16 @@ class TestOtherRoutes:
         assert values["ragorder_engine_up"] == 1
         assert values["ragorder_engine_ttft_seconds_count"] == 3
         assert values["ragorder_engine_generated_tokens_total"] == worker.stats().generated_tokens
+        gaps = worker.stats().generated_tokens - 3
+        assert values["ragorder_engine_time_between_tokens_seconds_count"] == gaps > 0
+        buckets = [
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "ragorder_engine_time_between_tokens_seconds_bucket"
+        ]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == gaps
         assert all(sample.name.startswith(("ragorder_", "vllm:")) for family in families for sample in family.samples)
 
 
@@ -816,6 +902,91 @@ class TestWorker:
             assert json.loads(last.removeprefix("data: "))["error"] == error
             assert await complete(client)
         assert WORD not in error["message"] + caplog.text
+
+    async def test_a_device_that_recovers_is_not_seen_by_clients(
+        self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ragorder.kernels.engine.forward import Forward
+
+        forward, calls = Forward.__call__, iter(range(1000))
+
+        def sometimes(*arguments: Any) -> Any:
+            logits = forward(*arguments)
+            if next(calls) % 4 == 2:
+                raise RuntimeError(WORD)
+            return logits
+
+        async with reaching(make_engine_app(worker)) as client:
+            expected = await complete(client)
+            monkeypatch.setattr(Forward, "__call__", sometimes)
+            worker.engine.clear_cache()
+            failed = worker.stats().failed_steps
+            answer = await complete(client)
+            assert answer["choices"] == expected["choices"]
+            events = await streamed(client, COMPLETIONS, {"prompt": "a is a document"})
+            text = "".join(choice["text"] for each in events for choice in each["choices"])
+            assert text == expected["choices"][0]["text"]
+            assert worker.stats().failed_steps - failed >= 4
+            assert "ragorder_engine_retries_total" in (await client.get("/metrics")).text
+
+    async def test_a_lost_device_ends_the_engine(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        worker = load()
+
+        def gone(*_: Any) -> Any:
+            raise RuntimeError(WORD)
+
+        for name in ("compute", "recover"):
+            monkeypatch.setattr(worker.engine._runner, name, gone)
+        async with reaching(make_engine_app(worker)) as client:
+            error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=503)
+            assert error["code"] == "engine_stopped"
+            assert "DeviceLostError" in error["message"] and "start the server again" in error["message"]
+            assert (await client.get("/health")).status_code == 503
+        assert WORD not in error["message"] + caplog.text
+
+    @pytest.mark.parametrize("bound", ["request", "server"])
+    async def test_a_request_past_its_deadline_gets_a_504(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch, bound: str
+    ) -> None:
+        worker = load(deadline_s=30.5 if bound == "server" else 90.0)
+        steps = itertools.count()
+        clock, step = [0.0], worker.engine.step
+
+        def takes_a_second() -> Any:
+            clock[0] = float(next(steps))
+            return step()
+
+        monkeypatch.setattr("ragorder.kernels.engine.sequence.perf_counter", lambda: clock[0])
+        monkeypatch.setattr(worker.engine, "step", takes_a_second)
+        own = 30.5 if bound == "request" else 90.0
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "deadline_s": own}
+        async with reaching(make_engine_app(worker)) as client:
+            error = await refusal(client, COMPLETIONS, body, status=504)
+            assert (error["code"], error["param"], error["type"]) == ("deadline_exceeded", "deadline_s", "server_error")
+            assert "deadline of 30.5 s has passed" in error["message"]
+            async with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as response:
+                assert response.status_code == 200
+                first, *_, last = [line async for line in response.aiter_lines() if line]
+            assert json.loads(first.removeprefix("data: "))["choices"]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+            assert 'ragorder_engine_requests_total{end="timeout"} 2.0' in (await client.get("/metrics")).text
+            assert not worker.engine.has_unfinished
+
+    @pytest.mark.parametrize("deadline_s", [0, -1, "soon"])
+    async def test_a_deadline_that_cannot_be_is_a_400(self, client: httpx2.AsyncClient, deadline_s: Any) -> None:
+        error = await refusal(client, COMPLETIONS, {"prompt": "a", "deadline_s": deadline_s})
+        assert error["param"] == "deadline_s"
+
+    async def test_only_the_first_documents_are_cached_if_asked_for(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load(max_cached_documents=1)
+        prompt = list(range(5, 105))
+        async with reaching(make_engine_app(worker)) as client:
+            for _ in range(2):
+                answer = await complete(client, prompt, **facts(40, 60, 80, prefix=20))
+        # The prefix, and one document.
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 40
 
     async def test_requests_after_the_end_are_refused(self, load: Callable[..., EngineWorker]) -> None:
         worker = load()
@@ -1014,6 +1185,17 @@ class TestBehindTheProxy:
             assert (await refusal(client, COMPLETIONS, {"prompt": "a"}, status=504))["code"] == "upstream_timeout"
         assert await asyncio.to_thread(eventually, lambda: not worker.engine.has_unfinished)
 
+    async def test_a_deadline_reaches_the_engine(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = load()
+        slowly(worker, monkeypatch)
+        documents = {"documents": [{"id": "a", "text": TEXTS["a"]}], "query": "which?"}
+        body = {"messages": [SYSTEM], "ragorder": documents, "deadline_s": 0.1, "max_tokens": 900, "ignore_eos": True}
+        async with reaching(self.proxy(worker)) as client:
+            assert (await refusal(client, CHAT, body, status=504))["code"] == "deadline_exceeded"
+        assert not worker.engine.has_unfinished
+
     async def test_an_end_closes_the_engine(self, load: Callable[..., EngineWorker]) -> None:
         worker = load()
         told: list[str] = []
@@ -1062,11 +1244,9 @@ class TestFuzz:
 
 
 @dataclass
-class Served:
-    """`ragorder serve --engine torch` in a process of its own."""
+class Served(ServeProcess):
+    """With the embedded engine."""
 
-    popen: subprocess.Popen[str]
-    url: str
     model: str
 
     def openai(self, **options: Any) -> Any:
@@ -1076,33 +1256,14 @@ class Served:
         page = httpx2.get(f"{self.url}/metrics").text
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}[ {{]", line))
 
-    def stop(self, signum: int = signal.SIGTERM) -> str:
-        """What it said on standard error, when it has ended."""
-        self.popen.send_signal(signum)
-        return self.popen.communicate(timeout=60)[1]
-
 
 @pytest.fixture(scope="module")
 def launch(model: Path) -> Iterator[Callable[..., Served]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def launch(*options: str, **environment: str) -> Served:
-        command = [*COMMAND, "serve", "--engine", "torch", "--model", str(model), "--port", "0", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        popen = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=environment)
-        started.append(popen)
-        assert popen.stderr is not None
-        lines = []
-        for line in popen.stderr:
-            if found := re.search(r"Serving on (http://\S+)/v1", line):
-                return Served(popen, found[1], str(model))
-            lines.append(line)
-        raise AssertionError("".join(lines))
-
-    yield launch
-    for popen in started:
-        popen.kill()
-        popen.communicate()
+    options = ["--engine", "torch", "--model", str(model), "--port", "0", "--profile", "none"]
+    with launching(
+        lambda popen, url: Served(popen, url, str(model)), *COMMAND, "serve", *options, OMP_NUM_THREADS="1"
+    ) as launch:
+        yield launch
 
 
 @pytest.fixture(scope="module")
@@ -1353,8 +1514,12 @@ class TestOptions:
             if name.startswith("RAGORDER_"):
                 monkeypatch.delenv(name)
 
+    @pytest.fixture(scope="class")
+    def profiles(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("cache")
+
     @pytest.fixture
-    def serving(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
+    def serving(self, model: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
         """Runs the command up to the moment from which it would serve."""
         import ragorder.adapters.proxy as proxy
 
@@ -1377,6 +1542,7 @@ class TestOptions:
 
             with monkeypatch.context() as patch:
                 patch.setattr(TieredEngine, "load", load)
+                patch.setattr("ragorder.kernels.profile_cache.cache_folder", lambda: profiles)
                 patch.setattr(EngineWorker, "__init__", start)
                 patch.setattr("ragorder.adapters.proxy.make_app", make)
                 patch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
@@ -1393,8 +1559,22 @@ class TestOptions:
     def test_without_options_the_engine_has_its_defaults(self, serving: Callable[..., Command]) -> None:
         command = serving()
         assert command.result.exit_code == 0, command.result.output
-        assert command.settings == EngineSettings()
+        assert command.settings == EngineSettings(profile="auto")
         assert command.waiting == 1000
+
+    def test_a_profile_is_measured_at_the_first_start_unless_it_is_declined(
+        self, serving: Callable[..., Command], tmp_path: Path
+    ) -> None:
+        def measured(*options: str) -> bool:
+            command = serving("--device-tokens", "512", "--profile-budget", "1", *options)
+            assert command.result.exit_code == 0, command.result.output
+            return "measuring prefill times" in command.result.stderr
+
+        (tmp_path / "damaged.json").write_text("{")
+        assert not measured("--profile", "none")
+        assert [measured(*options) for options in ((), (), ("--profile", "auto"))] == [True, False, False]
+        refused = serving("--profile", str(tmp_path / "damaged.json")).result
+        assert (refused.exit_code, "this is not JSON: measure one" in refused.stderr) == (2, True)
 
     def test_all_options_reach_the_engine(self, serving: Callable[..., Command], tmp_path: Path) -> None:
         profile = tmp_path / "profile.json"
@@ -1406,14 +1586,24 @@ class TestOptions:
             "--disk-bytes": "64MB",
             "--policy": "lru",
             "--profile": str(profile),
+            "--profile-budget": "2500ms",
             "--block-size": "32",
             "--max-model-len": "512",
             "--max-requests": "4",
+            "--schedule": "fcfs",
+            "--schedule-window": "5",
+            "--replicate-nodes": "9",
+            "--max-cached-documents": "3",
+            "--deadline": "2m",
+            "--max-retries": "1",
+            "--reuse": "fused",
+            "--recompute": "0.2",
+            "--select": "head",
             "--dtype": "float32",
             "--device": "cpu",
             "--max-waiting": "7",
         }
-        command = serving(*[part for pair in options.items() for part in pair])
+        command = serving("--as-if-last", *[part for pair in options.items() for part in pair])
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(
             device_tokens=2048,
@@ -1422,19 +1612,39 @@ class TestOptions:
             disk_bytes=64_000_000,
             policy="lru",
             profile=profile,
+            profile_budget_s=2.5,
             block_size=32,
             max_model_len=512,
             max_requests=4,
+            schedule="fcfs",
+            schedule_window=5,
+            replicate_nodes=9,
+            max_cached_documents=3,
+            deadline_s=120.0,
+            max_retries=1,
+            reuse="fused",
+            recompute=0.2,
+            select="head",
+            as_if_last=True,
             dtype="float32",
             device="cpu",
         )
         assert command.waiting == 7
 
+    def test_the_orderer_takes_documents_over_as_the_engine_does(self, serving: Callable[..., Command]) -> None:
+        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
+        fused = ["--reuse", "fused", "--recompute", "0.3", "--no-as-if-last", "--copies", "all"]
+        settings = serving(*sizes, *fused).orderer.settings
+        assert (settings.reuse, settings.recompute, settings.copies) == ("fused", 0.3, "all")
+        settings = serving(*sizes).orderer.settings
+        assert (settings.reuse, settings.copies) == ("exact", "served")
+
     def test_documents_count_as_cached_on_the_device_and_in_host_memory(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
         settings = serving(*sizes).orderer.settings
         # Two layers of keys and values of one head with 64 numbers, four bytes each.
-        assert (settings.block_size, settings.capacity_tokens) == (16, 2048 + (2 << 20) // (2 * 2 * 64 * 4))
+        host_tokens = (2 << 20) // (2 * 2 * 64 * 4)
+        assert (settings.block_size, settings.capacity_tokens, settings.host_tokens) == (16, 2048, host_tokens)
         settings = serving(*sizes, "--capacity-tokens", "999").orderer.settings
         assert settings.capacity_tokens == 999
         assert serving(*sizes, RAGORDER_BLOCK_SIZE="64").orderer.settings.block_size == 64
@@ -1454,11 +1664,18 @@ class TestOptions:
             (None, ["--connect-timeout", "3"], "--connect-timeout requires --engine upstream"),
             (None, ["--reorder-window", "3"], "--reorder-window requires --max-in-flight"),
             (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
+            (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
+            (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
+            (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
+            (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
             (None, ["--host-bytes", "many"], "'many' is no size"),
-            (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'pgdsf', 'gdsf', 'lru', 'lfu'"),
+            (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'forecast', 'gdsf', 'lfu', 'lru', 'pgdsf'"),
             (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
             (None, ["--device", "abacus"], "abacus"),
             (None, ["--device-tokens", "3"], "less than a block"),
+            (None, ["--profile", "nowhere.json"], "'nowhere.json' does not exist"),
+            (None, ["--profile-budget", "0"], "0 is too short: give more than 0s"),
+            (["--upstream", "http://x"], ["--profile", "none"], "--profile requires --engine torch"),
             (None, ["--block-size", "2000"], "--block-size"),
             (None, ["--max-model-len", "99999"], "is exact up to 2048 tokens"),
             (None, ["--document-template", "{id}"], "--document-template must contain {text}"),
@@ -1506,14 +1723,14 @@ class TestOptions:
     def test_a_random_model_is_made_on_the_spot(
         self, serving: Callable[..., Command], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.eval.engines.models.random_model", lambda: model)
-        monkeypatch.setattr("ragorder.eval.engines.vllm.has_fast_bfloat16", lambda: False)
+        monkeypatch.setattr("ragorder.kernels.random_model.random_model", lambda: model)
+        monkeypatch.setattr("ragorder.kernels.random_model.has_fast_bfloat16", lambda: False)
         command = serving(needed=["--engine", "torch", "--model", "random", "--port", "0"])
         assert command.result.exit_code == 0, command.result.output
-        assert command.settings == EngineSettings(dtype="float32")
+        assert command.settings == EngineSettings(dtype="float32", profile="auto")
         assert command.orderer.settings.capacity_tokens > 0
         command = serving(needed=["--engine", "torch", "--model", "random", "--dtype", "bfloat16", "--port", "0"])
-        assert command.settings == EngineSettings(dtype="bfloat16")
+        assert command.settings == EngineSettings(dtype="bfloat16", profile="auto")
 
     def test_a_folder_without_weights(self, serving: Callable[..., Command], model: Path, tmp_path: Path) -> None:
         for file in model.iterdir():

@@ -13,9 +13,9 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from email.message import Message
 from functools import partial
 from hashlib import blake2b
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, count, islice
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.http_server import PageServer
 from support.rings import examples
 from support.waiting import eventually
 
@@ -1329,6 +1330,12 @@ METRICS = (
     "# TYPE vllm:cache_config_info gauge\n"
     'vllm:cache_config_info{block_size="4",engine="0",enable_prefix_caching="True",num_gpu_blocks="101"} 1.0\n'
 )
+TIERS = (
+    'vllm:ragorder_policy{engine="0",policy="forecast"} 1.0\n'
+    'vllm:ragorder_capacity_bytes{engine="0",tier="device"} 4000.0\n'
+    'vllm:ragorder_capacity_bytes{engine="0",tier="host"} 16000.0\n'
+    'vllm:ragorder_capacity_bytes{engine="0",tier="disk"} 1.6e+05\n'
+)
 SECRET = "sk-0123456789"  # noqa: S105
 
 
@@ -1336,23 +1343,12 @@ SECRET = "sk-0123456789"  # noqa: S105
 def metrics() -> Iterator[str]:
     """The address of a server that publishes its metrics to clients with the key."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = self.path == "/metrics" and self.headers["Authorization"] in (None, f"Bearer {SECRET}")
-            self.send_response(200 if known else 404)
-            self.end_headers()
-            self.wfile.write(METRICS.encode() if known else b"")
+    def page(path: str, headers: Message) -> tuple[int, str]:
+        known = path == "/metrics" and headers["Authorization"] in (None, f"Bearer {SECRET}")
+        return (200, METRICS) if known else (404, "")
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with PageServer(page) as server:
+        yield server.base_url
 
 
 @pytest.fixture(scope="module")
@@ -1404,7 +1400,7 @@ class TestOrdererForVLLM:
         threads = threading.active_count()
         with pytest.raises(ValueError, match=r"events_endpoint needs builder=PromptBuilder\(tokenizer=…\)"):
             Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint)
-        assert threading.active_count() == threads
+        assert eventually(lambda: threading.active_count() == threads)
 
     def test_d4_metrics_that_say_nothing_are_warned_of_once_and_stay_in_degraded(
         self, metrics: str, builder: PromptBuilder, log: pytest.LogCaptureFixture
@@ -1428,6 +1424,25 @@ class TestOrdererForVLLM:
             orderer = Orderer.for_vllm(f"{metrics}/elsewhere", block_size=BLOCK, capacity_tokens=400)
             assert orderer.degraded == ()
             assert Orderer.for_vllm(metrics, api_key=SECRET).degraded == (), "events are asked for, or not"
+
+    @pytest.mark.parametrize(
+        ("changed", "found"),
+        [
+            (("", ""), (1600, 16_000, "forecast")),
+            (('policy="forecast"', 'policy="of-tomorrow"'), (0, 0, "pgdsf")),
+            (('tier="device"', 'tier="other"'), (0, 0, "pgdsf")),
+            (("1.6e+05", "much"), (1600, 0, "forecast")),
+        ],
+    )
+    def test_sizes_of_tiers_are_the_servers(
+        self, metrics: str, monkeypatch: pytest.MonkeyPatch, changed: tuple[str, str], found: tuple[int, int, str]
+    ) -> None:
+        """Its 100 blocks of 4 tokens take 4,000 bytes."""
+        monkeypatch.setattr(sys.modules[__name__], "METRICS", METRICS + TIERS.replace(*changed))
+        settings = Orderer.for_vllm(metrics).settings
+        assert (settings.host_tokens, settings.disk_tokens, settings.tier_policy) == found
+        by_hand = Orderer.for_vllm(metrics, host_tokens=7).settings
+        assert (by_hand.host_tokens, by_hand.disk_tokens, by_hand.tier_policy) == (7, 0, "pgdsf")
 
     @pytest.mark.parametrize(
         ("label", "value", "reason"),
@@ -1515,6 +1530,12 @@ class TestOrdererForVLLM:
         for url in (metrics, f"{metrics}/v1"):
             orderer = Orderer.for_vllm(url, api_key=SECRET)
             assert (orderer.settings.block_size, orderer.settings.capacity_tokens) == (BLOCK, 100 * BLOCK)
+
+    def test_blocks_of_all_tiers_are_remembered(self, metrics: str, server: Server, builder: PromptBuilder) -> None:
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        make = partial(Orderer.for_vllm, metrics, builder=builder, events_topic=TOPIC, **endpoints)
+        with make() as alone, make(host_tokens=1 << 20) as tiered:
+            assert tiered.events.blocks.max_blocks >= 2 * (1 << 20) // BLOCK > alone.events.blocks.max_blocks
 
     def test_what_is_said_explicitly_wins(self, metrics: str, builder: PromptBuilder) -> None:
         given = {"block_size": 32, "capacity_tokens": 640, "prefix_tokens": 7}

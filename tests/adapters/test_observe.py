@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.http_server import PageServer
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
@@ -290,6 +290,14 @@ class TestMetrics:
         wanted += " tree_nodes evicted_blocks displacement_positions"
         assert {f"ragorder_{name}" for name in wanted.split()} <= names
 
+    def test_times_between_tokens_are_counted(self) -> None:
+        metrics = Metrics()
+        for tbt_s in (0.02, 0.03, 60.0):
+            metrics.token_times(tbt_s)
+        page = prometheus_client.generate_latest(metrics.registry).decode()
+        assert 'ragorder_time_between_tokens_seconds_bucket{le="0.025"} 1.0' in page
+        assert "ragorder_time_between_tokens_seconds_count 3.0" in page
+
     def test_goes_into_the_applications_registry(self) -> None:
         registry = prometheus_client.CollectorRegistry()
         prometheus_client.Counter("app_requests", "The application's own.", registry=registry).inc()
@@ -419,26 +427,15 @@ class TestStatsCommand:
 
     @pytest.fixture
     def url(self, metrics: Metrics) -> Iterator[str]:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = self.path == "/metrics" and self.headers.get("Authorization") in (None, "Bearer key")
-                body = prometheus_client.generate_latest(metrics.registry) if known else b"nothing here"
-                keyless = self.path == "/metrics" and not known
-                self.send_response(200 if known else 401 if keyless else 404)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def page(path: str, headers: Message) -> tuple[int, bytes]:
+            if path != "/metrics":
+                return 404, b"nothing here"
+            if headers.get("Authorization") not in (None, "Bearer key"):
+                return 401, b"nothing here"
+            return 200, prometheus_client.generate_latest(metrics.registry)
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        with PageServer(page) as server:
+            yield server.base_url
 
     def run(self, *arguments: str) -> Any:
         return CliRunner().invoke(main, ["stats", *arguments], env={"COLUMNS": "140"})

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.serve_process import ServeProcess, launching
 from support.waiting import eventually
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
@@ -1129,6 +1130,25 @@ class TestOutcomes:
         proxy.post(tagged("ab", stream=True))
         assert orderer.outcome() == SERVED
 
+    def test_the_time_between_tokens_of_a_stream_is_counted(self, start: Start, far_end: FarEnd) -> None:
+        times: list[float] = []
+        proxy = start(on_tbt=times.append)
+        proxy.post({"ragorder": tagged("ab")["ragorder"]})
+        far_end.events(TOKEN, LAST)
+        proxy.post(tagged("ab", stream=True))
+        assert times == [], "there is none between the tokens of an answer in one piece, or of one token"
+        far_end.events(ROLE, TOKEN, TOKEN, TOKEN, LAST)
+        proxy.post(tagged("ab", stream=True))
+        (tbt_s,) = times
+        assert tbt_s >= 0
+
+    def test_a_counter_of_times_that_fails_fails_no_request(
+        self, start: Start, far_end: FarEnd, orderer: RecordingOrderer
+    ) -> None:
+        far_end.events(TOKEN, TOKEN, LAST)
+        assert start(on_tbt=lambda tbt_s: 1 / 0).post(tagged("ab", stream=True)).content.endswith(LAST)
+        assert orderer.outcome() == SERVED
+
     def test_a_stream_is_confirmed_before_its_clients_next_request(
         self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
@@ -1289,6 +1309,37 @@ class TestReadingAnswers:
         for _ in range(100):
             reader.feed(b"x" * 100_000)
         assert (reader._chunks, reader.usage()) == ([], ReportedUsage())
+
+    def test_the_time_between_tokens_is_that_from_the_first_to_the_last(self) -> None:
+        times = iter([10.0, 10.5, 11.5])
+        reader = StreamReader(clock=lambda: next(times))
+        for chunk in (
+            ROLE,
+            TOKEN,
+            b": ping\n\n",
+            TOKEN[:9],
+            TOKEN[9:],
+            TOKEN,
+            b'data: {"choices":[]}\n\n',
+            b"data: [DONE]\n\n",
+        ):
+            reader.feed(chunk)
+        assert reader.tbt_s() == pytest.approx(1.5 / 2)
+
+    def test_tokens_are_those_that_the_server_reports(self) -> None:
+        """LAST has a usage of 7 tokens: some events had several."""
+        times = iter([10.0, 13.0])
+        reader = StreamReader(clock=lambda: next(times))
+        for chunk in (ROLE, TOKEN, TOKEN, LAST):
+            reader.feed(chunk)
+        assert reader.tbt_s() == pytest.approx(3 / 6)
+
+    @pytest.mark.parametrize("chunks", [[], [ROLE], [TOKEN], [TOKEN, LAST]])
+    def test_of_less_than_two_tokens_there_is_no_time_between_them(self, chunks: list[bytes]) -> None:
+        reader = StreamReader()
+        for chunk in chunks:
+            reader.feed(chunk)
+        assert reader.tbt_s() is None and WholeReader().tbt_s() is None
 
 
 class TestLeaving:
@@ -1597,46 +1648,16 @@ class TestOpenAIClient:
 COMMAND = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()")
 
 
-@dataclass
-class Process:
-    """`ragorder serve` in a process of its own."""
-
-    popen: subprocess.Popen[str]
-    url: str
-
-    def stop(self, signum: int = signal.SIGTERM) -> str:
-        """What it said on standard error, when it has ended."""
-        self.popen.send_signal(signum)
-        return self.popen.communicate(timeout=60)[1]
-
-
 @pytest.fixture
-def launch(upstream: str) -> Iterator[Callable[..., Process]]:
+def launch(upstream: str) -> Iterator[Callable[..., ServeProcess]]:
     """Starts `ragorder serve` in front of the far end."""
-    started: list[subprocess.Popen[str]] = []
-
-    def launch(*options: str, **environment: str) -> Process:
-        command = [*COMMAND, "--upstream", upstream, "--port", "0", "--capacity-tokens", "4096", "--block-size", "16"]
-        popen = subprocess.Popen(
-            [*command, *options], text=True, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "", **environment}
-        )
-        started.append(popen)
-        assert popen.stderr is not None
-        lines = []
-        for line in popen.stderr:
-            if found := re.search(r"Serving on (http://\S+)/v1", line):
-                return Process(popen, found[1])
-            lines.append(line)
-        raise AssertionError("".join(lines))
-
-    yield launch
-    for popen in started:
-        popen.kill()
-        popen.communicate()
+    command = [*COMMAND, "--upstream", upstream, "--port", "0", "--capacity-tokens", "4096", "--block-size", "16"]
+    with launching(ServeProcess, *command, PYTHONPATH="") as launch:
+        yield launch
 
 
 class TestServe:
-    def test_it_serves_until_sigterm(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
+    def test_it_serves_until_sigterm(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
         process = launch()
         for names in ("abc", "cba"):
             assert httpx2.post(f"{process.url}{CHAT}", json=tagged(names), verify=CERTIFICATES).content == WHOLE
@@ -1645,14 +1666,14 @@ class TestServe:
         assert process.stop() == ""
         assert process.popen.returncode in (0, -signal.SIGTERM)
 
-    def test_an_interrupt_stops_it_too(self, launch: Callable[..., Process]) -> None:
+    def test_an_interrupt_stops_it_too(self, launch: Callable[..., ServeProcess]) -> None:
         process = launch()
         assert process.stop(signal.SIGINT) == ""
         assert process.popen.returncode == 0
 
     @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
     def test_streams_in_flight_may_end(
-        self, signum: signal.Signals, launch: Callable[..., Process], far_end: FarEnd
+        self, signum: signal.Signals, launch: Callable[..., ServeProcess], far_end: FarEnd
     ) -> None:
         process, stopped = launch(), threading.Event()
         far_end.events(TOKEN, stopped, TOKEN, LAST)
@@ -1673,7 +1694,9 @@ class TestServe:
             return True
         return False
 
-    def test_streams_longer_than_the_grace_are_cut_off(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
+    def test_streams_longer_than_the_grace_are_cut_off(
+        self, launch: Callable[..., ServeProcess], far_end: FarEnd
+    ) -> None:
         process = launch("--grace", "1")
         far_end.events(TOKEN, threading.Event())
         with httpx2.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
@@ -1684,7 +1707,7 @@ class TestServe:
                 next(raw)
         assert far_end.left.wait(10)
 
-    def test_nothing_of_a_request_is_in_its_log(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
+    def test_nothing_of_a_request_is_in_its_log(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
         process = launch("--template", TEMPLATE.replace("\n", "\\n"), RAGORDER_PROXY_API_KEY="secret")
         with httpx2.Client(
             base_url=process.url, headers={"authorization": "Bearer secret"}, verify=CERTIFICATES
@@ -1699,12 +1722,12 @@ class TestServe:
         for text in ("secret", "a is a document", "Which?", "ragorder/", CHAT):
             assert text not in said
 
-    def test_headers_of_the_answer_are_the_servers(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
+    def test_headers_of_the_answer_are_the_servers(self, launch: Callable[..., ServeProcess], far_end: FarEnd) -> None:
         far_end.headers = [("server", "far"), ("date", "today"), ("content-length", str(len(WHOLE)))]
         response = httpx2.get(f"{launch().url}/x", verify=CERTIFICATES)
         assert response.headers.multi_items() == list(far_end.headers)
 
-    def test_websockets_are_refused(self, launch: Callable[..., Process]) -> None:
+    def test_websockets_are_refused(self, launch: Callable[..., ServeProcess]) -> None:
         headers = {
             "connection": "Upgrade",
             "upgrade": "websocket",
@@ -1805,9 +1828,16 @@ class TestServeOptions:
 
     @pytest.mark.parametrize(
         ("option", "value", "setting"),
-        [("--keep-first", "2", 2), ("--keep-last", "3", 3), ("--max-displacement", "1", 1)],
+        [
+            ("--keep-first", "2", 2),
+            ("--keep-last", "3", 3),
+            ("--max-displacement", "1", 1),
+            ("--max-gain-lost", "0.1", 0.1),
+            ("--min-gain", "50", 50.0),
+            ("--cold", "rank", "rank"),
+        ],
     )
-    def test_guards(self, option: str, value: str, setting: int, serving: Callable[..., Served]) -> None:
+    def test_guards(self, option: str, value: str, setting: float | str, serving: Callable[..., Served]) -> None:
         settings = serving(option, value).orderer.settings
         assert getattr(settings, option[2:].replace("-", "_")) == setting
 

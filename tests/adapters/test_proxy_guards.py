@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from ragorder.adapters.proxy import make_app
 from ragorder.adapters.proxy.access import THIS_MACHINE
 from ragorder.adapters.proxy.app import _Readiness
 from ragorder.cli.serve import serve as serve_command
+from ragorder.kernels.profile import LINEAR
 
 CHAT = "/v1/chat/completions"
 
@@ -363,7 +365,7 @@ class TestCommand:
             configs: list[uvicorn.Config] = []
 
             def make(orderer: Any, **options: Any) -> Any:
-                app.update(options)
+                app.update(options, orderer=orderer)
                 return make_app(orderer, **options)
 
             def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
@@ -433,6 +435,16 @@ class TestCommand:
         assert "blocks of 8 (given)" in serve(sizes=("--block-size", "8")).said
         server.answers = [answer(b"", status=b"404 Not Found")]
         assert "262,144 tokens (assumed), blocks of 16 (assumed)" in serve(sizes=()).said
+
+    def test_it_takes_the_tiers_of_the_server(self, serve: Callable[..., Command], tmp_path: Path) -> None:
+        replace(LINEAR, loads={"host": 1e-6, "disk": 1e-4}).to_file(tmp_path / "profile.json")
+        sizes = ("--host-tokens", "8K", "--disk-tokens", "100k", "--tier-policy", "lru")
+        command = serve("--tiers", "--profile", str(tmp_path / "profile.json"), *sizes)
+        assert "Cache: 100,000 tokens (given)" in command.said
+        settings = command.app["orderer"].settings
+        assert (settings.host_tokens, settings.disk_tokens, settings.tier_policy) == (8192, 100_000, "lru")
+        assert settings.profile == tmp_path / "profile.json"
+        assert "--tier-policy" in serve("--tier-policy", "oldest").said
 
     def test_an_upstream_without_http_is_suggested_with_it(self, serve: Callable[..., Command]) -> None:
         assert "write http://localhost:8000" in serve("--upstream", "localhost:8000").said

@@ -20,6 +20,7 @@ httpx2 = pytest.importorskip("httpx2")
 
 DOCUMENTS = [Document(f"d{number}", f"Secret {number} is kept in drawer {number}. " * 3) for number in range(4)]
 QUERY = "What is kept where?"
+ONCE = (1.0,) * len(DOCUMENTS)
 
 
 def ends_of(builder: PromptBuilder, documents: Sequence[Document]) -> list[int]:
@@ -30,6 +31,22 @@ class TestTheFacts:
     def test_are_read_as_they_were_written(self) -> None:
         sent = with_facts({}, [7, 19], "red")
         assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19), tenant_digest("red"))
+
+    def test_have_the_forecast_of_each_document(self) -> None:
+        sent = with_facts({}, [7, 19], None, [12.34567, 0.5])
+        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19), expected=(12.346, 0.5))
+
+    @pytest.mark.parametrize("expected", [(), [1.0], [1.0, 2.0, 3.0]])
+    def test_have_no_forecast_but_one_of_all_documents(self, expected: Sequence[float]) -> None:
+        assert with_facts({}, [7, 19], None, expected)["kv_transfer_params"]["ragorder"] == {"documents": [7, 19]}
+
+    def test_have_no_forecast_of_ours_for_documents_of_the_callers(self) -> None:
+        sent = with_facts({"kv_transfer_params": {"ragorder": {"documents": [3]}}}, [7, 19], None, [2.0, 1.0])
+        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((3,))
+
+    def test_expect_no_more_than_a_server_believes(self) -> None:
+        facts = read_facts(with_facts({}, [7], None, [1e9])["kv_transfer_params"])
+        assert facts is not None and facts.expected == (1000.0,)
 
     def test_are_none_where_nothing_is_known(self) -> None:
         assert with_facts({"n": 1}, (), None) == {"n": 1}
@@ -129,15 +146,18 @@ class TestTheClients:
         client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
         client.generate(QUERY, DOCUMENTS[:3])
         answer = client.generate(QUERY, [DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[0]], scope="red")
-        expected = ends_of(builder, answer.ordering.documents)
-        assert end.facts() == RequestFacts(tuple(expected), tenant_digest("red"))
+        ends = ends_of(builder, answer.ordering.documents)
+        assert end.facts() == RequestFacts(tuple(ends), tenant_digest("red"), expected=(1, 1, 1))
+        client.generate(QUERY, [DOCUMENTS[3], DOCUMENTS[2]], scope="red")
+        facts = end.facts()
+        assert facts is not None and facts.expected == (2, 1), "the first document is that of the request before"
         assert end.sent[-1]["extra_body"]["cache_salt"] == "red"
 
     async def test_of_coroutines_do_so_too(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd(asynchronous=True)
         client = AsyncOrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
         await client.generate(QUERY, DOCUMENTS)
-        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)))
+        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), expected=ONCE)
 
     def test_send_none_by_default(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd()
@@ -150,7 +170,7 @@ class TestTheClients:
         body = {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
         client.generate(QUERY, DOCUMENTS, extra_body=body)
         assert end.sent[-1]["extra_body"]["kv_transfer_params"]["other"] == 1
-        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25)
+        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25, expected=ONCE)
         assert body == {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
 
     def test_unknown_document_ends_are_left_out(self, orderer: Orderer) -> None:
@@ -234,7 +254,7 @@ class TestTheProxy:
     ) -> None:
         await post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"])
         facts = read_facts(sent[-1]["kv_transfer_params"])
-        assert facts == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"))
+        assert facts == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"), expected=ONCE)
         assert "ragorder" not in sent[-1]
 
     async def test_sends_none_by_default(

@@ -23,9 +23,11 @@ from support.chaos import Answer, ask, chunk_files, flip_bit, make_prompts
 from support.chaos.asking import DTYPE, body_of
 
 from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats, fetch_hits, fetch_tier_stats
+from ragorder.adapters.vllm.server_profile import profile_server
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli.tiers import tiers
 from ragorder.eval.engines.server import VLLMServer
+from ragorder.kernels.profile_cache import ProfileCache
 
 pytestmark = pytest.mark.vllm
 
@@ -89,7 +91,7 @@ def client() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def server(vllm_model: Path, disk: Path) -> Iterator[VLLMServer]:
     settings = TierSettings(
-        host_bytes=HOST_CHUNKS * BLOCK_SIZE * kv_bytes(vllm_model), disk_path=disk, disk_bytes=1 << 30
+        host_bytes=HOST_CHUNKS * BLOCK_SIZE * kv_bytes(vllm_model), disk_path=disk, disk_bytes=1 << 30, profile="auto"
     )
     with VLLMServer(
         vllm_model,
@@ -98,6 +100,7 @@ def server(vllm_model: Path, disk: Path) -> Iterator[VLLMServer]:
         max_model_len=BLOCKS * BLOCK_SIZE,
         dtype=DTYPE,
         kv_transfer_config=settings.kv_transfer_config(),
+        environment={"XDG_CACHE_HOME": str(disk.parent / "cache")},
     ) as server:
         yield server
 
@@ -319,3 +322,28 @@ class TestDamagedChunks:
 
     def test_what_was_computed_anew_is_kept_anew(self, aftermath: Aftermath) -> None:
         assert all(reply.answer.cached_tokens == whole_blocks(reply.answer) for reply in aftermath.again)
+
+
+@pytest.mark.slow
+class TestPrefillTimes:
+    def test_are_measured_over_http_and_taken_up_by_the_running_engine(
+        self, story: Story, aftermath: Aftermath, server: VLLMServer, client: Any, disk: Path
+    ) -> None:
+        cache = ProfileCache(disk.parent / "cache" / "ragorder" / "profiles")
+        assert profile_used(server) is False
+        profile = profile_server(server.base_url, budget_s=2, cache=cache)
+        assert profile is not None
+        assert (profile.facts["block_size"], profile.cached_tokens[0]) == (BLOCK_SIZE, 0)
+        assert list(cache.folder.glob("*.json")) == [cache.path(profile.facts["key"])]
+
+        def used_after_another_request() -> bool | None:
+            assert ask(client, server.base_url, server.model_name, prompts()[0]).agrees(story.cold[0])
+            return profile_used(server)
+
+        assert eventually(used_after_another_request, bool)
+
+
+def profile_used(server: VLLMServer) -> bool | None:
+    lines = httpx2.get(f"{server.base_url}/metrics").text.splitlines()
+    values = [line.rpartition(" ")[2] for line in lines if line.startswith("vllm:ragorder_profile{")]
+    return bool(float(values[0])) if values else None

@@ -48,8 +48,10 @@ class TestSettings:
                 "policy": "lru",
                 "history": 0,
                 "io_threads": 2,
+                "enable_kv_events": True,
             }
         ]
+        assert extra["self_describing_kv_events"] is True
         assert TierSettings.from_extra_config(extra) == settings
 
     def test_without_a_disk_there_is_no_second_tier(self) -> None:
@@ -76,7 +78,7 @@ class TestSettings:
             ({"host_bytes": 0}, "host_bytes"),
             ({"host_bytes": 1, "disk_path": "/kv"}, "disk_bytes"),
             ({"host_bytes": 1, "disk_bytes": 1}, "disk_path"),
-            ({"host_bytes": 1, "policy": "fifo"}, "choose one of pgdsf, gdsf, lru, lfu"),
+            ({"host_bytes": 1, "policy": "fifo"}, "choose one of forecast, gdsf, lfu, lru, pgdsf"),
             ({"host_bytes": 1, "history": -1}, "history"),
             ({"host_bytes": 1, "blocks_per_chunk": 0}, "blocks_per_chunk"),
             ({"host_bytes": 1, "io_threads": 0}, "io_threads"),
@@ -147,6 +149,8 @@ class TestFacts:
         facts = {"documents": [100, 250, 250], "tenant": "a1b2", "cost": 1}
         assert read_facts({"ragorder": facts, "other": 1}) == RequestFacts((100, 250, 250), "a1b2", 1.0)
         assert read_facts({"ragorder": {"documents": None, "new": 1}}) == RequestFacts()
+        facts = {"documents": [100, 250], "expected": [7, 0.25]}
+        assert read_facts({"ragorder": facts}) == RequestFacts((100, 250), expected=(7.0, 0.25))
 
     @pytest.mark.parametrize("params", [None, {}, {"ragorder": None}, {"other": 1}])
     def test_facts_are_optional(self, params: Any) -> None:
@@ -175,6 +179,15 @@ class TestFacts:
             {"cost": 10.1},
             {"cost": "1"},
             {"cost": True},
+            {"expected": [1]},
+            {"documents": [100], "expected": []},
+            {"documents": [100], "expected": [1, 2]},
+            {"documents": [100], "expected": 1},
+            {"documents": [100], "expected": ["1"]},
+            {"documents": [100], "expected": [True]},
+            {"documents": [100], "expected": [-1]},
+            {"documents": [100], "expected": [1001]},
+            {"documents": [100], "expected": [float("nan")]},
         ],
     )
     def test_malformed_facts_are_distinguished_from_none(self, facts: Any) -> None:
@@ -354,6 +367,86 @@ class TestTheHostsPolicy:
         assert tier.node("SAQ").frequency == 0
         tier.serve("U")
         assert tier.holds("S", "SA", "SAQ") == [True, True, False]
+
+    def test_of_a_request_with_many_documents_the_first_ones_are_kept(self, host: Any) -> None:
+        """RAGCache 5.4."""
+        tier = host(6, max_cached_documents=2)
+        documents = [CHUNK, 2 * CHUNK, 3 * CHUNK]
+        for hits in (0, 2, 2):
+            assert tier.serve("SABQ", {"documents": documents}) == hits
+            assert tier.holds("S", "SA", "SAB", "SABQ") == [True, True, False, False]
+        assert tier.node("SA").frequency == 3
+        tier.serve("TUQ", {"documents": documents[:2]})
+        tier.serve("V")
+        assert tier.holds("T", "TU", "TUQ", "V") == [True, True, True, True], "as without a bound"
+
+    def test_what_a_request_forecasts_stays(self, host: Any) -> None:
+        tier = host(6, policy="forecast")
+        documents = [CHUNK, 2 * CHUNK]
+        tier.serve("SA", {"documents": documents, "expected": [60, 20]})
+        tier.serve("SB", {"documents": documents, "expected": [60, 1]})
+        tier.serve("SC", {"documents": documents, "expected": [60, 2]})
+        assert [tier.node(word).expected for word in ("S", "SA", "SB", "SC")] == [60, 20, 1, 2]
+        for word in ("T", "U", "V", "W"):
+            tier.serve(word)
+        assert tier.holds("S", "SA", "SB", "SC") == [True, True, False, True]
+
+    def test_a_chunk_is_expected_like_the_document_with_its_last_token(self, host: Any) -> None:
+        tier = host(6, policy="forecast")
+        tier.serve("SABQ", {"documents": [CHUNK - 1, 2 * CHUNK, 3 * CHUNK - 1], "expected": [9, 6, 3]})
+        assert [tier.node(word).expected for word in ("S", "SA")] == [6, 6]
+        assert tier.node("SAB").expected == tier.node("SABQ").expected == 0, "not all of it is a document's"
+
+    def test_a_forecast_that_nothing_bears_out_does_not_hold_the_tier(self, host: Any) -> None:
+        """A client that claims all that it may: what others use stays, and what it sent once goes."""
+        tier = host(8, policy="forecast")
+        for word in ("A", "B", "C"):
+            tier.serve(word, {"documents": [CHUNK], "expected": [1000]})
+        for number in range(400):
+            tier.serve("T" if number % 2 else chr(1000 + number))
+        assert tier.holds("A", "B", "C", "T") == [False, False, False, True]
+
+    def test_a_tenants_forecast_is_of_its_own_chunks(self, host: Any) -> None:
+        tier = host(8, policy="forecast")
+        tier.serve("SA", {"documents": [CHUNK, 2 * CHUNK], "expected": [2, 2], "tenant": "red"})
+        before = [tier.node(word).priority for word in ("S", "SA")]
+        tier.serve("TA", {"documents": [CHUNK, 2 * CHUNK], "expected": [900, 900], "tenant": "blue"})
+        assert [tier.node(word).priority for word in ("S", "SA")] == before
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_what_a_waiting_request_will_use_goes_last(self, host: Any, waits: bool) -> None:
+        tier = host(6, policy="lru")
+        tier.serve("AB")
+        waiting, _ = tier.begin("ABQ")
+        if waits:
+            tier.manager.expect(waiting)
+        for word in ("C", "D", "E", "F", "G", "H"):
+            tier.serve(word)
+        assert tier.holds("A", "AB") == [waits, waits]
+
+    def test_a_request_that_is_aborted_keeps_nothing(self, host: Any) -> None:
+        tier = host(6, policy="lru")
+        tier.serve("AB")
+        waiting, _ = tier.begin("ABQ")
+        tier.manager.expect(waiting)
+        tier.manager.on_request_finished(waiting)
+        for word in ("C", "D", "E", "F", "G", "H"):
+            tier.serve(word)
+        assert tier.holds("A", "AB") == [False, False]
+        assert not len(tier.policy._awaited)
+
+    def test_waiting_requests_keep_half_of_the_host_and_others_are_served(self, host: Any) -> None:
+        tier = host(6, policy="lru")
+        requests = [tier.begin(word)[0] for word in ("ABCD", "EFGH")]
+        for request in requests:
+            tier.manager.expect(request)
+        assert len(tier.policy._awaited) == 3
+        for word in ("ABCD", "EFGH", "UVWXYZ"):
+            tier.serve(word)
+            assert tier.holds(word) == [True]
+        for request in requests:
+            tier.manager.on_request_finished(request)
+        assert not len(tier.policy._awaited)
 
     def test_the_cost_is_that_of_the_request_that_computed_it(self, host: Any) -> None:
         profile = PrefillProfile((0, 100), (CHUNK, 100), ((0.016, 0.2), (0.032, 0.4)))

@@ -46,6 +46,7 @@ RUN_FIELDS = {
     "prediction_error_blocks_mean",
     "prediction_bias_blocks",
     "ttft_ms",
+    "tbt_ms",
     "order_us",
     "load",
     "deciles",
@@ -61,6 +62,9 @@ SETTINGS = [
     ("--keep-first", "1"),
     ("--keep-last", "1"),
     ("--max-displacement", "2"),
+    ("--max-gain-lost", "0.2"),
+    ("--min-gain", "20.0"),
+    ("--cold", "rank"),
 ]
 
 
@@ -177,11 +181,32 @@ class TestHelp:
 
         assert invoke("--version").output == f"ragorder, version {version('ragorder')}\n"
 
-    @pytest.mark.parametrize("path", [(), *(path for path, _ in commands())], ids=" ".join)
-    def test_needs_none_of_the_extras(self, python: Any, path: tuple[str, ...]) -> None:
-        done = python(*COMMAND, *path, "--help", blocked=MISSING)
+    @pytest.fixture(scope="class")
+    def without_extras(self, python: Any) -> dict[str, Any]:
+        """Of each command the exit status and its help, from one process for all."""
+        script = (
+            "import io, json, sys\n"
+            "from contextlib import redirect_stdout\n"
+            "from ragorder.cli import main\n"
+            "said = {}\n"
+            "for path in json.load(sys.stdin):\n"
+            "    with redirect_stdout(io.StringIO()) as shown:\n"
+            "        try:\n"
+            "            main([*path, '--help'], prog_name='ragorder')\n"
+            "        except SystemExit as ended:\n"
+            "            said[' '.join(path)] = ended.code, shown.getvalue()\n"
+            "print(json.dumps(said))\n"
+        )
+        done = python("-c", script, input=json.dumps([(), *(path for path, _ in commands())]), blocked=MISSING)
         assert done.returncode == 0, done.stderr
-        assert "Usage: ragorder" in done.stdout
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    @pytest.mark.parametrize("path", [(), *(path for path, _ in commands())], ids=" ".join)
+    def test_needs_none_of_the_extras(self, without_extras: dict[str, Any], path: tuple[str, ...]) -> None:
+        code, shown = without_extras[" ".join(path)]
+        assert code == 0
+        assert "Usage: ragorder" in shown
 
     def test_an_unknown_command_is_a_usage_error(self) -> None:
         assert "No such command 'sort'" in refusal("sort")
@@ -822,6 +847,7 @@ class TestBenchRefuses:
     def test_the_oracle_on_a_real_engine(self) -> None:
         assert "--engine sim" in refusal("bench", "--policy", "oracle", "--engine", "vllm")
 
+    @pytest.mark.merge
     def test_a_model_that_is_not_there(self) -> None:
         pytest.importorskip("transformers")
         assert "/nowhere" in refusal("bench", "--engine", "vllm", "--model", "/nowhere", "--limit", "2")
@@ -926,7 +952,9 @@ class TestMissingExtras:
             (("--retriever", "bm25"), "bm25s", "ragorder[bm25]"),
             (("--retriever", "dense"), "faiss", "ragorder[retrieval]"),
             (("--retriever", "dense"), "sentence_transformers", "ragorder[retrieval]"),
-            (("--engine", "vllm", "--model", "."), "transformers", "ragorder[tokenizer]"),
+            pytest.param(
+                ("--engine", "vllm", "--model", "."), "transformers", "ragorder[tokenizer]", marks=pytest.mark.merge
+            ),
         ],
     )
     def test_of_bench(
@@ -942,6 +970,7 @@ class TestMissingExtras:
         assert blocked in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.merge
     def test_of_the_real_engine(self, python: Any, model_folder: Path) -> None:
         arguments = ["bench", "--engine", "vllm", "--model", model_folder, "--limit", "2"]
         done = python(*COMMAND, *arguments, blocked=("vllm",))
@@ -980,6 +1009,7 @@ class TestDemo:
     def test_a_wrong_value_names_the_option(self, option: str, value: str) -> None:
         assert option in refusal("demo", option, value)
 
+    @pytest.mark.merge
     def test_a_model_that_is_not_there(self, own_cache: None) -> None:
         pytest.importorskip("transformers")
         assert "/nowhere" in refusal("demo", "--model", "/nowhere", "--limit", "2")

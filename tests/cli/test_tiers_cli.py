@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from support.commands import run_command
+from support.http_server import PageServer
 
 pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
@@ -66,6 +66,8 @@ vllm:ragorder_requests_with_facts_total{engine="0",model_name="m"} 4.0
 vllm:ragorder_documents_total{engine="0",model_name="m"} 8.0
 # TYPE vllm:ragorder_device_order gauge
 vllm:ragorder_device_order{engine="0",model_name="m"} 0.0
+# TYPE vllm:ragorder_profile gauge
+vllm:ragorder_profile{engine="0",key="0123456789abcdef01234567",model_name="m"} 0.0
 """
 )
 
@@ -79,27 +81,13 @@ stats = partial(run_command, main, "tiers", "stats", env={"COLUMNS": "160"})
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Serves a page as /metrics and says where: a server in a state that a real one is not in for long."""
-    servers = []
 
     def start(page: str) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200 if self.path == "/metrics" else 404)
-                self.end_headers()
-                self.wfile.write(page.encode())
+        served = PageServer(lambda path, _: (200, page) if path == "/metrics" else (404, ""))
+        return stack.enter_context(served).base_url
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = HTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as stack:
+        yield start
 
 
 class TestConfig:
@@ -124,13 +112,20 @@ class TestConfig:
 
     def test_has_the_defaults_of_the_settings(self) -> None:
         printed = json.loads(config("--host-bytes", "1GiB").stdout)
-        assert printed == TierSettings(host_bytes=GIB).kv_transfer_config()
+        assert printed == TierSettings(host_bytes=GIB, profile="auto").kv_transfer_config()
         assert printed == json.loads(config("--host-bytes", "1GiB", "--device-order").stdout)
 
     def test_every_setting_is_an_option(self) -> None:
         shown = config("--help").stdout
         for name in TierSettings.model_fields:
             assert f"--{name.replace('_', '-')}" in shown
+
+    @pytest.mark.parametrize(("given", "read"), [("auto", "auto"), ("none", None)])
+    def test_has_a_profile_that_is_found_by_itself_or_none(self, given: str, read: str | None) -> None:
+        printed = json.loads(config("--host-bytes", "1GiB", "--profile", given).stdout)
+        extra = printed["kv_connector_extra_config"]
+        assert extra["ragorder"]["profile"] == read
+        assert TierSettings.from_extra_config(extra) == TierSettings(host_bytes=GIB, profile=read)
 
     def test_can_be_pasted_into_a_shell_whatever_the_folder_is_called(self, tmp_path: Path) -> None:
         folder = tmp_path / 'it\'s a "folder" with $HOME \\ and ünïcode'
@@ -219,7 +214,7 @@ class TestServerStats:
         assert (host.tier, host.chunks, host.bytes, host.capacity_bytes) == ("host", 6, 6144, 8192)
         assert (host.stored, host.evicted, host.oldest_s, host.used_share) == (11, 5, 90.0, 0.75)
         assert disk.refused == {"checksum": 2, "truncated": 1}
-        assert (read.with_facts, read.documents, read.device_order) == (4, 8, False)
+        assert (read.with_facts, read.documents, read.device_order, read.profile) == (4, 8, False, False)
 
     def test_as_a_table(self, serve: Serve) -> None:
         shown = stats("--base-url", serve(TIERS)).output
@@ -231,8 +226,20 @@ class TestServerStats:
             "35.0 %",
             "30.0 %",
             "no longer evicts by the policy",
+            "its prefill times are",
         ):
             assert text in shown
+
+    @pytest.mark.parametrize(
+        ("before", "after", "known"), [("} 0.0", "} 1.0", True), ("vllm:ragorder_profile{", "other{", None)]
+    )
+    def test_says_nothing_of_prefill_times_that_are_measured_or_not_awaited(
+        self, serve: Serve, before: str, after: str, known: bool | None
+    ) -> None:
+        page, line = TIERS.rsplit("\n", 2)[:2]
+        url = serve(f"{page}\n{line.replace(before, after)}\n")
+        assert fetch_tier_stats(url).profile is known
+        assert "prefill times" not in stats("--base-url", url).output
 
     def test_as_json(self, serve: Serve) -> None:
         url = serve(TIERS)
@@ -243,24 +250,14 @@ class TestServerStats:
     ) -> None:
         """Figures are shown until the server stops answering."""
         code = (
-            "import sys, threading\n"
-            "from http.server import BaseHTTPRequestHandler, HTTPServer\n"
-            "class Handler(BaseHTTPRequestHandler):\n"
-            "    left = 2\n"
-            "    def do_GET(self):\n"
-            "        Handler.left -= 1\n"
-            "        self.send_response(200 if Handler.left >= 0 else 500)\n"
-            "        self.end_headers()\n"
-            f"        self.wfile.write({TIERS.encode()!r})\n"
-            "    def log_message(self, *_):\n"
-            "        pass\n"
-            "server = HTTPServer(('127.0.0.1', 0), Handler)\n"
-            "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
+            "import itertools\n"
+            "from support.http_server import PageServer\n"
+            "asked = itertools.count()\n"
+            f"server = PageServer(lambda *_: (200 if next(asked) < 2 else 500, {TIERS!r})).start()\n"
             "from ragorder.cli import main\n"
-            "url = f'http://127.0.0.1:{server.server_port}'\n"
-            "main(['tiers', 'stats', '--base-url', url, '--watch', '0.1', '--json'])"
+            "main(['tiers', 'stats', '--base-url', server.base_url, '--watch', '0.1', '--json'])"
         )
-        done = python("-c", code)
+        done = python("-c", code, path=(Path(__file__).parents[1],))
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         assert [line["hits"]["disk"] for line in lines] == [300, 300]
         assert done.returncode == 1

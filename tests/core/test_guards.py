@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise, permutations
@@ -17,10 +18,11 @@ from ragorder.guards import Guards
 Groups = list[str | None]
 
 GUARDS = st.builds(
-    lambda ends, max_displacement, keep_groups: Guards(*ends, max_displacement, keep_groups),
+    lambda ends, max_displacement, keep_groups, lost: Guards(*ends, max_displacement, keep_groups, lost),
     st.tuples(st.integers(0, 7), st.just(0)) | st.tuples(st.just(0), st.integers(0, 7)),
     st.none() | st.integers(0, 6),
     st.booleans(),
+    st.none() | st.floats(0, 0.6),
 )
 GROUPS = st.lists(st.sampled_from([None, "x", "y"]), max_size=6)
 
@@ -38,12 +40,20 @@ def allowed(guards: Guards, groups: Groups, order: Sequence[int]) -> bool:
     limit = guards.max_displacement
     if limit is not None and any(abs(free.index(rank) - in_rank_order.index(rank)) > limit for rank in free):
         return False
+    if guards.max_gain_lost is not None:
+        least = (1 - guards.max_gain_lost) * discounted_gain(in_rank_order, first)
+        if discounted_gain(free, first) < least - 1e-9:
+            return False
     if guards.keep_groups:
         for group in {*groups} - {None}:
             members = [rank for rank in free if groups[rank] == group]
             if members != sorted(members):
                 return False
     return True
+
+
+def discounted_gain(ranks: Sequence[int], first_place: int) -> float:
+    return sum(1 / (rank + 1) / math.log2(place + 2) for place, rank in enumerate(ranks, first_place))
 
 
 def allowed_orders(guards: Guards, groups: Groups) -> list[tuple[int, ...]]:
@@ -116,7 +126,14 @@ def test_the_default_guards_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "guards", [Guards(keep_first=1), Guards(keep_last=1), Guards(max_displacement=0), Guards(keep_groups=True)]
+    "guards",
+    [
+        Guards(keep_first=1),
+        Guards(keep_last=1),
+        Guards(max_displacement=0),
+        Guards(keep_groups=True),
+        Guards(max_gain_lost=0.0),
+    ],
 )
 def test_any_guard_is_a_guard(guards: Guards) -> None:
     assert guards
@@ -136,6 +153,11 @@ def test_any_guard_is_a_guard(guards: Guards) -> None:
         (Guards(max_displacement=2), [2, 3, 0, 1, 5, 4]),
         (Guards(keep_groups=True), [2, 4, 0, 1, 3, 5]),
         (Guards(keep_first=1, max_displacement=1), [0, 2, 1, 4, 3, 5]),
+        (Guards(max_gain_lost=0), [0, 1, 2, 3, 4, 5]),
+        # The reverse order behind the best document costs 6.2 %, the worst document in front of all others 21.3 %.
+        (Guards(max_gain_lost=0.1), [0, 5, 4, 3, 2, 1]),
+        (Guards(max_gain_lost=0.2129), [5, 0, 1, 2, 3, 4]),
+        (Guards(max_gain_lost=1), [5, 4, 3, 2, 1, 0]),
     ],
     ids=str,
 )
@@ -174,6 +196,7 @@ def test_no_documents_and_one(guards: Guards, count: int) -> None:
         Guards(max_displacement=0),
         Guards(max_displacement=3),
         Guards(max_displacement=5_000),
+        Guards(max_gain_lost=0.1),
         Guards(keep_groups=True),
         Guards(keep_first=3, max_displacement=100, keep_groups=True),
         Guards(keep_last=3, max_displacement=100, keep_groups=True),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import lzma
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,13 @@ class TestLines:
         ((_, order),) = read(b'{"id": 1, "parts": ["a"], "parts": ["b"]}')
         assert order.parts == ["b"]
 
-    @pytest.mark.parametrize("packed", [False, True])
-    def test_come_from_paths_and_open_files_plain_or_gzipped(self, tmp_path: Path, packed: bool) -> None:
+    @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
+    def test_come_from_paths_and_open_files_plain_or_packed(
+        self, tmp_path: Path, pack: Callable[[bytes], bytes]
+    ) -> None:
         path = tmp_path / "orders"
         data = b"\xef\xbb\xbf" + GOOD + b"\n"
-        path.write_bytes(gzip.compress(data) if packed else data)
+        path.write_bytes(pack(data))
         for source in (path, str(path)):
             assert len(list(JSONLines(source))) == 1
         with path.open("rb") as file:
@@ -96,6 +100,24 @@ class TestLines:
 
         assert len(list(JSONLines(path, progress=progress))) == 2_000
         assert announced == [("reading orders", len(steps))]
+
+
+class TestObjects:
+    DATA = b'{"id": 1}\n[1]\n{"id": 2, "k": 0}\n{"id": 3}\n\n{"id'
+
+    def test_are_read_past_lines_that_are_none(self) -> None:
+        skipped: list[Exception] = []
+        assert list(JSONLines(io.BytesIO(self.DATA)).objects(skipped.append)) == [
+            (1, {"id": 1}),
+            (3, {"id": 2, "k": 0}),
+            (4, {"id": 3}),
+        ]
+        assert [type(each) for each in skipped] == [JSONLinesError] * 2
+        assert str(skipped[0]) == "<stdin>:2: must be an object, not a list"
+        assert str(skipped[1]).startswith("<stdin>:6: not JSON (column 2: ")
+
+    def test_with_certain_bytes_alone_are_decoded(self) -> None:
+        assert list(JSONLines(io.BytesIO(self.DATA)).objects(containing=b'"k"')) == [(3, {"id": 2, "k": 0})]
 
 
 class TestWhatIsRefused:
@@ -130,9 +152,10 @@ class TestWhatIsRefused:
         with pytest.raises(JSONLinesError, match="<stdin>:2: longer than 1 MiB"):
             read(GOOD + b"\n" + b" " * (1 << 21), max_line_bytes=1 << 20)
 
-    def test_damaged_gzip_data(self) -> None:
-        data = gzip.compress(b"".join(b"%d" % number + GOOD for number in range(1_000)))
-        with pytest.raises(JSONLinesError, match="damaged gzip data"):
+    @pytest.mark.parametrize(("kind", "pack"), [("gzip", gzip.compress), ("xz", lzma.compress)])
+    def test_damaged_packed_data(self, kind: str, pack: Callable[[bytes], bytes]) -> None:
+        data = pack(b"".join(b"%d" % number + GOOD for number in range(1_000)))
+        with pytest.raises(JSONLinesError, match=f"damaged {kind} data"):
             read(data[:-20])
 
     def test_a_missing_file_in_the_callers_own_error(self) -> None:

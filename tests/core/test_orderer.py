@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from time import thread_time
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +92,7 @@ def check_tree(orderer: Orderer, scope: object = None, *, idle: bool = True) -> 
         assert node.leases >= 0
         assert not (idle and node.leases)
     held = sum(node.blocks - node.missing for node in nodes)
-    assert held <= residency.used_blocks <= residency.capacity_blocks
+    assert held <= residency.used_blocks <= residency.pool.capacity_blocks
 
 
 class TestPermutation:
@@ -391,6 +391,28 @@ class TestPreview:
         assert orderer.preview(["a", "b"]) == ["a", "b"] and orderer.fallbacks == 1
 
 
+class TestCold:
+    """Requests of which nothing is cached."""
+
+    HISTORY = (*["b"] * 20, *["x"] * 40)
+
+    @pytest.mark.parametrize(("cold", "expected"), [("future", "ba"), ("rank", "ab")])
+    def test_are_laid_out_for_the_future_or_as_ranked(self, cold: Literal["future", "rank"], expected: str) -> None:
+        orderer = strict(cold=cold, capacity_tokens=2 * BLOCK)
+        for request in self.HISTORY:
+            orderer.order(documents(request)).confirm()
+        assert ids(orderer.order(documents("ab"))) == expected
+
+    def test_with_a_cached_document_the_rest_is_arranged(self) -> None:
+        orderer = strict(cold="rank")
+        for request in (*["xb"] * 20, *["x"] * 40, *["y"] * 4):
+            orderer.order(documents(request)).discard()
+        orderer.order(documents("x")).confirm()
+        ordering = orderer.order(documents("abx"))
+        assert ordering.cached_tokens == 32
+        assert ids(ordering) == "xba"
+
+
 class TestHoldsPrefix:
     def test_from_the_first_request_on(self) -> None:
         orderer = strict(prefix_tokens=40)
@@ -643,9 +665,7 @@ LARGE = [Document(f"d{number}", "", tokens=10) for number in range(10_000)]
 
 
 class TestTenThousandDocuments:
-    @pytest.mark.parametrize("queue", [False, True], ids=["no queue", "queue"])
-    @pytest.mark.parametrize("tail", TAILS)
-    @pytest.mark.parametrize("search", SEARCHES)
+    @pytest.mark.parametrize(("search", "tail", "queue"), grid(list(product(SEARCHES, TAILS, [False, True])), 5))
     def test_ten_thousand_documents_in_one_request(self, search: str, tail: str, queue: bool) -> None:
         orderer = strict(search=search, tail=tail, capacity_tokens=1_000_000)
         shuffled = random.Random(0).sample(LARGE, len(LARGE))
@@ -764,9 +784,9 @@ class TestMemory:
                 sizes.append(
                     {
                         "nodes": scope.tree.size,
-                        "log": len(scope.mirror._log),
-                        "in flight": len(scope.mirror._in_flight),
-                        "counts": len(scope.tail.fallback._counts),
+                        "log": len(scope.mirror.pool.log),
+                        "in flight": len(scope.mirror.pool.in_flight),
+                        "remembered": len(scope.tail.fallback.uses.cohorts.masks),
                     }
                 )
         blocks = 20_000 // BLOCK
@@ -774,7 +794,7 @@ class TestMemory:
             assert size["nodes"] <= 2 * blocks
             assert size["log"] <= 2 * blocks + 2 * 1_024
             assert size["in flight"] <= 1_024
-            assert size["counts"] <= 16_384
+            assert size["remembered"] <= 16_384
 
     @pytest.mark.parametrize("options", [{"residency": "none"}, {"capacity_tokens": None}], ids=str)
     def test_without_a_capacity_the_number_of_nodes_is_bounded(self, options: dict[str, Any]) -> None:
@@ -782,7 +802,7 @@ class TestMemory:
         for retrieved in self.requests(5_000, 40_000):
             orderer.order(retrieved).confirm()
             assert orderer._scopes[None].tree.size <= 500
-        assert len(orderer._scopes[None].mirror._log) <= 4_096
+        assert len(orderer._scopes.pool.log) <= 4_096
 
     def test_holds_on_to_no_documents(self) -> None:
         class Heavy:
@@ -1050,7 +1070,7 @@ class TestBatch:
         assert batch[-1] is once[2] and batch[1] is once[1]
         assert batch[:2] == once[:2] and batch[::-1] == once[::-1] and batch[5:] == []
         assert once[0] in batch
-        assert len(orderer._scopes[None].mirror._in_flight) == 3
+        assert len(orderer._scopes.pool.in_flight) == 3
         for place in (3, -4):
             with pytest.raises(IndexError):
                 batch[place]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import typing
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -18,11 +19,21 @@ from ragorder.trie.tail import TailName, tails
 
 FIELDS = {
     "capacity_tokens": 4096,
+    "host_tokens": 8192,
+    "disk_tokens": 16384,
+    "tier_policy": "lru",
+    "tier_copies": "evicted",
+    "profile": Path("profile.json"),
     "block_size": 32,
     "prefix_tokens": 5,
     "suffix_tokens": 7,
     "search": "greedy",
     "tail": "queue",
+    "min_gain": 0.25,
+    "reuse": "fused",
+    "recompute": 0.3,
+    "copies": "all",
+    "cold": "rank",
     "residency": "none",
     "feedback": False,
     "partial_blocks_first": False,
@@ -30,6 +41,7 @@ FIELDS = {
     "keep_first": 2,
     "keep_last": 3,
     "max_displacement": 4,
+    "max_gain_lost": 0.5,
     "keep_groups": True,
     "events_endpoint": "tcp://127.0.0.1:5557",
     "replay_endpoint": "tcp://127.0.0.1:5657",
@@ -164,6 +176,10 @@ class TestGuards:
     def test_one_from_the_environment_excludes_the_other_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
         assert "exclude each other" in problem(keep_last=1)
+
+    def test_fused_reuse_has_no_kv_events(self) -> None:
+        said = problem(reuse="fused", events_endpoint="tcp://localhost:5557")
+        assert "reuse 'fused' is of the embedded engine, which has no KV events: leave events_endpoint out" in said
 
     def test_guards_carry_the_settings(self) -> None:
         guards = Settings(keep_last=2, max_displacement=3, keep_groups=True).guards

@@ -223,6 +223,13 @@ class TestVLLM:
         assert (first.prompt_tokens, again.prompt_tokens) == (100, 100)
         assert first.ttft_s is not None
         assert first.ttft_s > 0
+        assert first.tbt_s is None
+
+    def test_measures_the_time_between_the_tokens_of_an_answer(self, vllm_engine: VLLMEngine) -> None:
+        with vllm_engine.answering(4):
+            completion = vllm_engine.generate(ids(10, 100))
+        assert completion.ttft_s is not None and completion.total_s is not None and completion.tbt_s is not None
+        assert 0 < completion.tbt_s <= completion.total_s - completion.ttft_s
 
     def test_the_block_of_the_last_token_is_always_computed(self, vllm_engine: VLLMEngine) -> None:
         assert hits(vllm_engine, ids(10, 64), ids(10, 64), ids(10, 65)) == [0, 32, 64]

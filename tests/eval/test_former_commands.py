@@ -60,6 +60,32 @@ def test_options_keep_their_meaning(
     assert shown in said.out
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "now", "planned"),
+    [
+        (
+            "workers",
+            "--orderers 4 --questions 30 --seed 5 --seed 6",
+            "workers --engine openai --set orderers=4 --set questions=30 --seeds 5 --seeds 5,6",
+            "workers: 1 cells x 2 seeds (workers)",
+        ),
+        (
+            "proxy_load",
+            "--rate 40 --seconds 0.5 --streams 10 --events 3 --pause 0.01",
+            "proxy-load --seeds 0 --set rate=40 --set seconds=0.5 --set streams=10 --set events=3 --set pause=0.01",
+            "proxy-load: 1 cells x 1 seeds (proxy-load)",
+        ),
+    ],
+)
+def test_options_of_those_that_start_servers_keep_their_meaning(
+    name: str, options: str, now: str, planned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(name, *options.split(), "--dry-run")
+    said = capsys.readouterr()
+    assert f"This command is now: ragorder eval run {now} --dry-run -o DIR" in said.err
+    assert planned in said.err and said.out == ""
+
+
 def test_json_prints_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     run("scheduling", "--nodes", "100", "--requests", "9", "--policy", "pgdsf", "--no-history", "--json", "--seed", "2")
     row = json.loads(capsys.readouterr().out)

@@ -320,7 +320,7 @@ class TestZeroOverlap:
         assert any({*rankings[0]} & {*later} for later in rankings[1:])
 
     def test_of_all_requests_leaves_nothing_to_gain(self) -> None:
-        (runs,) = run_traces(Bench(("unique",), policies=("retrieval", "greedy", "auto"), limit=200))
+        (runs,) = run_traces(Bench(workloads=("unique",), policies=("retrieval", "greedy", "auto"), limit=200))
         cached = {run.policy_name: set(run.columns().cached_tokens[1:]) for run in runs}
         assert cached == {"retrieval": {64}, "greedy": {64}, "auto": {64}}
 
@@ -428,7 +428,7 @@ class TestARun:
         assert line["rows"]["ttft_ms"] is line["throughput"] is line["rows"]["build_us"] is None
 
     def test_has_the_figures_of_the_benchmark(self, folder: Path) -> None:
-        bench = Bench(("geo",), policies=("retrieval", "auto"), seeds=(1,), limit=30)
+        bench = Bench(workloads=("geo",), policies=("retrieval", "auto"), seeds=(1,), limit=30)
         asked = {**vars_of(bench), "capacity": capacity(20_000), "like": "vllm-0.32"}
         (runs,) = run_traces(Bench(**asked))
         kept = [line for line in result_lines(folder, "run") if line["cell"]["workload"] == "geo" and line["seed"] == 1]
@@ -458,7 +458,7 @@ class TestARun:
 
 
 def vars_of(bench: Bench) -> dict[str, Any]:
-    return {name: getattr(bench, name) for name in bench.__dataclass_fields__}
+    return dict(bench)
 
 
 def capacity(tokens: int) -> Any:
@@ -681,8 +681,11 @@ class TestWhatCannotBeHad:
 
 
 class TestCells:
-    def result_lines(self, folder: Path, cell: str, policies: str = '"retrieval", "auto"', **options: Any) -> list[Any]:
+    def result_lines(
+        self, folder: Path, cell: str, policies: str = '"retrieval", "auto"', requests: int = 30, **options: Any
+    ) -> list[Any]:
         text = SUITE.replace("capacity_tokens = 20_000", cell).replace('"retrieval", "auto"', policies)
+        text = text.replace("requests = 30", f"requests = {requests}")
         text = text.replace('["paper-shuf", "geo"]', '["paper-shuf"]')
         run(folder, suite(text), seeds=(0,), **options)
         return result_lines(folder, "run")
@@ -698,8 +701,8 @@ class TestCells:
 
     def test_residency_none_promises_what_is_gone(self, tmp_path: Path) -> None:
         stale, mirrored = (
-            self.result_lines(tmp_path / residency, f'capacity_tokens = 4_000\nresidency = "{residency}"')[1]
-            for residency in ("none", "lru")
+            self.result_lines(tmp_path / name, f'capacity_tokens = 4_000\nresidency = "{name}"', requests=120)[1]
+            for name in ("none", "lru")
         )
         wrong = [
             sum(f > c for f, c in zip(line["rows"]["predicted_tokens"], line["rows"]["cached_tokens"], strict=True))

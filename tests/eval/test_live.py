@@ -356,7 +356,7 @@ class TestInterruptions:
             late = client(mirrored).generate(f"Mirrored {number}?", asked[5], max_tokens=2)
         assert abs(off_by(late)) <= 1
         assert orderer.fallbacks == mirrored.fallbacks == 0
-        assert all(lease.open is False for lease in orderer._scopes[None].mirror._in_flight)
+        assert all(lease.open is False for _, lease in orderer._scopes.pool.in_flight)
 
 
 class TestTenants:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
+from support.http_server import Handler, LocalServer
 from support.rings import grid
 
 from ragorder import Document
@@ -542,7 +543,7 @@ class TestNeverWorse:
     )
     def test_than_retrieval_order(self, workload: str, percent: int, concurrency: int) -> None:
         wanted = Bench(
-            (workload,),
+            workloads=(workload,),
             policies=("retrieval", "best", "auto"),
             capacity=Capacity(percent=percent),
             concurrency=concurrency,
@@ -573,7 +574,7 @@ class TestDeciles:
         assert all(0 <= decile.order_us["p50"] <= decile.order_us["p99"] for decile in result.deciles)
 
     def test_are_there_only_if_a_load_was_asked_for(self) -> None:
-        (plain,) = run_bench(Bench(("paper",), policies=("best",), limit=20))
+        (plain,) = run_bench(Bench(workloads=("paper",), policies=("best",), limit=20))
         assert plain.deciles is None
         assert plain.load is None
 
@@ -602,7 +603,9 @@ class TestDeciles:
     def test_the_same_seed_is_the_same_run(self) -> None:
         def figures() -> dict[str, Any]:
             arrivals = Arrivals.parse("poisson:9")
-            wanted = Bench(("zipf10",), policies=("auto",), arrivals=arrivals, concurrency=12, limit=150, seeds=(3,))
+            wanted = Bench(
+                workloads=("zipf10",), policies=("auto",), arrivals=arrivals, concurrency=12, limit=150, seeds=(3,)
+            )
             (result,) = run_bench(wanted)
             found = asdict(result) | {"order_us": None}
             for decile in found["deciles"]:
@@ -622,7 +625,7 @@ class TestAnHour:
             trace = written(tmp_path, "\n".join([AZURE.splitlines()[0], *lines]))
         arrivals = Arrivals.parse(str(trace), time_scale=8)
         wanted = Bench(
-            ("zipf10",),
+            workloads=("zipf10",),
             policies=("retrieval", "auto"),
             arrivals=arrivals,
             capacity=Capacity(tokens=1_000_000),
@@ -788,10 +791,8 @@ def _noting(complete: Callable[..., Any], order: list[int], number: int) -> Call
     return noted
 
 
-class FarServer(ThreadingHTTPServer):
+class FarServer(LocalServer):
     """An OpenAI-compatible server with a simulated cache, and the faults that servers have."""
-
-    daemon_threads = True
 
     def __init__(
         self,
@@ -804,22 +805,14 @@ class FarServer(ThreadingHTTPServer):
         max_model_len: int | None = None,
         fault: Callable[[int], str | None] = lambda number: None,
     ) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        super().__init__(_Handler)
+        self.base_url += "/v1"
         self.models = [{"id": "far", "root": root, "max_model_len": max_model_len}, {"id": "other"}]
         self.reports, self.knows, self.salts, self.fault = reports, knows, salts, fault
         self.engine = SimEngine(block_size=16, output_tokens=0, prefix_caching=prefix_caching)
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.lock = threading.Lock()
-
-    def __enter__(self) -> FarServer:
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
 
     def cached_tokens(self, body: dict[str, Any]) -> int:
         with self.lock:
@@ -835,22 +828,17 @@ class FarServer(ThreadingHTTPServer):
         return usage
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(Handler):
     server: FarServer
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         if self.path != "/v1/models":
-            self._answer(404, b"")
+            self.answer(404, b"")
             return
-        self._answer(200, json.dumps({"object": "list", "data": self.server.models}).encode())
+        self.answer(200, json.dumps({"object": "list", "data": self.server.models}).encode())
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         with self.server.lock:
             number = len(self.server.bodies)
             self.server.bodies.append(body)
@@ -858,28 +846,22 @@ class _Handler(BaseHTTPRequestHandler):
         unknown = {"ignore_eos", "cache_salt"} & body.keys() - set(self.server.knows)
         fault = self.server.fault(number)
         if unknown or self.path != "/v1/completions" or fault == "refused":
-            self._answer(400, b'{"error": {}}')
+            self.answer(400, b'{"error": {}}')
         elif fault == "cut":
             self.close_connection = True
         elif fault == "garbage":
-            self._answer(200, b"data: {\n\n")
+            self.answer(200, b"data: {\n\n")
         elif fault == "error":
-            self._answer(200, b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n')
+            self.answer(200, b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n')
         elif fault == "strange":
-            self._answer(200, b'data: {"choices": [{}], "usage": [1]}\n\ndata: [DONE]\n\n')
+            self.answer(200, b'data: {"choices": [{}], "usage": [1]}\n\ndata: [DONE]\n\n')
         elif fault == "silent":
-            self._answer(200, b"data: [DONE]\n\n")
+            self.answer(200, b"data: [DONE]\n\n")
         else:
             events = [{"choices": [{"text": word}]} for word in ("a", "", "\u2028b\x85")]
             usage = {"choices": [], "usage": self.server.usage(body)}
             lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in [*events, usage]]
-            self._answer(200, (": ping\n\n" + "".join(lines) + "data: [DONE]\n\n").encode())
-
-    def _answer(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+            self.answer(200, (": ping\n\n" + "".join(lines) + "data: [DONE]\n\n").encode())
 
 
 def batched(values: Iterable[Any], size: int) -> list[tuple[Any, ...]]:
@@ -921,6 +903,20 @@ class TestOpenAIEngine:
         assert expected.items() <= body.items()
         assert body["stream_options"] == {"include_usage": True}
         assert far.headers[0]["Authorization"] == "Bearer secret"
+
+    def test_the_time_between_tokens_is_that_from_the_first_chunk_to_the_last(
+        self, far: FarServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ticks = count()
+        monkeypatch.setattr(
+            "ragorder.eval.engines.openai.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+        )
+        several, one = (
+            with_engine(far, lambda engine, wanted=wanted: engine.complete(PROMPT, wanted)) for wanted in (5, 1)
+        )
+        # Three chunks a second apart, with five tokens in them.
+        assert (several.ttft_s, several.total_s, several.tbt_s) == (1, 4, 2 / 4)
+        assert one.tbt_s is None
 
     def test_reports_what_the_server_reports(self, far: FarServer) -> None:
         async def twice(engine: OpenAIEngine) -> list[int]:
@@ -1207,6 +1203,7 @@ class TestBenchOnAServer:
         assert auto["cached_tokens"] > retrieval["cached_tokens"] > 0
         assert auto["prediction_within_block"] == 1
         assert min(auto["ttft_ms"].values()) > 0
+        assert auto["tbt_ms"] is None, "answers of one token"
         served = [body["cache_salt"] for body in far.bodies][-40:]
         assert len(set(served[:20])) == len(set(served[20:])) == 1
         assert len(set(served)) == 2

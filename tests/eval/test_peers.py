@@ -211,7 +211,7 @@ class TestContextPilot:
         """notes/ordering.md, mean of two seeds, which differ from run to run by under a point."""
         shares = {}
         for workload in ("paper-shuf", "geo"):
-            results = run_bench(Bench((workload,), policies=("contextpilot",), seeds=(0, 1)))
+            results = run_bench(Bench(workloads=(workload,), policies=("contextpilot",), seeds=(0, 1)))
             cached, prompts = (
                 sum(getattr(each, name) for each in results) for name in ("cached_tokens", "prompt_tokens")
             )
@@ -220,12 +220,12 @@ class TestContextPilot:
 
     def test_plans_batches_and_loses_no_document(self) -> None:
         one, batch = (
-            run_bench(Bench(("paper-shuf",), policies=("contextpilot",), limit=120, batch=batch))[0]
+            run_bench(Bench(workloads=("paper-shuf",), policies=("contextpilot",), limit=120, batch=batch))[0]
             for batch in (False, True)
         )
         assert (batch.requests, batch.prompt_tokens) == (120, one.prompt_tokens)
         assert batch.cached_tokens > one.cached_tokens
 
     def test_prints_nothing_of_its_own(self, capfd: pytest.CaptureFixture[str]) -> None:
-        run_bench(Bench(("paper-shuf",), policies=("contextpilot",), limit=20))
+        run_bench(Bench(workloads=("paper-shuf",), policies=("contextpilot",), limit=20))
         assert capfd.readouterr() == ("", "")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
 from support.results import result_lines
+from support.suites import assert_refused, suite_of
 
 pytest.importorskip("numpy")
 
@@ -40,9 +41,8 @@ from ragorder.eval.experiments.pipelining import (
 from ragorder.eval.experiments.pipelining.modes import ask
 from ragorder.eval.experiments.pipelining.speculation import _rate
 from ragorder.eval.report import make_report, read_results, render_markdown
-from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.specs import Bench
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
 from ragorder.pipelining import Provisional, Retrieval
 
 JSON = dict[str, Any]
@@ -341,7 +341,7 @@ speculative_ms = 69.7
 
 
 def suite(text: str = SUITE) -> Suite:
-    return read_suite("mine", text, "mine.toml")
+    return suite_of(text)
 
 
 class TestSuites:
@@ -370,10 +370,7 @@ class TestSuites:
         ],
     )
     def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
-        assert old in SUITE
-        with pytest.raises(SuiteError) as refused:
-            suite(SUITE.replace(old, new))
-        assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
+        assert_refused(SUITE, old, new, said)
 
 
 class TestTheHarness:
@@ -528,6 +525,15 @@ class TestTheReport:
         assert found["paper: T2 / T1"] == "4.34 × (MMLU), 3.08 × (Natural Questions)"
         assert cells(stages) == {"search": found["search"], "after stage 1": "1 of 10", "after stage 2": "8 of 8"}
 
+    def test_begins_with_the_time_that_speculation_saves(self, tmp_path: Path) -> None:
+        rows = searched([400.0] * 50, [100.0] * 50, started=[[1]] * 50, right=[True] * 50)
+        found = report(tmp_path, line("speculation", rows, search_ratio=1.0, search_ms=422.3))
+        assert found.headline.words == [
+            "Speculative pipelining: speculation changes the median time to the first token by −60.0\u00a0% "
+            "[−60.0, −60.0] against no speculation."
+        ]
+        assert [entry.text for entry in found.overview.rows[0][2:]] == ["TTFT p50", "−60.0\u00a0%", "1 better"]
+
     def test_has_no_number_of_the_papers_for_a_search_that_is_not_stretched(self, tmp_path: Path) -> None:
         rows = searched([4.0] * 10, [2.0] * 10, started=[[1]] * 10, right=[True] * 10)
         search, *_ = report(tmp_path, line("speculation", rows, search_ratio=1.0, search_ms=0)).sections[0].tables
@@ -596,7 +602,7 @@ class TestTheBenchmark:
             ({}, "the simulated engine has no clock"),
             ({"engine": "vllm"}, "use --engine openai, which starts a vLLM server"),
             ({"engine": "openai", "batch": True}, "one request at a time, or with --concurrency"),
-            ({"engine": "openai", "policies": ("retrieval", "sorted")}, "policy 'sorted' cannot say"),
+            ({"engine": "openai", "policies": ("retrieval", "sorted")}, "policy 'sorted' cannot preview"),
             ({"engine": "openai", "base_urls": ("http://a", "http://b")}, "give one --base-url"),
         ],
     )

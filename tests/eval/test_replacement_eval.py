@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from support.commands import run_command
 from support.results import result_lines
 from support.rings import examples
+from support.suites import assert_refused, suite_of
 
 pytest.importorskip("numpy")
 
@@ -29,17 +31,18 @@ from ragorder.eval.experiments.replacement import (
     SKEWED,
     SYSTEM_TOKENS,
     DocumentStream,
+    EventsOrderer,
     SimulatedPrefill,
     TierSize,
     TwoTiers,
+    mirroring_orderer,
     most_hits,
     simulate,
     skewed_stream,
     stream_of_trace,
 )
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
-from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
 
 JSON = dict[str, Any]
 Path_ = tuple[int, ...]
@@ -64,6 +67,7 @@ class PlainTier:
     history: bool
     sizes: dict[Path_, int]
     clock: float = 0.0
+    turnovers: float = 0.0
     uses: int = 0
     held: dict[Path_, PlainNode] = field(default_factory=dict)
     remembered: dict[Path_, PlainNode] = field(default_factory=dict)
@@ -80,6 +84,8 @@ class PlainTier:
             "gdsf": self.clock + node.frequency,
             "lru": self.uses,
             "lfu": node.frequency,
+            # Nobody forecasts: uses so far.
+            "forecast": math.log(max(node.frequency, 1) * max(node.cost, 1e-12)) + 0.5 * self.turnovers,
         }
         node.priority = worth[self.policy]
 
@@ -115,6 +121,7 @@ class PlainTier:
             least = min(leaves, key=lambda path: (left[path].priority, left[path].order))
             gone[least] = left.pop(least)
         for path, node in gone.items():
+            self.turnovers += self.sizes[path] / max(self.used, 1)
             del self.held[path]
             self.clock = max(self.clock, node.priority)
             if self.history:
@@ -321,6 +328,58 @@ class TestSimulating:
         ours, theirs = (prefill_s(skewed, policy, "4GiB", host) for policy in ("pgdsf+history", "gdsf+history"))
         assert ours <= 1.01 * theirs
 
+    @pytest.mark.parametrize("policy", ["lru", "pgdsf+history", "forecast+history"])
+    def test_an_orderer_that_follows_events_predicts_each_hit(self, policy: str) -> None:
+        """Whatever the policy: the tiers say what they hold."""
+        stream = stream_of_trace(trace_of_workload(make_workload("geo", 0), 250))
+        tiers, events = TwoTiers(4_000, 12_000, policy.removesuffix("+history")), EventsOrderer(stream)
+        for request in stream.requests:
+            ordering = events.orderer.order(request)
+            served = tiers.serve(ordering.documents, stream.tokens, ordering.expected_uses)
+            # Where a block holds the end of one document and the beginning of the next, it goes with the next.
+            assert served.hits - 1 <= ordering.prefix_documents <= served.hits
+            events.publish(tiers, tiers.path(ordering.documents, stream.tokens), ordering.documents)
+            ordering.confirm(served.cached_tokens)
+        assert tiers.traffic.lost > 0
+
+    @pytest.mark.parametrize("policy", ["lru", "lfu+history", "gdsf+history", "pgdsf+history", "forecast+history"])
+    def test_an_orderer_that_mirrors_the_tiers_predicts_each_hit(self, policy: str) -> None:
+        """Whatever the policy: the mirror evicts as the tiers do."""
+        stream = stream_of_trace(trace_of_workload(make_workload("geo", 0), 250))
+        name = policy.removesuffix("+history")
+        tiers = TwoTiers(4_000, 12_000, name, 1_000)
+        orderer = mirroring_orderer(stream, tiers, name, A10G)
+        wrong = 0
+        for request in stream.requests:
+            ordering = orderer.order(request)
+            served = tiers.serve(ordering.documents, stream.tokens, ordering.expected_uses)
+            wrong += ordering.prefix_documents != served.hits or ordering.host_tokens != served.host_tokens
+            ordering.confirm(served.cached_tokens)
+        assert tiers.traffic.lost > 0
+        assert wrong <= 2
+
+    def test_waiting_requests_are_not_worse_off_for_being_known(self) -> None:
+        stream = stream_of_trace(trace_of_workload(make_workload("mix8", 0), 400))
+        options: dict[str, Any] = {"ordered": True, "follow": "events"}
+        unknown, known = (
+            hit_rate(stream, "forecast+history", "2%", "8%", 100, waiting=waiting, **options) for waiting in (0, 32)
+        )
+        assert known > 1.05 * unknown
+
+    def test_awaited_nodes_stay_in_the_host_as_many_as_take_half_of_it(self) -> None:
+        tiers = TwoTiers(9, 26, "lru")
+        for document in (6, 5, 4):
+            tiers.serve([document], TOKENS)
+        awaited = tiers.held([6], in_order=True)
+        tiers.expect([awaited])
+        for document in (7, 3, 5, 4, 3, 2):
+            tiers.serve([document], TOKENS)
+        assert awaited[0] in tiers
+        tiers.expect([])
+        for document in (5, 4, 3, 2, 1, 0, 5):
+            tiers.serve([document], TOKENS)
+        assert awaited[0] not in tiers
+
     def test_documents_that_ragorder_places_are_hit_more_often(self) -> None:
         stream = stream_of_trace(trace_of_workload(make_workload("paper-shuf", 0), 300))
         plain, ordered = (hit_rate(stream, "pgdsf+history", "2%", "20%", ordered=each) for each in (False, True))
@@ -429,7 +488,7 @@ metrics = ["hits"]
 
 
 def suite(text: str = SUITE) -> Suite:
-    return read_suite("mine", text, "mine.toml")
+    return suite_of(text)
 
 
 class TestSuites:
@@ -446,7 +505,7 @@ class TestSuites:
 
     def test_have_every_policy_with_and_without_history(self) -> None:
         found = load_suites()["ragcache-figure-20"]
-        assert {*found.policies} == {*CACHES} - {"lru+history"}
+        assert {*found.policies} == {*CACHES} - {"lru+history", "forecast", "forecast+history"}
         assert found.baseline == "lru"
 
     def test_of_table_2_bring_both_data_sets_at_the_sizes_that_are_simulated(self) -> None:
@@ -460,7 +519,7 @@ class TestSuites:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"gdsf+history"]', '"auto"]', "unknown policy 'auto': choose from none, device, pgdsf+history"),
+            ('"gdsf+history"]', '"auto"]', "unknown policy 'auto': choose from none, device, forecast+history"),
             ('device = "1%"', 'device = "1 per cent"', "device: '1 per cent' is no size of a tier"),
             ('device = "1%"', "nodes = 5", 'nodes go with measure = "scheduling"'),
             ('device = "1%"', 'measure = "scheduling"', "is of so many nodes, and of no stream"),
@@ -471,10 +530,7 @@ class TestSuites:
         ],
     )
     def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
-        assert old in SUITE
-        with pytest.raises(SuiteError) as refused:
-            suite(SUITE.replace(old, new, 1))
-        assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
+        assert_refused(SUITE, old, new, said)
 
 
 invoke = partial(run_command, eval_command)
@@ -599,6 +655,49 @@ class TestTheReport:
         assert (ours.text, ours.note, ours.verdict) == ("80.0", "0.80 × [0.80, 0.80]", "better")
         assert cells(times)["paper: mean TTFT, s"].text == "1.38, 1.68, 1.78, 1.81"
         assert "8\u00a0GiB" in cells(hits)["host"].text and "seen before: 95.0" in cells(hits)["stream"].note
+
+    def test_begins_with_the_prefill_that_the_policy_saves(self, tmp_path: Path) -> None:
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("pgdsf+history", MORE, [80.0] * 100))
+        assert found.headline.words == [
+            "Replacement policies: PGDSF, history changes the mean prefill by −20.0\u00a0% [−20.0, −20.0] against LRU."
+        ]
+        assert [(row[2].text, row[3].text, row[4].text) for row in found.overview.rows] == [
+            ("mean prefill", "−20.0\u00a0%", "1 better"),
+            ("hits", "50.0\u00a0%", "1 better"),
+        ]
+
+    def test_of_a_forecast_begins_with_what_that_saves(self, tmp_path: Path) -> None:
+        cell = {"suite": "forecast-tiers", "ordered": True, "follow": "events", "waiting": 32}
+        ours = [line(policy, MORE, [80.0] * 100, **cell) for policy in ("pgdsf+history", "forecast+history")]
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100, **cell), *ours)
+        assert "FORECAST, history changes the mean prefill by −20.0" in found.headline.words[0]
+        stream = cells(found.sections[0].tables[0])["stream"].text
+        assert stream.endswith("placed by ragorder, which follows events, 32 waiting requests known")
+
+    def test_holds_a_forecast_against_what_is_required(self, tmp_path: Path) -> None:
+        """By LRU which knows of no waiting request."""
+        lines = []
+        for waiting, (lru, ours) in ((0, (100.0, 92.0)), (32, (90.0, 84.0)), (8, (95.0, 102.0))):
+            cell = {"suite": "forecast-tiers", "ordered": True, "follow": "events"}
+            cell |= {"waiting": waiting} if waiting else {}
+            lines += [line("lru", HALF, [lru] * 100, **cell), line("forecast+history", MORE, [ours] * 100, **cell)]
+        lines.append(line("forecast+history", MORE, [80.0] * 100, suite="forecast-tiers"))
+        for each in lines:
+            each["facts"]["most_hits_percent"] = 90.0
+        table = report(tmp_path, *lines).sections[0].tables[-1]
+        assert table.title == "The forecast, held against what is required"
+        found = [[entry.text for entry in row[2:]] + [row[3].note] for row in table.rows]
+        assert found == [
+            ["0.920 ×", "0.93 ×", "holds", "50.0", "75.0", "90.0", "holds"],
+            ["0.840 ×", "0.85 ×", "holds", "50.0", "75.0", "90.0", "holds"],
+            ["1.020 ×", "0.85 ×", "does not hold", "50.0", "75.0", "90.0", "does not hold"],
+        ]
+        assert "KV events: 1 of 1 streams; KV events, 32 waiting requests known: 1 of 1 streams" in table.note
+
+    def test_has_no_headline_without_the_policies_that_it_is_about(self, tmp_path: Path) -> None:
+        found = report(tmp_path, line("lru", HALF, [100.0] * 100), line("lfu", MORE, [80.0] * 100))
+        assert found.headline.words == [] and found.overview is None
+        assert found.statistics in render_markdown(found) and "At a glance" not in render_html(found)
 
     @pytest.mark.parametrize(
         ("hits", "prefill_ms", "said"),

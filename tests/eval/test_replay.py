@@ -490,7 +490,7 @@ class TestTheEngine:
         assert nodes <= 4_096 // 16
 
 
-POLICIES = ("retrieval", "greedy", "best", "frequency", "auto")
+POLICIES = ("retrieval", "greedy", "best", "frequency", "popularity", "auto")
 
 
 class TestTheFiguresAreThoseOfTheBenchmark:
@@ -503,7 +503,9 @@ class TestTheFiguresAreThoseOfTheBenchmark:
     def test_one_request_at_a_time(self, workload: str, capacity: str, seed: int) -> None:
         log = exported(make_workload(workload, seed), limit=300)
         report = replay(log, policies=POLICIES, capacities=[capacity], sweep=())
-        bench = Bench([workload], policies=POLICIES, capacity=Capacity.parse(capacity), seeds=[seed], limit=300)
+        bench = Bench(
+            workloads=[workload], policies=POLICIES, capacity=Capacity.parse(capacity), seeds=[seed], limit=300
+        )
         for figures, result in zip(report.figures, run_bench(bench), strict=True):
             assert figures.policy == result.policy
             assert figures.capacity_tokens == result.capacity_tokens
@@ -515,7 +517,7 @@ class TestTheFiguresAreThoseOfTheBenchmark:
     def test_with_blocks_of_another_size(self, block_size: int) -> None:
         log = exported(make_workload("geo", 0), limit=200)
         report = replay(log, policies=POLICIES, capacities=[9_000], sweep=(), block_size=block_size)
-        bench = Bench(["geo"], policies=POLICIES, capacity=Capacity(9_000), block_size=block_size, limit=200)
+        bench = Bench(workloads=["geo"], policies=POLICIES, capacity=Capacity(9_000), block_size=block_size, limit=200)
         assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in run_bench(bench)]
 
     @pytest.mark.parametrize("capacity", ["6000", "40000", "unlimited"])
@@ -525,7 +527,7 @@ class TestTheFiguresAreThoseOfTheBenchmark:
         rates = {"prefill_tokens_per_s": 9_000.0, "decode_tokens_per_s": 12.0}
         report = replay(log, policies=POLICIES, capacities=[capacity], sweep=(), **rates)
         bench = Bench(
-            ["zipf10"],
+            workloads=["zipf10"],
             policies=POLICIES,
             capacity=Capacity.parse(capacity),
             arrivals=Arrivals("poisson:4", rate=4.0),
@@ -545,7 +547,7 @@ class TestTheFiguresAreThoseOfTheBenchmark:
         log = exported(make_workload("paper-shuf", 0), arrivals, limit=200)
         report = replay(log, policies=POLICIES, capacities=[15_000], sweep=(), prefill_tokens_per_s=4_000)
         bench = Bench(
-            ["paper-shuf"],
+            workloads=["paper-shuf"],
             policies=POLICIES,
             capacity=Capacity(15_000),
             arrivals=Arrivals("recorded", trace=arrivals),
@@ -729,7 +731,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize("policy", ["oracle", "events", "none", "queue", "fastest"])
     def test_others_are_refused(self, policy: str) -> None:
-        with pytest.raises(PolicyError, match="choose from retrieval, greedy, best, frequency, auto"):
+        with pytest.raises(PolicyError, match="choose from retrieval, greedy, best, frequency, popularity, auto"):
             replay(random_log(0), policies=[policy])
 
     def test_keep_to_the_settings_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:

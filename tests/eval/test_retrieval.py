@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from ragorder.eval.data import retrieval
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
+from ragorder.kernels.preprocessing import encoder
 
 pytestmark = pytest.mark.merge
 
@@ -144,7 +145,7 @@ class TestDense:
         assert DenseRetriever("some/other").name == "dense:some/other"
 
     def test_a_model_that_cannot_be_loaded_says_what_to_do(self, dense: DenseRetriever, tmp_path: Path) -> None:
-        with pytest.raises(OSError, match=r"cannot load the embedding model .*--embedding-model FOLDER"):
+        with pytest.raises(OSError, match=r"cannot load the embedding model .*name the folder of one"):
             DenseRetriever(str(tmp_path / "absent")).search(TEXTS, ["cat"], 1)
 
     @pytest.mark.slow
@@ -194,10 +195,11 @@ class TestWithoutTheExtra:
     def test_the_error_names_the_extra(self, made: str, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def find(name: str, package: str | None = None) -> ModuleType:
             if name == absent:
-                raise ImportError(f"No module named {name!r}")
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
             return importlib.import_module(name, package)
 
         monkeypatch.setattr(retrieval, "import_module", find)
+        monkeypatch.setattr(encoder, "import_module", find)
         if absent == "sentence_transformers":
             pytest.importorskip("faiss")
         with pytest.raises(ImportError, match=rf"{absent}.*pip install 'ragorder\[(bm25|retrieval)\]'") as caught:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.commands import run_command
 from support.results import result_lines
+from support.suites import assert_refused, suite_of
 
 pytest.importorskip("scipy")
 
@@ -26,8 +27,8 @@ from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
-from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.store import ChunkStore
 
 JSON = dict[str, Any]
@@ -95,7 +96,7 @@ def lines(room: str, apc: float, tiers: float, *, seeds: int = 3, **fields: Any)
 
 
 def suite(text: str = SUITE) -> Suite:
-    return read_suite("mine", text, "mine.toml")
+    return suite_of(text)
 
 
 class TestSizes:
@@ -190,10 +191,7 @@ class TestSuites:
         ],
     )
     def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
-        assert old in SUITE
-        with pytest.raises(SuiteError) as refused:
-            suite(SUITE.replace(old, new))
-        assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
+        assert_refused(SUITE, old, new, said)
 
 
 class TestTheHarness:
@@ -258,6 +256,7 @@ class TestOnRealServers:
             assert tiers["sources"]["host"] > 0
             assert tiers["sources"]["computed"] < alone["sources"]["computed"]
             assert alone["facts"] == tiers["facts"]
+            assert PrefillProfile.from_json(tiers["facts"]["profile"]).facts["model"] == "served"
 
     def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
         done = run_command(eval_command, *command)
@@ -307,6 +306,21 @@ class TestTheReport:
             "10.0, 20.0, 0.0",
         )
         assert "50 requests a seed after 5 of warm-up; seeds 0, 1, 2." in table.note
+
+    def test_begins_with_the_time_that_tiers_save(self, tmp_path: Path) -> None:
+        found = self.report(tmp_path, *lines("device", 100, 110), *lines("host", 300, 100))
+        assert found.headline.words == [
+            "Time to the first token with tiers: a cache with tiers changes the mean time to the first token by −66.6 "
+            "to +9.8\u00a0% against the prefix cache alone; of 2 cells 1 better, 1 worse."
+        ]
+        (chart,) = found.headline.charts
+        assert [(mark.label, round(mark.value, 1)) for mark in chart.marks] == [
+            ("the device's pool", 9.8),
+            ("host memory", -66.6),
+        ]
+        ((_, compared, figure, change, verdicts),) = found.overview.rows
+        assert (compared.note, figure.text) == ("against the prefix cache alone", "TTFT mean")
+        assert (change.text, verdicts.text) == ("−66.6 to 9.8\u00a0%", "1 better, 1 worse")
 
     def test_compares_only_seeds_that_both_arms_have(self, tmp_path: Path) -> None:
         found = self.report(tmp_path, *lines("host", 300, 100)[:-1])

@@ -22,7 +22,7 @@ pytest.importorskip("scipy")
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
 from ragorder.eval._aliases.command import run_suite
-from ragorder.eval.data.trace import TraceRequest
+from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
@@ -36,9 +36,13 @@ from ragorder.eval.experiments.embedded.report import make_part
 from ragorder.eval.experiments.embedded.results import judge, median, required
 from ragorder.eval.experiments.embedded.serving import draw_trace
 from ragorder.eval.experiments.embedded.shapes import SHAPES
+from ragorder.eval.experiments.reordering.embedded_queue import EmbeddedQueues
+from ragorder.eval.experiments.reordering.queueing import Discipline
 from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
+from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 pytestmark = pytest.mark.merge
 
@@ -60,7 +64,7 @@ def engine(tiny: TorchModel) -> Iterator[TorchEngine]:
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In a folder, with a tokenizer for the words of the synthetic workloads."""
-    from ragorder.eval.engines.tiny_model import make_model
+    from ragorder.kernels.random_model import make_model
 
     texts = [document.text for document in make_workload("paper-shuf", 0, requests=1).documents[:40]]
     folder = tmp_path_factory.mktemp("models") / "served"
@@ -116,6 +120,14 @@ class TestTorchEngine:
         assert completion.prompt_tokens == 270
         assert completion.ttft_s is not None and completion.total_s is not None
         assert 0 < completion.ttft_s <= completion.total_s
+        assert completion.tbt_s is None
+
+    def test_measures_the_time_between_the_tokens_of_an_answer(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=640, output_tokens=4)
+        completion = engine.generate(prompt("a"))
+        assert completion.ttft_s is not None and completion.total_s is not None and completion.tbt_s is not None
+        assert 0 < 3 * completion.tbt_s <= completion.total_s - completion.ttft_s
+        engine.close()
 
     def test_a_prompt_that_says_nothing_of_documents_is_cut_into_chunks(self, engine: TorchEngine) -> None:
         ids = list(prompt("a", "b", "c", "d", "e", "f"))
@@ -318,9 +330,11 @@ class TestCommands:
         assert len({run["prompt_tokens"] for run in runs.values()}) == 1
 
     def test_bench_with_host_memory_holds_what_the_host_does(self, served_model: Path, tmp_path: Path) -> None:
-        options = ["--capacity-tokens", "2048", "--policy", "retrieval", "--limit", "3"]
+        options = ["--capacity-tokens", "2048", "--policy", "retrieval", "--limit", "3", "--output-tokens", "3"]
         run = self.bench(served_model, tmp_path, *options, "--host-tokens", "40000")["retrieval"]
         assert run["capacity_tokens"] == 40000
+        assert set(run["tbt_ms"]) == {"p50", "p99", "mean"}
+        assert min(run["tbt_ms"].values()) > 0
 
     @pytest.mark.slow
     def test_bench_under_load(self, served_model: Path, tmp_path: Path) -> None:
@@ -551,6 +565,15 @@ class TestPrefill:
                 assert rows[tier] == [tokens, tokens]
             assert min(rows["wall_ms"]) > 0
 
+    def test_fused_requests_reuse_all_documents(self, tmp_path: Path) -> None:
+        done = run("embedded-fused", tmp_path, *self.small)
+        assert done.exit_code == 0, done.output
+        whole = self.system + 60
+        found = {line["policy"]: line["rows"]["device"] for line in measured(tmp_path)}
+        shares = ("0%", "5%", "15%", "30%")
+        arms = ["exact prefix", *(f"fused, {share} anew" for share in shares)]
+        assert found == {"nothing": [0, 0], **{arm: [whole, whole] for arm in arms}}
+
     def test_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
         parameters = (*self.small, "measure=cached")
         assert run("embedded-prefill", tmp_path, *parameters).exit_code == 0
@@ -601,6 +624,33 @@ class TestPrefill:
         assert measured(tmp_path) == []
 
 
+class TestQueues:
+    """The embedded engine's own queue, on a virtual clock."""
+
+    def test_serves_all_in_the_order_of_arrival_or_the_most_cached_first(self, tiny: TorchModel) -> None:
+        trace = trace_of_workload(make_workload("geo", 0, top_k=2, requests=16), 16)
+        queues = EmbeddedQueues(2_000, max_in_flight=1, model=tiny)
+        served = {}
+        for name, window in (("fcfs", 0), ("reordered", 32), ("again", 32), ("reordered by 2", 2)):
+            served[name] = queues.serve(trace, [0.0] * 16, Discipline(window, 0))
+        assert [served[name].largest_overtaking for name in ("fcfs", "reordered by 2")] == [0, 2]
+        assert served["reordered"].largest_overtaking > 2
+        assert served["reordered"].ttft_s == served["again"].ttft_s
+        for outcome in served.values():
+            assert sorted(outcome.prompt_tokens) == sorted(served["fcfs"].prompt_tokens)
+            assert min(outcome.ttft_s) > 0
+        assert sum(served["reordered"].ttft_s) < sum(served["fcfs"].ttft_s)
+
+    def test_a_step_takes_the_time_of_its_tokens(self, tiny: TorchModel) -> None:
+        trace = trace_of_workload(make_workload("geo", 0, top_k=1, requests=2), 2)
+        queues = EmbeddedQueues(None, max_in_flight=1, times=ServiceTimes(1_000.0), model=tiny)
+        outcome = queues.serve(trace, [0.0, 100.0], Discipline(0, 0))
+        computed = [
+            prompt - cached for prompt, cached in zip(outcome.prompt_tokens, outcome.cached_tokens, strict=True)
+        ]
+        assert outcome.ttft_s == pytest.approx([tokens / 1_000 for tokens in computed])
+
+
 class TestServe:
     small = ("shape=tiny", "requests=16", "warmup=4", "top_k=2")
 
@@ -622,6 +672,38 @@ class TestServe:
         shown = run_command(ragorder, "eval", "report", tmp_path, "--md").output
         for part in ("| no cache |", f"| {behind} |", "times shorter than no cache", "first 4 left out"):
             assert part in shown
+
+    @pytest.mark.slow
+    def test_pgdsf_has_measured_prefill_times_and_the_record_says_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.kernels.profile_cache.cache_folder", lambda: tmp_path / "cache")
+        arms = ("device, lru", "device and 50%, pgdsf")
+        caches = ("device=10%", "host=50%", "requests=12", "warmup=1")
+        shape = ("shape=tiny", "top_k=2", "workload=zipf10-1.6")
+        done = run("embedded-serving", tmp_path, *shape, *caches)
+        assert done.exit_code == 0, done.output
+        facts = {line["policy"]: line["facts"] for line in measured(tmp_path)}
+        profile = PrefillProfile.from_json(facts[arms[1]]["profile"])
+        assert profile != LINEAR
+        assert profile.facts["engine"].startswith("ragorder ")
+        assert facts[arms[0]] == {}
+        shown = run_command(ragorder, "eval", "report", tmp_path, "--md").output
+        assert "PGDSF by measured prefill times" in shown
+
+    @pytest.mark.slow
+    def test_replicas_outlive_the_device(self, tmp_path: Path) -> None:
+        middle = ("requests=40", "warmup=20", "fails_after=20")
+        caches = ("device=100%", "host=100%", "replacement=lru", "replicas=0,32")
+        done = run("embedded-recovery", tmp_path, "shape=tiny", "top_k=2", *middle, *caches)
+        assert done.exit_code == 0, done.output
+        runs = {line["policy"]: line["rows"] for line in measured(tmp_path)}
+        without, replicated = runs["device and 100%, lru"], runs["device and 100%, lru, 32 replicas"]
+        assert without["device"][:20] == replicated["device"][:20]
+        assert sum(without["device"][:20]) > 0
+        assert without["device"][20] == replicated["device"][20] == 0
+        assert sum(without["host"]) == sum(without["copied"]) == 0
+        assert sum(replicated["host"][20:]) > 0 < sum(replicated["copied"][:20])
 
     def test_streams_like_those_of_ragcache_are_traces(self) -> None:
         drawn = draw_trace("mmlu-like", 0, 400, None)
@@ -667,7 +749,7 @@ class TestServe:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         done = run("embedded-serving", tmp_path, *self.small, parameter)
         assert done.exit_code == 0 and "2 not to be had" in done.output
-        assert said in run_command(ragorder, "eval", "report", tmp_path, "--md").output
+        assert said in run_command(ragorder, "report", tmp_path, "--markdown", "-").output
 
 
 def test_a_table_needs_only_one_arm() -> None:

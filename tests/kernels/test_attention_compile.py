@@ -31,8 +31,15 @@ CHOICES = {
     ),
     "the widest head": ("--family", "sm_90", "--head-dim", "256", "--dtype", "bf16", "--rows", "128"),
     "single precision": ("--family", "sm_90", "--head-dim", "128", "--dtype", "fp32", "--rows", "16"),
+    "rows at any positions": (
+        *("--sparse", "--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
+    ),
+    "rows at any positions on ampere, split and capped": (
+        *("--sparse", "--family", "sm_80", "--head-dim", "96", "--dtype", "fp16", "--rows", "128"),
+        *("--split", "--softcap", "--group", "7"),
+    ),
 }
-CHOICES = dict(grid(list(CHOICES.items()), 2))
+CHOICES = dict(grid(list(CHOICES.items()), 3))
 
 
 SCRIPT = """

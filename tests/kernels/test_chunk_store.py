@@ -28,6 +28,7 @@ from ragorder.kernels.policies import POLICIES, History, Tier, TierNode, make_po
 from ragorder.kernels.store import ChunkStore, StoreRefusedError, survey
 from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.format import BadHeaderError, ChunkName, Header
+from ragorder.kernels.store.scan import stored_bytes
 
 IDENTITY = "a model"
 PLENTY = 1 << 30
@@ -113,6 +114,42 @@ class TestAStoreIsADictionaryOnDisk:
         assert store.counters.refusals() == {"size": 1}
         assert KEY not in store
 
+    def test_what_is_removed_is_gone_for_good(self, folder: Path) -> None:
+        gone: list[bytes] = []
+        store = open_store(folder, removed=gone.extend)
+        put(store, KEY)
+        put(store, OTHER, KEY)
+        assert list(store) == [KEY, OTHER]
+        assert store.remove(KEY) and store.remove(THIRD)
+        assert list(store) == [OTHER] and gone == [KEY]
+        assert store.used_bytes == bytes_on_disk(folder) > 0
+        store.close()
+        store = open_store(folder)
+        assert list(store) == [OTHER] and holds(store, OTHER)
+
+    def test_a_file_that_cannot_be_removed_is_said_and_counts(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = open_store(folder)
+        put(store, KEY)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(os, "unlink", refuse)
+        assert not store.remove(KEY)
+        assert KEY not in store and store.used_bytes == bytes_on_disk(folder) > 0
+
+    @given(size=st.integers(0, 20_000), child=st.booleans())
+    def test_what_a_chunk_will_take_is_known_before(self, size: int, child: bool) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            store = open_store(Path(name) / "store")
+            parent = OTHER if child else None
+            expected = store.bytes_on_disk(KEY, size, parent)
+            assert store.write(KEY, bytes(size), parent)
+            assert store.used_bytes == expected
+            assert stored_bytes(Path(name) / "store").keys() == {ChunkName.of(KEY, 0).digest}
+
     @pytest.mark.parametrize("key", [b"", bytes(1025)])
     def test_keys_have_1_to_1024_bytes(self, folder: Path, key: bytes) -> None:
         store = open_store(folder)
@@ -126,7 +163,7 @@ class TestAStoreIsADictionaryOnDisk:
     def test_settings_that_cannot_be_are_refused(self, folder: Path) -> None:
         with pytest.raises(ValueError, match="0 or more"):
             open_store(folder, -1)
-        with pytest.raises(ValueError, match="pgdsf, gdsf, lru, lfu"):
+        with pytest.raises(ValueError, match="forecast, gdsf, lfu, lru, pgdsf"):
             open_store(folder, policy="mru")
         store = open_store(folder)
         with pytest.raises(ValueError, match="finite"):

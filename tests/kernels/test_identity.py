@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_engine import small_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -27,29 +28,7 @@ SHAPE = KVShape(2, 2, 16, 16, torch.float32)
 BLOCK = 16
 
 
-def tiny(**changes: Any) -> Any:
-    config = transformers.Qwen2Config(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
-        | changes
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
+tiny = partial(small_model, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")

@@ -346,6 +346,15 @@ class TestAPromptIsAPath:
         with pytest.raises(ValueError, match="1 or more"):
             self.sizes(ends, chunk_tokens=0)
 
+    @pytest.mark.parametrize(
+        ("ends", "expected"), [([5, 12, 18], [9, 3, 1]), ([5, 12, 12], [9, 3]), ([5, 20], [9, 3]), ([21, 5], [0, 0])]
+    )
+    def test_a_forecast_is_of_the_documents(self, ends: list[int], expected: list[int]) -> None:
+        path = segments_of(self.TOKENS, ends, chunk_tokens=8, expected_uses=[9, 3, 1])
+        assert [segment.expected_uses for segment in path] == expected
+        plain = segments_of(self.TOKENS, ends, chunk_tokens=8)
+        assert [segment[:2] for segment in path] == [segment[:2] for segment in plain]
+
     def test_a_key_stands_for_its_tokens_all_before_them_and_whose_they_are(self) -> None:
         path = segments_of(self.TOKENS, [5, 12])
         assert segments_of([*self.TOKENS[:12], 1, 2, 3], [5, 12]) == path
@@ -860,6 +869,32 @@ class TestRoom:
 
 
 class TestPrefetch:
+    def test_what_a_waiting_request_will_use_leaves_the_host_last(self, engine: Made) -> None:
+        def held_after(expected: Sequence[Sequence[int]]) -> bool:
+            at = engine(device_blocks=4, host_blocks=8, policy="lru")
+            for document in (A, B):
+                at.serve(document)
+            awaited = at.cache.expect(Request(expected).path)
+            for number in range(6):
+                at.serve([2000 + 20 * number + each for each in range(len(A))])
+            found = at.cache.find(Request([A]).path)
+            at.cache.settle(awaited)
+            return bool(found.device + found.host)
+
+        assert held_after([A]) and not held_after([B])
+
+    def test_more_than_half_of_the_host_is_not_kept_and_nothing_waits_for_room(self, engine: Made) -> None:
+        at = engine(device_blocks=4, host_blocks=8, policy="lru")
+        paths = [Request([[3000 + 20 * number + each for each in range(8)]]).path for number in range(10)]
+        awaited = [at.cache.expect(path) for path in paths]
+        assert sum(len(each) for each in awaited) * 8 <= 4 * BLOCK
+        for number in range(10):
+            at.serve([3000 + 20 * number + each for each in range(8)])
+            check_accounts(at.cache)
+        for each in awaited:
+            at.cache.settle(each)
+        assert not len(at.cache._tiers.awaited)
+
     def test_prefetching_loads_for_any_request(self, engine: Made) -> None:
         at = engine(device_blocks=9, host_blocks=20)
         at.serve(A, B, C)
@@ -921,7 +956,7 @@ class TestPolicies:
         assert stats.device.hit_tokens and stats.host.hit_tokens and stats.device.evicted and stats.host.evicted
 
     def test_an_unknown_one_is_refused(self, engine: Made) -> None:
-        with pytest.raises(ValueError, match="pgdsf, gdsf, lru, lfu"):
+        with pytest.raises(ValueError, match="forecast, gdsf, lfu, lru, pgdsf"):
             engine(policy="mru")
 
     def test_a_node_costs_what_a_new_token_of_its_requests_took(self, engine: Made) -> None:
@@ -959,6 +994,13 @@ class TestPolicies:
         assert at.serve(A, [1] * 4, [2] * 4).total in (8, 12)
 
 
+def replicas(at: Made) -> list[Any]:
+    """Nodes that are kept in the host, because they are used most."""
+    tiers = at.cache._tiers
+    tiers.drain()
+    return [node for node in tiers.nodes.values() if node.host and at.cache._host.tier.get(node.key).pins]
+
+
 class TestWhatIsUsedMost:
     def test_is_in_the_host_before_it_leaves_the_device(self, engine: Made) -> None:
         at = engine(device_blocks=40, host_blocks=20, replicate_nodes=2)
@@ -980,9 +1022,30 @@ class TestWhatIsUsedMost:
             at.serve(A)
         for _ in range(3):
             at.serve(E)
-        at.cache._tiers.drain()
-        pinned = [node.key for node in at.cache._tiers.nodes.values() if at.cache._host.tier.get(node.key).pins]
-        assert pinned == [Request([E]).path[0].key]
+        assert [node.key for node in replicas(at)] == [Request([E]).path[0].key]
+
+    def test_takes_no_more_than_half_of_the_host(self, engine: Made) -> None:
+        at = engine(device_blocks=40, host_blocks=6, replicate_nodes=9)
+        for documents in ([A], [E], [[70] * 8]):
+            for _ in range(2):
+                at.serve(*documents)
+        assert 0 < sum(len(node.host.blocks) for node in replicas(at)) <= 3
+
+    def test_makes_way_in_the_end_if_it_is_used_no_more(self, engine: Made) -> None:
+        at = engine(device_blocks=40, host_blocks=20, replicate_nodes=1)
+        for _ in range(6):
+            at.serve(A)
+        for _ in range(6):
+            at.serve(E)
+        assert [node.key for node in replicas(at)] == [Request([E]).path[0].key]
+
+    def test_is_not_forgotten_under_a_lease(self, engine: Made) -> None:
+        at = engine()
+        request = Request([A])
+        at.acquire(request)
+        with pytest.raises(ValueError, match="discard them first"):
+            at.cache.forget_device()
+        at.release(request)
 
 
 class TestAllAtOnce:

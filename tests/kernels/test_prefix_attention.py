@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.attention import FAR_OFF, TOLERANCE, error, make_cache, paged
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -26,8 +27,7 @@ from torch import Tensor
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.kernels.attention import PackedBatch, prefix_attention
-from ragorder.kernels.attention import torch_backend as in_torch
+from ragorder.kernels.attention import PackedBatch, dense, prefix_attention
 from ragorder.kernels.attention.table import (
     ARCHITECTURES,
     HEAD_DIMS,
@@ -40,9 +40,6 @@ from ragorder.kernels.attention.table import (
 )
 
 pytestmark = pytest.mark.merge
-
-TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
-FAR_OFF = 0.05
 
 SMALL_TILES = Tile(32, 16, 4, 2)
 """So that short contexts, too, have tiles without masks."""
@@ -148,24 +145,11 @@ def inputs_of(case: Case) -> Inputs:
     fused = torch.randn(tokens, heads + 2 * kv_heads, case.head_dim, generator=rng).to(dtype)
     q, k, v = fused.split((heads, kv_heads, kv_heads), 1)
 
-    needed = [-(-context // case.block_size) for context in case.contexts]
-    spare = 2
-    # As the engine's pool is: all layers' keys and values of a block in one piece.
-    pool = torch.full((sum(needed) + spare, 2, 2, case.block_size, kv_heads, case.head_dim), math.nan, dtype=dtype)
-    order = torch.randperm(len(pool), generator=rng).tolist()
-    pool[order[-spare:], 1] = torch.randn(pool[order[-spare:], 1].shape, generator=rng).to(dtype)
-    tables = torch.full((len(needed), max(needed) + 3), 2**31 - 1, dtype=torch.int32)
-    for row, (context, blocks) in enumerate(zip(case.contexts, needed, strict=True)):
-        table = [order.pop(0) for _ in range(blocks)]
-        tables[row, :blocks] = torch.tensor(table, dtype=torch.int32)
-        for place, block in enumerate(table):
-            filled = min(case.block_size, context - place * case.block_size)
-            shape = 2, filled, kv_heads, case.head_dim
-            pool[block, 1, :, :filled] = torch.randn(shape, generator=rng).to(dtype)
+    key_cache, value_cache, tables = make_cache(case.contexts, case.block_size, kv_heads, case.head_dim, dtype, rng)
     starts = torch.tensor([0, *case.queries]).cumsum(0).int()
     contexts = torch.tensor(case.contexts, dtype=torch.int32)
     batch = PackedBatch(starts, contexts, tables, max(case.queries), max(case.contexts))
-    return Inputs(q, k, v, pool[:, 1, 0], pool[:, 1, 1], batch)
+    return Inputs(q, k, v, key_cache, value_cache, batch)
 
 
 def formula(case: Case, given: Inputs) -> Tensor:
@@ -193,11 +177,6 @@ def formula(case: Case, given: Inputs) -> Tensor:
     return found
 
 
-def paged(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    blocks = table[: -(-context // cache.shape[1])].tolist()
-    return torch.cat([cache[block] for block in blocks] or [cache[:0].flatten(0, 1)])[:context]
-
-
 def wrong_block(given: Inputs) -> Inputs:
     """The first request with a context looks at another block instead of its first."""
     row = int(given.batch.context_lengths.gt(0).nonzero()[0])
@@ -207,12 +186,6 @@ def wrong_block(given: Inputs) -> Inputs:
         block for block in range(len(given.key_cache)) if block not in used and not given.key_cache[block].isnan().any()
     )
     return replace(given, batch=replace(given.batch, block_tables=tables))
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """The greatest, of numbers above 1 relative to them; what is not a number is infinitely wrong."""
-    difference = (found.double() - wanted).abs() / wanted.abs().clamp(min=1)
-    return float(torch.nan_to_num(difference, nan=math.inf).max()) if found.numel() else 0.0
 
 
 def attend_in_torch(case: Case, given: Inputs) -> Tensor:
@@ -332,13 +305,13 @@ class TestTorch:
 
 def record_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     masks: list[Any] = []
-    attention = in_torch.scaled_dot_product_attention
+    attention = dense.scaled_dot_product_attention
 
     def recorded(*tensors: Tensor, attn_mask: Tensor | None, **how: Any) -> Tensor:
         masks.append(attn_mask)
         return attention(*tensors, attn_mask=attn_mask, **how)
 
-    monkeypatch.setattr(in_torch, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(dense, "scaled_dot_product_attention", recorded)
     return masks
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
-from threading import Lock, Thread
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
+from support.far_server import BLOCK, FarServer
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
@@ -32,7 +30,6 @@ from ragorder.eval.experiments.profiling.measuring import (
 from ragorder.eval.experiments.profiling.record import ProfileRecord
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
-BLOCK = 16
 HUGE = 10**400
 SMALL = ["--cached", "0,32", "--new", "16,48", "--repeats", "1"]
 
@@ -303,90 +300,12 @@ class TestAGrid:
             plan_grid(known(48))
 
 
-class FarServer(ThreadingHTTPServer):
-    """As much of an OpenAI-compatible server as a profile asks for, with a prefix cache, and with faults."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.models: list[dict[str, Any]] = [{"id": "far", "max_model_len": 2048}, {"id": "other"}]
-        self.pages = {
-            "/version": json.dumps({"version": "0.32.0"}),
-            "/metrics": f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="101",engine="0"}} 1.0\n',
-        }
-        self.reports = True
-        self.longest = 2048
-        self.forgets: Callable[[int], bool] = lambda number: False
-        self.fails: Callable[[int], bool] = lambda number: False
-        self.delay_s: Callable[[int], float] = lambda number: 0.0
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: set[str | None] = set()
-        self._held: set[tuple[str, tuple[int, ...]]] = set()
-        self._lock = Lock()
-
-    def page(self, path: str) -> str | None:
-        return json.dumps({"data": self.models}) if path == "/v1/models" else self.pages.get(path)
-
-    def cached_tokens(self, body: dict[str, Any]) -> int:
-        with self._lock:
-            self.bodies.append(body)
-            if self.forgets(len(self.bodies)):
-                self._held.clear()
-            prompt = body["prompt"]
-            heads = [(body["cache_salt"], tuple(prompt[:end])) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
-            usable = heads[: (len(prompt) - 1) // BLOCK]
-            hits = next((number for number, head in enumerate(usable) if head not in self._held), len(usable))
-            self._held.update(heads)
-            return hits * BLOCK
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: FarServer
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        page = self.server.page(self.path)
-        self._answer(404 if page is None else 200, page or "")
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.keys.add(self.headers.get("Authorization"))
-        if len(body["prompt"]) > self.server.longest:
-            self._answer(400, "{}")
-            return
-        if self.server.fails(len(self.server.bodies) + 1):
-            self.server.bodies.append(body)
-            self._answer(500, "{}")
-            return
-        usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"])}
-        cached_tokens = self.server.cached_tokens(body)
-        time.sleep(self.server.delay_s(len(self.server.bodies)))
-        if self.server.reports:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-        events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
-        self._answer(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
-
-    def _answer(self, status: int, content: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content.encode())
-
-
 @pytest.fixture
 def far() -> Iterator[FarServer]:
     pytest.importorskip("httpx2")
     pytest.importorskip("prometheus_client")
     with FarServer() as server:
-        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
 def measured(far: FarServer, **options: Any) -> tuple[PrefillProfile, list[tuple[int, str, tuple[int, ...]]]]:

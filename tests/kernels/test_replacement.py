@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
-from ragorder.kernels.policies import POLICIES, History, ReplacementPolicy, Tier, TierNode, make_policy
+from ragorder.kernels.policies import POLICIES, AwaitedNodes, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)
 
@@ -41,6 +41,7 @@ class Known:
     frequency: int = 0
     costs: list[float] = field(default_factory=list)
     estimate: float = 0.0
+    expected: float = 0.0
     used: int = 0
     size: int = 0
     parent: int | None = None
@@ -64,7 +65,7 @@ class Model:
         self.max_history = max_history
         self.held: dict[int, Known] = {}
         self.past: dict[int, Known] = {}
-        self.clock = 0.0
+        self.clock = self.turnovers = 0.0
         self.time = 0
 
     def priority(self, node: Known) -> float:
@@ -73,9 +74,13 @@ class Model:
             "gdsf": self.clock + node.frequency,
             "lru": node.used,
             "lfu": node.frequency,
+            "forecast": math.log((node.expected or max(node.frequency, 1)) * max(node.cost, 1e-12))
+            + 0.5 * self.turnovers,
         }[self.policy]
 
-    def use(self, path: Sequence[int], cost: float | None, computed: Container[int]) -> None:
+    def use(
+        self, path: Sequence[int], cost: float | None, computed: Container[int], expected: Mapping[int, float]
+    ) -> None:
         for key in path:
             self.time += 1
             if key in self.held:
@@ -86,6 +91,7 @@ class Model:
                 continue
             node.frequency += 1
             node.used = self.time
+            node.expected = expected.get(key, node.expected)
             if cost is not None and key in computed:
                 node.costs.append(cost)
             elif cost is not None and not node.costs:
@@ -135,6 +141,7 @@ class Model:
             gone.append(victim)
         for key in gone:
             self.clock = max(self.clock, self.held[key].priority)
+            self.turnovers += self.held[key].size / max(sum(node.size for node in self.held.values()), 1)
             self.remove(key)
         return gone
 
@@ -144,12 +151,14 @@ class Model:
 
 
 ANY_KEY = st.sampled_from(KEYS)
+FORECASTS = st.dictionaries(ANY_KEY, st.sampled_from([0.0, 0.5, 1.0, 3.0, 900.0]), max_size=6)
 STEPS = st.one_of(
     st.tuples(
         st.just("use"),
         ANY_KEY,
         st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 1.0, 7.0])),
         st.frozensets(ANY_KEY),
+        FORECASTS,
     ),
     st.tuples(st.just("insert"), ANY_KEY, st.integers(0, 3)),
     st.tuples(st.just("remove"), ANY_KEY),
@@ -158,24 +167,24 @@ STEPS = st.one_of(
     st.tuples(st.just("evict"), st.integers(-1, 8), st.frozensets(ANY_KEY, max_size=3)),
     st.tuples(st.just("clear")),
 )
-SERVE = st.tuples(st.just("serve"), ANY_KEY, st.sampled_from([0.1, 0.3, 1.0, 7.0]), st.integers(3, 9))
+SERVE = st.tuples(st.just("serve"), ANY_KEY, st.sampled_from([0.1, 0.3, 1.0, 7.0]), st.integers(3, 9), FORECASTS)
 
 
 def play(tier: Tier, model: Model, step: tuple[Any, ...]) -> None:
     """One step on both; the tier refuses exactly what cannot be."""
     action, *values = step
     if action == "serve":
-        key, cost, capacity = values
+        key, cost, capacity, expected = values
         path = path_to(key)
         missing = [each for each in path if each not in model.held]
         play(tier, model, ("evict", len(model.held) + len(missing) - capacity, frozenset(path)))
         for each in missing:
             play(tier, model, ("insert", each, 1))
-        play(tier, model, ("use", key, cost, frozenset(missing)))
+        play(tier, model, ("use", key, cost, frozenset(missing), expected))
     elif action == "use":
-        key, cost, computed = values
-        tier.use(path_to(key), cost=cost, computed=computed)
-        model.use(path_to(key), cost, computed)
+        key, cost, computed, expected = values
+        tier.use(path_to(key), cost=cost, computed=computed, expected=expected)
+        model.use(path_to(key), cost, computed, expected)
     elif action == "insert":
         key, size = values
         if key in model.held:
@@ -249,7 +258,8 @@ class TestEveryPolicyAgainstAlgorithm1:
         history = None if max_history is None else History(max_history)
         tier, model = Tier(policy, history), Model(name, max_history)
         for _ in range(600):
-            play(tier, model, ("serve", rng.choice(KEYS), rng.random(), rng.randint(4, 9)))
+            expected = {key: rng.random() * 20 for key in rng.sample(KEYS, 3)}
+            play(tier, model, ("serve", rng.choice(KEYS), rng.random(), rng.randint(4, 9), expected))
             compare(tier, model, history, policy)
         assert name in ("lru", "lfu") or model.clock > 0
 
@@ -406,7 +416,7 @@ class TestWhatCannotBe:
             getattr(tier, action)("a")
 
     def test_an_unknown_policy(self) -> None:
-        with pytest.raises(ValueError, match="pgdsf, gdsf, lru, lfu"):
+        with pytest.raises(ValueError, match="forecast, gdsf, lfu, lru, pgdsf"):
             make_policy("arc")
 
     def test_a_history_of_two_tiers(self) -> None:
@@ -505,7 +515,10 @@ class TestPGDSFByHand:
 class TestTheOtherPolicies:
     """a: computed once at a high cost; b: used three times; c: used last. d: as a, but cheap."""
 
-    @pytest.mark.parametrize(("name", "order"), [("pgdsf", "dcba"), ("gdsf", "adcb"), ("lru", "abdc"), ("lfu", "adcb")])
+    @pytest.mark.parametrize(
+        ("name", "order"),
+        [("pgdsf", "dcba"), ("gdsf", "adcb"), ("lru", "abdc"), ("lfu", "adcb"), ("forecast", "dcba")],
+    )
     def test_each_has_an_order_of_its_own(self, name: str, order: str) -> None:
         tier = Tier(make_policy(name))
         for key in "abdc":
@@ -514,7 +527,7 @@ class TestTheOtherPolicies:
             tier.use(key, cost=cost, computed=key)
         assert "".join(map(str, tier.victims())) == order
 
-    @pytest.mark.parametrize(("name", "stays"), [("gdsf", False), ("lfu", True)])
+    @pytest.mark.parametrize(("name", "stays"), [("gdsf", False), ("lfu", True), ("forecast", False)])
     def test_what_was_used_often_but_long_ago_stays_only_without_a_clock(self, name: str, stays: bool) -> None:
         tier = Tier(make_policy(name))
         fill(tier, "a")
@@ -526,6 +539,115 @@ class TestTheOtherPolicies:
             fill(tier, [f"scan {number}"])
             tier.use([f"scan {number}"])
         assert ("a" in tier) == stays
+
+
+class TestForecastByHand:
+    """Sizes are tokens, costs seconds a token; what is expected are uses."""
+
+    def tier(self, keys: str = "abc", history: History | None = None) -> Tier:
+        tier = Tier(make_policy("forecast"), history)
+        for key in keys:
+            tier.insert(key, 100)
+        return tier
+
+    def priority(self, tier: Tier, key: str) -> float:
+        node = tier.get(key)
+        assert node is not None
+        return node.priority
+
+    def test_priorities_are_those_of_the_uses_to_come_and_what_they_save(self) -> None:
+        tier = self.tier()
+        tier.use("abc", cost=0.5, computed="abc", expected={"a": 2.0, "b": 40.0})
+        assert self.priority(tier, "a") == pytest.approx(math.log(2.0 * 0.5))
+        assert self.priority(tier, "b") == pytest.approx(math.log(40.0 * 0.5))
+        assert list(tier.victims()) == ["c", "a", "b"], "without a forecast, c counts as used once"
+
+    def test_a_forecast_counts_more_than_the_past(self) -> None:
+        tier = self.tier("ab")
+        for _ in range(9):
+            tier.use("a", cost=1.0, expected={"a": 2.0})
+        tier.use("b", cost=1.0, expected={"b": 3.0})
+        assert list(tier.victims()) == ["a", "b"]
+
+    def test_the_last_forecast_holds_and_requests_without_one_leave_it(self) -> None:
+        tier = self.tier("ab")
+        tier.use("b", cost=1.0, expected={"b": 4.0})
+        tier.use("a", cost=1.0, expected={"a": 90.0})
+        tier.use("a", cost=1.0, expected={"a": 5.0})
+        tier.use("a", cost=1.0)
+        assert self.priority(tier, "a") == pytest.approx(math.log(5.0))
+
+    def test_what_was_used_earlier_counts_less_by_the_turnovers_since(self) -> None:
+        tier = self.tier("abc")
+        tier.use("abc", cost=1.0, expected={"a": 8.0, "b": 1.0, "c": 1.0})
+        assert tier.evict(100) == ["b"]
+        assert tier.evict(100) == ["c"]
+        tier.insert("d", 100)
+        tier.use("d", cost=1.0, expected={"d": 1.0})
+        assert self.priority(tier, "d") == pytest.approx(0.5 * (1 / 3 + 1 / 2))
+        assert self.priority(tier, "a") == pytest.approx(math.log(8.0))
+
+    def test_a_forecast_survives_eviction_in_the_history_and_goes_with_a_node_to_the_next_tier(self) -> None:
+        tier = self.tier("a", History(5))
+        tier.use("a", cost=1.0, expected={"a": 6.0})
+        below = Tier(make_policy("forecast"))
+        below.insert("a", 100, known=tier.get("a"))
+        tier.evict(100)
+        tier.insert("a", 100)
+        for each in (tier, below):
+            node = each.get("a")
+            assert node is not None
+            assert node.expected == 6.0
+
+    def test_whatever_was_expected_leaves_once_it_is_not_used(self) -> None:
+        """At most log(uses) / 0.5 turnovers later, of a third of the tier each."""
+        tier = self.tier("a")
+        tier.use("a", cost=1.0, expected={"a": 1000.0})
+        for number in range(3 * math.ceil(math.log(1000.0) / 0.5) + 3):
+            tier.insert(number, 100)
+            tier.use([number], cost=1.0)
+            if tier.used > 200:
+                tier.evict(100)
+        assert "a" not in tier
+
+
+class TestAwaitedNodes:
+    def test_are_those_of_all_waiting_requests_until_the_last_of_them_ends(self) -> None:
+        awaited = AwaitedNodes(10)
+        first, second = awaited.add([("a", 4), ("b", 3)]), awaited.add([("a", 4), ("c", 3)])
+        assert (first, second) == (("a", "b"), ("a", "c"))
+        awaited.remove(first)
+        assert [key in awaited for key in "abc"] == [True, False, True]
+        awaited.remove(second)
+        assert not len(awaited)
+
+    def test_have_a_bound_and_the_first_requests_have_precedence(self) -> None:
+        awaited = AwaitedNodes(10)
+        first = awaited.add([("a", 4), ("b", 4), ("c", 4), ("d", 1)])
+        assert first == ("a", "b"), "nothing behind a node without room"
+        assert awaited.add([("e", 3)]) == ()
+        assert awaited.add([("a", 4), ("f", 2)]) == ("a", "f")
+        awaited.remove(first)
+        assert awaited.add([("e", 4)]) == ("e",)
+
+    @given(st.lists(st.tuples(st.booleans(), st.lists(ANY_KEY, max_size=4, unique=True)), max_size=30))
+    def test_are_never_more_than_there_is_room_for(self, steps: list[tuple[bool, list[int]]]) -> None:
+        awaited, waiting = AwaitedNodes(12), []
+        for ends, path in steps:
+            if ends and waiting:
+                awaited.remove(waiting.pop())
+            else:
+                waiting.append(awaited.add((key, key) for key in path))
+            assert {key for key in KEYS if key in awaited} == {key for added in waiting for key in added}
+            assert sum(key for key in KEYS if key in awaited) <= 12
+        for added in waiting:
+            awaited.remove(added)
+        assert not len(awaited)
+        assert awaited.add([("all", 12)]) == ("all",), "all room is back"
+
+    def test_that_are_none_cannot_be_removed(self) -> None:
+        with pytest.raises(KeyError):
+            AwaitedNodes(1).remove(["a"])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -653,16 +775,14 @@ class Counted(float):
 class CountedPGDSF:
     """PGDSF with priorities that count."""
 
-    name = "pgdsf"
-
     def __init__(self) -> None:
         self._policy = make_policy("pgdsf")
 
     def priority(self, node: TierNode) -> float:
         return Counted(self._policy.priority(node))
 
-    def evicted(self, priority: float) -> None:
-        self._policy.evicted(priority)
+    def evicted(self, node: TierNode, used: int) -> None:
+        self._policy.evicted(node, used)
 
 
 def counted_tier(nodes: int, seed: int = 0) -> Tier:

@@ -9,19 +9,30 @@ import math
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.small_engine import (
+    BLOCK,
+    VOCABULARY,
+    Make,
+    ask,
+    block_bytes,
+    difference,
+    greedy,
+    run,
+    small_tiers,
+    tokens,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import (
-    Completion,
     EngineSettings,
     ModelLoadError,
     Request,
@@ -34,107 +45,6 @@ from ragorder.kernels.engine import (
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.sampling import choose
 from ragorder.kernels.paging import thread
-
-VOCABULARY = 300
-BLOCK = 16
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """Two layers of random weights, large enough for attention to matter."""
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
-
-
-@pytest.fixture(scope="module")
-def plain(model: Any) -> Any:
-    """The same model without an engine."""
-    return copy.deepcopy(model)
-
-
-Make = Callable[..., TieredEngine]
-
-
-@pytest.fixture
-def make(model: Any) -> Iterator[Make]:
-    """Engines on copies of the model that share its weights. Closed in the end."""
-    engines = []
-
-    def made(tokenizer: Any | None = None, *, of: Any = None, **settings: Any) -> TieredEngine:
-        options = {"device_tokens": 2048, "host_bytes": 0, "verify": False} | settings
-        clone = copy.deepcopy(model if of is None else of)
-        engines.append(TieredEngine(clone, tokenizer, EngineSettings(**options)))
-        return engines[-1]
-
-    yield made
-    for engine in engines:
-        engine.close()
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(VOCABULARY) for _ in range(count)]
-
-
-def ask(
-    documents: Sequence[Sequence[int]], question: Sequence[int], salt: str | None = None, **sampling: Any
-) -> Request:
-    prompt = [token for document in documents for token in document]
-    ends = [sum(map(len, documents[: place + 1])) for place in range(len(documents))]
-    return Request([*prompt, *question], ends, Sampling(**{"max_tokens": 1} | sampling), salt, keep_logits=True)
-
-
-def difference(completion: Completion, plain: Any, request: Request) -> float:
-    """Of the first token's logits from those of the model without an engine."""
-    assert completion.error is None, completion.error
-    with torch.no_grad():
-        expected = plain(torch.tensor([list(request.token_ids)])).logits[0, -1]
-    return float((completion.logits - expected).abs().max())
-
-
-def greedy(plain: Any, request: Request) -> list[int]:
-    """What transformers answers."""
-    prompt = torch.tensor([list(request.token_ids)])
-    with torch.no_grad():
-        answer = plain.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=request.sampling.max_tokens,
-            do_sample=False,
-        )
-    return answer[0, prompt.shape[1] :].tolist()
-
-
-def run(engine: TieredEngine) -> dict[int, Completion]:
-    """Step until nothing is left."""
-    done = {}
-    while engine.has_unfinished:
-        for update in engine.step():
-            if update.completion is not None:
-                done[update.request_id] = update.completion
-    return done
-
-
-def block_bytes(model: Any) -> int:
-    config = model.config
-    return BLOCK * config.num_hidden_layers * 2 * config.num_key_value_heads * (64 // 4) * 4
 
 
 def used_blocks(engine: TieredEngine) -> int:
@@ -245,14 +155,7 @@ class TestExactness:
 
     def test_random_traffic_over_small_tiers_is_exact(self, make: Make, plain: Any, tmp_path: Path, model: Any) -> None:
         """Documents come, go to host and disk, and come back, while others are computed."""
-        engine = make(
-            device_tokens=20 * BLOCK,
-            host_bytes=20 * block_bytes(model),
-            disk_path=tmp_path / "kv",
-            disk_bytes=1 << 24,
-            max_batch_tokens=100,
-            max_requests=3,
-        )
+        engine = make(**small_tiers(model, tmp_path, 20), max_batch_tokens=100, max_requests=3)
         random = Random(5)
         documents = [tokens(random.randint(10, 60), seed) for seed in range(9)]
         seen: Counter[str] = Counter()
@@ -291,12 +194,7 @@ class TestTiers:
     def test_what_left_the_host_comes_back_from_the_disk_and_survives_the_engine(
         self, make: Make, plain: Any, model: Any, tmp_path: Path
     ) -> None:
-        tiers = {
-            "device_tokens": 8 * BLOCK,
-            "host_bytes": 8 * block_bytes(model),
-            "disk_path": tmp_path / "kv",
-            "disk_bytes": 1 << 24,
-        }
+        tiers = small_tiers(model, tmp_path, 8)
         engine = make(**tiers)
         first = ask([tokens(37, 1), tokens(30, 2)], tokens(9, 3))
         engine.generate([first])
@@ -381,10 +279,33 @@ class TestTiers:
         assert done[loading].cached == (0, 90, 0)
         assert difference(done[loading], plain, slow) <= 1e-4
 
+    def test_of_many_documents_only_the_first_are_kept(self, make: Make, plain: Any) -> None:
+        engine = make(max_cached_documents=2)
+        documents = [tokens(30, seed) for seed in range(5)]
+        request = ask(documents, tokens(9, 7), max_tokens=3)
+        for cached in (0, 60):
+            [completion] = engine.generate([request])
+            assert completion.cached.total == cached
+            assert list(completion.token_ids) == greedy(plain, request)
+        assert engine.stats().cache.device.nodes == 2
+        [fewer] = engine.generate([ask(documents[:1], tokens(9, 8))])
+        assert fewer.cached.total == 30
+
+    def test_a_prefix_is_a_node_of_its_own_beside_the_documents(self, make: Make, plain: Any) -> None:
+        engine = make(max_cached_documents=1)
+        system, first, second = tokens(20, 1), tokens(30, 2), tokens(30, 3)
+        engine.generate([Request([*system, *first, *second, 5], [50, 80], prefix_tokens=20)])
+        request = Request([*system, *second, 5], [50], prefix_tokens=20, keep_logits=True)
+        [completion] = engine.generate([request])
+        assert completion.cached.total == 20
+        assert difference(completion, plain, request) <= 1e-4
+        assert engine.generate([Request([*system, *first, 6], [50], prefix_tokens=20)])[0].cached.total == 50
+        for prefix_tokens in (-1, 50, 999):
+            [completion] = engine.generate([Request([*system, *second, 5], [50], prefix_tokens=prefix_tokens)])
+            assert completion.finish_reason == "length"
+
     def test_clear_cache_forgets_all_tiers(self, make: Make, model: Any, tmp_path: Path) -> None:
-        engine = make(
-            device_tokens=8 * BLOCK, host_bytes=8 * block_bytes(model), disk_path=tmp_path / "kv", disk_bytes=1 << 24
-        )
+        engine = make(**small_tiers(model, tmp_path, 8))
         requests = [ask([tokens(90, seed)], tokens(9, 3)) for seed in range(4)]
         for request in requests:
             engine.generate([request])
@@ -566,7 +487,7 @@ class TestSampling:
             expected = [root / sum(roots) for root in roots]
         logits = torch.tensor(probabilities, dtype=torch.float64).log().float().repeat(4000, 1)
         random = Random(3)
-        choices = choose(logits, [Sampling(**sampling)] * 4000, [random] * 4000)
+        choices = choose(logits, [Sampling(**sampling)] * 4000, [random.random() for _ in range(4000)])
         seen = Counter(choice.token_id for choice in choices)
         for token, probability in enumerate(expected):
             # Five standard deviations.
@@ -784,7 +705,7 @@ class TestText:
 
 
 class TestFailures:
-    def test_a_failed_forward_fails_only_its_requests(
+    def test_an_error_that_would_come_again_fails_only_its_requests(
         self, make: Make, plain: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = make(max_requests=2)
@@ -795,7 +716,7 @@ class TestFailures:
 
         def broken(*arguments: Any) -> Any:
             forward(*arguments)
-            raise RuntimeError("SECRET OF A PROMPT")
+            raise ValueError("SECRET OF A PROMPT")
 
         engine._runner.forward = broken
         with caplog.at_level(logging.DEBUG, "ragorder"):
@@ -805,7 +726,7 @@ class TestFailures:
         for update in updates:
             assert update.completion is not None
             assert update.completion.finish_reason == "error"
-            assert "RuntimeError in test_tiered_engine.py" in (update.completion.error or "")
+            assert "ValueError in test_tiered_engine.py" in (update.completion.error or "")
             assert "SECRET" not in (update.completion.error or "")
         assert "SECRET" not in caplog.text
         done = run(engine)

@@ -375,6 +375,7 @@ class TestWhatIsNotStagedExactlyIsRefused:
             ("IVF8,Flat,RFlat", "IndexRefineFlat in stages exactly.*stage the base_index"),
             ("IVF8,PQ4x4fs", "IndexIVFPQFastScan in stages exactly.*without fast scan"),
             ("IVF8,RaBitQfs", "IndexIVFRaBitQFastScan in stages exactly.*without fast scan"),
+            ("IVF8,RaBitQ4", "IndexIVFRaBitQ in stages exactly.*use RaBitQ with one bit"),
             ("IVF8,PQ4+8", "IndexIVFPQR in stages exactly.*use IndexIVFFlat"),
             ("IVF8,FlatDedup", "IndexIVFFlatDedup in stages exactly.*use IndexIVFFlat"),
             ("PCA8,IVF8,PQ4x4fs", "IndexIVFPQFastScan in stages exactly"),

@@ -98,16 +98,21 @@ def lower_bound(requirement: Requirement) -> str:
 
 
 def hints() -> Iterator[tuple[str, str, set[str]]]:
-    """Each message `pip install 'ragorder[EXTRA]'` of an `except`: where, the extra, and what the `try` imports."""
+    """Each `with needs(EXTRA, …)`, and each message `pip install 'ragorder[EXTRA]'` of an `except`: where, the extra,
+    and what the block imports."""
     for path, tree in trees():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Try):
-                continue
+            match node:
+                case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="needs"), args=[given, *_]))]):
+                    extras = [each.value for each in ast.walk(given) if isinstance(each, ast.Constant)]
+                case ast.Try():
+                    parts = [each for handler in node.handlers for each in ast.walk(handler)]
+                    texts = [each.value for each in parts if isinstance(each, ast.Constant)]
+                    extras = HINT.findall(" ".join(text for text in texts if isinstance(text, str)))
+                case _:
+                    continue
             modules = {name for part in node.body for name in imported(part)}
-            for handler in node.handlers:
-                texts = [each.value for each in ast.walk(handler) if isinstance(each, ast.Constant)]
-                for extra in HINT.findall(" ".join(text for text in texts if isinstance(text, str))):
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", extra, modules
+            yield from ((f"{path.relative_to(ROOT)}:{node.lineno}", extra, modules) for extra in extras)
 
 
 class TestDeclared:
@@ -135,7 +140,7 @@ class TestDeclared:
             ("adapters/proxy", {"proxy"}),
             ("adapters/embedded", {"torch", "proxy"}),
             ("adapters/vllm_tiers", {"tiers", "metrics"}),
-            ("kernels", {"torch", "triton", "metrics"}),
+            ("kernels", {"torch", "triton", "metrics", "retrieval"}),
             ("eval/report", {"eval"}),
             ("eval/replay", {"eval"}),
         ],
@@ -152,7 +157,7 @@ class TestDeclared:
             f"{path.relative_to(ROOT)}: {module}"
             for path, tree in trees()
             if path.is_relative_to(ROOT / folder)
-            for module in imported(tree)
+            for module in imported(tree) - OPTIONAL
             if distribution(module) not in known
         }
         assert missing == set()

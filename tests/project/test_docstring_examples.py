@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from enum import Enum
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,17 @@ PACKAGES = (
     "ragorder.trie.tree",
 )
 
-RESULTS = {"AsyncOrderedStream", "KVLease", "Node", "OrderedStream", "PathContents", "PipelinedStream", "SyncStream"}
+RESULTS = {
+    "AsyncOrderedStream",
+    "Borrowed",
+    "Contents",
+    "KVLease",
+    "Node",
+    "OrderedStream",
+    "PathContents",
+    "PipelinedStream",
+    "SyncStream",
+}
 """Classes that a caller receives and does not make."""
 
 RUNNABLE = (
@@ -58,11 +69,11 @@ RUNNABLE = (
 
 
 def public_classes(package: str) -> Iterator[type[Any]]:
-    """Classes that a caller makes: no protocols, errors or records."""
+    """Classes that a caller makes: no protocols, errors, enumerations or records."""
     module: Any = import_module(package)
     for name in module.__all__:
         value = getattr(module, name)
-        if not inspect.isclass(value) or issubclass(value, BaseException | tuple) or name in RESULTS:
+        if not inspect.isclass(value) or issubclass(value, BaseException | tuple | Enum) or name in RESULTS:
             continue
         if getattr(value, "_is_protocol", False) or not value.__module__.startswith("ragorder"):
             continue

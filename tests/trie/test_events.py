@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rings import examples, grid
 
@@ -148,11 +148,11 @@ class Live:
 
     def check(self, exact: bool = True) -> None:
         """The tree is sound, and each path is held as far as it says, or at least that far."""
-        residency = self.residency
+        residency, pool = self.residency, self.residency.pool
         residency.refresh()
         prompts: dict[Node, list[int]] = {}
         # What the last requests may have displaced, until a later one is heard of.
-        in_doubt = {node for pending in residency._pending for node in pending.displaced}
+        in_doubt = {node for pending in pool.pending for _, node in pending.displaced}
         for node in residency.tree.walk():
             above = prompts[node.parent] if node.parent is not None else []
             ids = [token_ids(each) for each in self.documents if each.key == node.key] or [SYSTEM]
@@ -167,13 +167,13 @@ class Live:
         assert residency.tree.size == len(prompts) - 1
         assert set(residency._contents) == set(prompts)
         # An empty document makes two paths of the same tokens.
-        assert len(residency._watched) <= sum(len(known.blocks) for known in residency._contents.values())
-        assert set(residency._watched.values()) <= set(prompts)
-        behind = sum(use.suffix_blocks for use in residency._log)
-        assert residency.used_blocks == behind + sum(node.blocks - node.missing for node in prompts)
-        while residency._log:
-            residency._evict_oldest(10**9)
-        assert residency.used_blocks == 0, "whatever is held has its turn to go"
+        assert len(pool.watched) <= sum(len(known.blocks) for known in residency._contents.values())
+        assert {node for _, node in pool.watched.values()} <= set(prompts)
+        behind = sum(use.suffix_blocks for use in pool.log)
+        assert pool.used_blocks == behind + sum(node.blocks - node.missing for node in prompts)
+        pool.capacity_blocks = 0
+        pool.make_room(residency)
+        assert pool.used_blocks == 0, "whatever is held has its turn to go"
 
 
 class Tables:
@@ -416,8 +416,8 @@ class TestSilence:
                     live.engine.foreign(value)
             assert not results or results[0] == results[1]
         if silent.orderer._scopes:
-            assert not silent.residency._doomed
-            assert not silent.residency._pending
+            assert not silent.residency.pool.doomed
+            assert not silent.residency.pool.pending
 
     def test_what_is_awaited_for_ever_is_forgotten(self) -> None:
         live = Live([8] * 12, 40, suffix_tokens=60)
@@ -427,8 +427,8 @@ class TestSilence:
             # Events stop after the first request, and every answer is believed to be longer than it is.
             live.begin(rng.sample(range(12), 3))
             live.end()
-        assert len(live.residency._pending) <= 1_024
-        assert len(live.residency._doomed) <= live.residency.tree.size <= 40
+        assert len(live.residency.pool.pending) <= 1_024
+        assert len(live.residency.pool.doomed) <= live.residency.tree.size <= 40
 
     def test_other_clients_that_leave_make_room_for_requests_in_flight(self) -> None:
         live = Live([40] * 12, 100, suffix_tokens=3)
@@ -437,10 +437,10 @@ class TestSilence:
             live.engine.foreign(90 * BLOCK)
             live.engine.tell()
             live.serve([2])
-        assert live.residency.capacity_blocks < 80
+        assert live.residency.pool.capacity_blocks < 80
         for numbers in ([3, 4], [5, 6], [7, 8], [9, 10]):
             live.begin(numbers)
-        assert [lease.open for lease in live.residency._in_flight if lease.open] == [True] * 4
+        assert [lease.open for _, lease in live.residency.pool.in_flight if lease.open] == [True] * 4
         live.settle()
         live.check()
 
@@ -465,15 +465,15 @@ class TestOthers:
     def test_a_cleared_cache_is_empty_for_us(self) -> None:
         live = Live([20, 20], 100)
         live.serve([0, 1])
-        nominal = live.residency.capacity_blocks
+        nominal = live.residency.pool.capacity_blocks
         live.engine.foreign(90 * BLOCK)
         live.engine.tell()
         live.serve([0])
-        assert live.residency.capacity_blocks < nominal
+        assert live.residency.pool.capacity_blocks < nominal
         live.engine.clear()
         live.engine.tell()
         assert live.begin([0, 1]) == (0, 0)
-        assert live.residency.capacity_blocks == nominal
+        assert live.residency.pool.capacity_blocks == nominal
 
     def test_a_cleared_cache_does_not_hold_the_prefix(self) -> None:
         live = Live([20], 80)
@@ -494,9 +494,9 @@ class TestOthers:
         live.engine._told.clear()
         live.engine._untold.clear()
         assert live.serve([1, 0]) == (0, 0)
-        before = live.residency.used_blocks
+        before = live.residency.pool.used_blocks
         ordering.confirm(48)
-        assert live.residency.used_blocks == before
+        assert live.residency.pool.used_blocks == before
         live.settle()
         live.check()
 
@@ -552,6 +552,18 @@ class TestOtherOrderers:
         st.integers(40, 200),
         st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60),
         st.sampled_from([4, 10**6]),
+    )
+    @example(
+        lengths=[2] + [0] * 11,
+        capacity_blocks=40,
+        steps=[
+            (0, ("begin", [0])),
+            (0, ("begin", [0])),
+            (0, ("clear", None)),
+            (0, ("serve", [1])),
+            (0, ("serve", [1])),
+        ],
+        max_nodes=4,
     )
     def test_after_all_events_each_tree_is_sound_and_claims_nothing_evicted(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]], max_nodes: int
@@ -695,9 +707,9 @@ class TestTenants:
     """Blocks with another salt have other contents."""
 
     @settings(max_examples=examples(100))
-    @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), REQUESTS), max_size=40), st.integers(40, 100))
-    def test_neither_order_nor_prediction_depends_on_another_tenant(
-        self, requests: list[tuple[str, list[int]]], capacity_blocks: int
+    @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), REQUESTS), max_size=40))
+    def test_where_there_is_room_for_all_nothing_depends_on_another_tenant(
+        self, requests: list[tuple[str, list[int]]]
     ) -> None:
         documents = make_documents([9] * DOCUMENTS)
 
@@ -716,7 +728,7 @@ class TestTenants:
                 token_ids=token_ids,
                 prefix_ids=SYSTEM,
                 blocks=EngineBlocks(BLOCK),
-                capacity_tokens=capacity_blocks * BLOCK,
+                capacity_tokens=40 * 20 * BLOCK,
                 block_size=BLOCK,
                 prefix_tokens=len(SYSTEM),
                 strict=True,
@@ -776,9 +788,10 @@ class TestTenants:
         )
         for scope in "abcdef":
             orderer.order(make_documents([10, 10]), scope=scope)
-        assert {id(watcher) for watcher in blocks._watchers.values()} == {
-            id(orderer._scopes[scope].mirror) for scope in "ef"
-        }
+        watchers = set(map(id, blocks._watchers.values()))
+        assert watchers == {id(orderer._scopes.pool)}
+        watched = {id(holder) for holder, _ in orderer._scopes.pool.watched.values()}
+        assert watched == {id(orderer._scopes[scope].mirror) for scope in "ef"}
 
 
 def test_d2_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:

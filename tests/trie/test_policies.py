@@ -76,12 +76,12 @@ def figures() -> dict[tuple[str, str], float]:
     found = {}
     for row in dict.fromkeys([*CHECKED, *WITH_QUEUE]):
         workload, capacity = ROWS[row]
-        bench = Bench((workload,), policies=("best", "auto", "oracle"), capacity=capacity, seeds=SEEDS)
+        bench = Bench(workloads=(workload,), policies=("best", "auto", "oracle"), capacity=capacity, seeds=SEEDS)
         for policy, percent in cached_percent(bench).items():
             found[policy, row] = percent
     for row in WITH_QUEUE:
         workload, capacity = ROWS[row]
-        bench = Bench((workload,), policies=("auto",), capacity=capacity, seeds=SEEDS, waiting=8)
+        bench = Bench(workloads=(workload,), policies=("auto",), capacity=capacity, seeds=SEEDS, waiting=8)
         found["waiting", row] = cached_percent(bench)["auto"]
     return found
 
@@ -110,18 +110,20 @@ def test_eight_waiting_requests_are_a_large_gain(figures: dict[tuple[str, str], 
 
 
 def test_the_same_run_gives_the_same_tokens() -> None:
-    bench = Bench(("mix8",), policies=("best", "auto", "random"), limit=150, waiting=4)
+    bench = Bench(workloads=("mix8",), policies=("best", "auto", "random"), limit=150, waiting=4)
     one, other = ([(run.policy, run.cached_tokens, run.displacement_mean) for run in run_bench(bench)] for _ in "ab")
     assert one == other
 
 
 def test_predicts_cached_tokens_to_within_a_block() -> None:
-    results = run_bench(Bench(("mix8", "zipf10"), policies=("best", "auto", "frequency"), capacity=SMALL, limit=300))
+    results = run_bench(
+        Bench(workloads=("mix8", "zipf10"), policies=("best", "auto", "frequency"), capacity=SMALL, limit=300)
+    )
     assert [result.prediction_within_block for result in results] == [1.0] * 6
 
 
 def test_without_prefix_cache_nothing_is_cached_and_retrieval_order_moves_nothing() -> None:
-    none, retrieval = run_bench(Bench(("paper-shuf",), policies=("none", "retrieval"), limit=100))
+    none, retrieval = run_bench(Bench(workloads=("paper-shuf",), policies=("none", "retrieval"), limit=100))
     assert (none.cached_tokens, retrieval.displacement_mean) == (0, 0)
     assert retrieval.cached_tokens > 0
 

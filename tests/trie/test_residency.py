@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from support.rings import examples, grid
 
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.trie.residency import FeedbackResidency, Lease, LRUResidency, NoResidency
+from ragorder.trie.residency import FeedbackResidency, Lease, LRUResidency, Pool
 from ragorder.trie.search import BestPathSearch, ranks_on_path
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -33,8 +32,9 @@ def held_blocks(tree: KnowledgeTree) -> int:
 
 def recomputed_blocks(residency: LRUResidency) -> int:
     """What the tree, the log and the requests in flight say that the engine's pool holds."""
-    served = sum(use.suffix_blocks for use in residency._log)
-    in_flight = sum(lease.suffix_blocks + lease.partial_blocks for lease in residency._in_flight if lease.open)
+    pool = residency.pool
+    served = sum(use.suffix_blocks for use in pool.log)
+    in_flight = sum(lease.suffix_blocks + lease.partial_blocks for _, lease in pool.in_flight if lease.open)
     return held_blocks(residency.tree) + served + in_flight
 
 
@@ -77,15 +77,16 @@ def check_invariants(residency: LRUResidency, leases: Sequence[tuple[Lease, Sequ
         if node.parent is not None:
             assert node.stamp <= node.parent.stamp, "a prefix is used whenever what follows is"
     assert all(node in nodes for _, path in leases for node in path)
-    stamps = [use.stamp for use in residency._log]
+    pool = residency.pool
+    stamps = [use.stamp for use in pool.log]
     assert stamps == sorted(stamps)
-    assert 0 <= residency.used_blocks <= residency.capacity_blocks
-    if residency.capacity_blocks < sys.maxsize:
-        assert residency.used_blocks == recomputed_blocks(residency)
+    assert 0 <= pool.used_blocks <= pool.capacity_blocks
+    if not pool.unlimited:
+        assert pool.used_blocks == recomputed_blocks(residency)
     else:
         # Nothing is ever evicted for its blocks, and the log forgets the suffixes of old requests.
-        assert residency.used_blocks >= recomputed_blocks(residency)
-    assert tree.size <= residency.max_nodes
+        assert pool.used_blocks >= recomputed_blocks(residency)
+    assert tree.size == pool.nodes <= pool.max_nodes
 
 
 class ResidencyContract:
@@ -135,14 +136,14 @@ class ResidencyContract:
 
     def test_cancel_takes_back_what_only_this_request_would_have_computed(self, residency: LRUResidency) -> None:
         serve(residency, "ab")
-        used = residency.used_blocks
+        used = residency.pool.used_blocks
         residency.cancel(start(residency, "abcd"))
         assert sorted(paths(residency.tree)) == ["", "a", "ab"]
-        assert residency.used_blocks == used == recomputed_blocks(residency)
+        assert residency.pool.used_blocks == used == recomputed_blocks(residency)
 
     def test_cancel_of_the_first_request_leaves_nothing(self, residency: LRUResidency) -> None:
         residency.cancel(start(residency, "abc"))
-        assert residency.used_blocks == held_blocks(residency.tree) == 0
+        assert residency.pool.used_blocks == held_blocks(residency.tree) == 0
         assert residency.tree.size == 0
         assert start(residency, "abc").cached_tokens == 0
 
@@ -171,9 +172,9 @@ class ResidencyContract:
         serve(residency, "ab")
         lease = start(residency, "acd")
         getattr(residency, ends[0])(lease)
-        before = sorted(paths(residency.tree)), residency.used_blocks, list(residency._log)
+        before = sorted(paths(residency.tree)), residency.pool.used_blocks, list(residency.pool.log)
         getattr(residency, ends[1])(lease)
-        assert (sorted(paths(residency.tree)), residency.used_blocks, list(residency._log)) == before
+        assert (sorted(paths(residency.tree)), residency.pool.used_blocks, list(residency.pool.log)) == before
         assert all(node.leases == 0 for node in residency.tree.walk())
 
     def test_a_forgotten_lease_counts_as_served_in_the_end(self, residency: LRUResidency) -> None:
@@ -186,7 +187,7 @@ class ResidencyContract:
 
     def test_requests_in_flight_are_remembered_in_bounded_memory(self, residency: LRUResidency) -> None:
         leases = [start(residency, "abc") for _ in range(3_000)]
-        assert len(residency._in_flight) <= 1_024
+        assert len(residency.pool.in_flight) <= 1_024
         assert sum(lease.open for lease in leases) <= 1_024
         for lease in leases:
             residency.release(lease)
@@ -195,15 +196,15 @@ class ResidencyContract:
     def test_counts_a_shared_block_once(self, residency: LRUResidency) -> None:
         one, other = start(residency, "abc"), start(residency, "abd")
         shared = (PREFIX + 60) // BLOCK
-        assert residency.used_blocks == 2 * prompt_blocks(90) - shared
+        assert residency.pool.used_blocks == 2 * prompt_blocks(90) - shared
         residency.release(one)
         residency.release(other)
-        assert residency.used_blocks == recomputed_blocks(residency)
+        assert residency.pool.used_blocks == recomputed_blocks(residency)
 
     def test_the_log_is_bounded(self, residency: LRUResidency) -> None:
         for number in range(20_000):
             serve(residency, "abcde"[number % 5 :] + "fgh"[number % 3])
-        assert len(residency._log) <= 4_096
+        assert len(residency.pool.log) <= 4_096
 
     def test_ten_thousand_documents_deep(self, residency: LRUResidency) -> None:
         path = residency.tree.insert(range(10_000), [1] * 10_000, range(10_000))
@@ -265,7 +266,7 @@ class BoundedContract(ResidencyContract):
         residency = self.make(prompt_blocks(60) + 4)
         oldest, newest = start(residency, "ab"), start(residency, "xy")
         assert (oldest.open, newest.open) == (False, True)
-        assert residency.used_blocks <= residency.capacity_blocks
+        assert residency.pool.used_blocks <= residency.pool.capacity_blocks
         residency.release(oldest)
         residency.cancel(oldest)
         check_invariants(residency, [(newest, newest.path)])
@@ -273,7 +274,7 @@ class BoundedContract(ResidencyContract):
     def test_of_a_request_larger_than_the_cache_the_head_stays(self) -> None:
         residency = self.make(8)
         lease = start(residency, "abcdefgh")
-        assert residency.used_blocks <= 8
+        assert residency.pool.used_blocks <= 8
         residency.release(lease)
         again = start(residency, "abcdefgh")
         assert again.cached_tokens == 8 * BLOCK
@@ -296,8 +297,8 @@ class BoundedContract(ResidencyContract):
         rng = random.Random(0)
         for _ in range(2_000):
             serve(residency, "".join(rng.sample("abcdefgh", rng.randint(0, 6))), rng.choice([0, 3, 30, 200]))
-            assert residency.used_blocks <= 50
-            assert residency.used_blocks == recomputed_blocks(residency)
+            assert residency.pool.used_blocks <= 50
+            assert residency.pool.used_blocks == recomputed_blocks(residency)
         check_invariants(residency, [])
 
     def test_the_tree_mirrors_the_cache_and_no_more(self) -> None:
@@ -306,7 +307,7 @@ class BoundedContract(ResidencyContract):
             path = residency.tree.insert([number], [30], [0])
             residency.release(residency.lease(path, SUFFIX))
         assert residency.tree.size <= 100
-        assert len(residency._log) <= 2_048
+        assert len(residency.pool.log) <= 2_048
 
 
 class TestLRU(BoundedContract):
@@ -314,15 +315,15 @@ class TestLRU(BoundedContract):
 
     def make(self, blocks: int | None = None) -> LRUResidency:
         blocks = self.blocks if blocks is None else blocks
-        return LRUResidency(KnowledgeTree(BLOCK, PREFIX), blocks * BLOCK)
+        return LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(blocks * BLOCK, BLOCK))
 
     def test_a_block_that_was_not_filled_is_free_at_once(self) -> None:
         residency = self.make()
         assert (PREFIX + 30 + SUFFIX) % BLOCK
         lease = start(residency, "a")
-        assert residency.used_blocks == prompt_blocks(30)
+        assert residency.pool.used_blocks == prompt_blocks(30)
         residency.release(lease)
-        assert residency.used_blocks == prompt_blocks(30) - 1
+        assert residency.pool.used_blocks == prompt_blocks(30) - 1
 
 
 class TestLRUWithPartialBlocksInLine(BoundedContract):
@@ -330,22 +331,17 @@ class TestLRUWithPartialBlocksInLine(BoundedContract):
 
     def make(self, blocks: int | None = None) -> LRUResidency:
         blocks = self.blocks if blocks is None else blocks
-        return LRUResidency(KnowledgeTree(BLOCK, PREFIX), blocks * BLOCK, partial_blocks_first=False)
+        return LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(blocks * BLOCK, BLOCK, partial_blocks_first=False))
 
     def test_a_block_that_was_not_filled_waits_its_turn(self) -> None:
         residency = self.make()
         serve(residency, "a")
-        assert residency.used_blocks == prompt_blocks(30)
+        assert residency.pool.used_blocks == prompt_blocks(30)
 
 
 class TestLRUWithoutCapacity(ResidencyContract):
     def make(self) -> LRUResidency:
-        return LRUResidency(KnowledgeTree(BLOCK, PREFIX), None)
-
-
-class TestNoResidency(ResidencyContract):
-    def make(self) -> LRUResidency:
-        return NoResidency(KnowledgeTree(BLOCK, PREFIX))
+        return LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK))
 
     def test_nothing_is_ever_given_up(self) -> None:
         residency = self.make()
@@ -355,7 +351,7 @@ class TestNoResidency(ResidencyContract):
         assert start(residency, "a").cached_documents == 1
 
     def test_only_the_number_of_nodes_is_bounded(self) -> None:
-        residency = NoResidency(KnowledgeTree(BLOCK, PREFIX), max_nodes=100)
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK, max_nodes=100))
         for number in range(1_000):
             residency.release(residency.lease(residency.tree.insert([number], [500], [0]), SUFFIX))
         assert 50 <= residency.tree.size <= 100
@@ -374,12 +370,13 @@ class Invariants(RuleBasedStateMachine):
     def begin(self, data: st.DataObject, block_size: int, prefix_tokens: int) -> None:
         self.tree = KnowledgeTree(block_size, prefix_tokens)
         blocks = data.draw(self.capacities, "capacity in blocks")
-        self.residency = LRUResidency(
-            self.tree,
+        pool = Pool(
             None if blocks is None else blocks * block_size,
+            block_size,
             data.draw(self.node_limits, "max_nodes"),
             self.partial_blocks_first,
         )
+        self.residency = LRUResidency(self.tree, pool)
         self.search = BestPathSearch()
         self.lengths = data.draw(st.fixed_dictionaries({key: st.integers(0, 50) for key in "abcdef"}), "lengths")
         self.open: list[tuple[Lease, list[Node]]] = []
@@ -435,9 +432,9 @@ class Invariants(RuleBasedStateMachine):
         def nodes() -> list[tuple[int, int, int]]:
             return [(node.end, node.blocks, node.missing) for node in self.tree.walk()]
 
-        before, used_blocks = nodes(), self.residency.used_blocks
+        before, used_blocks = nodes(), self.residency.pool.used_blocks
         self.residency.resize(self.tree.root.end, 1.0)
-        assert (nodes(), self.residency.used_blocks) == (before, used_blocks)
+        assert (nodes(), self.residency.pool.used_blocks) == (before, used_blocks)
         self.residency.resize(prefix_tokens, ratio)
         assert self.tree.root.end == prefix_tokens
         self._sort_out()
@@ -445,10 +442,10 @@ class Invariants(RuleBasedStateMachine):
     @rule(blocks=st.integers(0, 60))
     def keep(self, blocks: int) -> None:
         """D2: a report of the other order's requests says how much room is left."""
-        used_blocks = self.residency.used_blocks
-        self.residency.shrink_to(blocks)
-        if self.residency.capacity_blocks < sys.maxsize:
-            assert self.residency.used_blocks == used_blocks
+        used_blocks = self.residency.pool.used_blocks
+        self.residency.pool.shrink_to(blocks, self.residency)
+        if not self.residency.pool.unlimited:
+            assert self.residency.pool.used_blocks == used_blocks
         self._sort_out()
 
     @invariant()
@@ -467,7 +464,7 @@ class InvariantsWithPartialBlocksInLine(Invariants):
     partial_blocks_first = False
 
 
-class InvariantsOfNoResidency(Invariants):
+class InvariantsWithoutCapacity(Invariants):
     capacities = st.none()
 
 
@@ -476,7 +473,7 @@ class TestResize:
 
     @pytest.mark.parametrize(("prefix_tokens", "ratio"), [(100, 1.0), (7, 1.0), (PREFIX, 2.0), (200, 0.5)])
     def test_d2_what_was_held_is_where_it_really_is(self, prefix_tokens: int, ratio: float) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 10_000)
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(10_000, BLOCK))
         serve(residency, "abc")
         serve(residency, "ade")
         residency.resize(prefix_tokens, ratio)
@@ -487,7 +484,7 @@ class TestResize:
         check_invariants(residency, [])
 
     def test_d2_a_request_in_flight_expects_what_it_would_have(self) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 10_000)
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(10_000, BLOCK))
         serve(residency, "abc")
         lease = start(residency, "abd")
         residency.resize(100, 1.0)
@@ -496,7 +493,7 @@ class TestResize:
         check_invariants(residency, [])
 
     def test_d2_a_cache_that_is_smaller_than_thought_gives_up_what_is_oldest(self) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 30 * BLOCK)
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(30 * BLOCK, BLOCK))
         for documents in ("abc", "def", "ghi"):
             serve(residency, documents)
         residency.resize(PREFIX, 2.0)
@@ -505,19 +502,19 @@ class TestResize:
         assert start(residency, "abc", 60).cached_tokens < (PREFIX + 180) // BLOCK * BLOCK
 
     def test_d2_keep_gives_up_what_is_oldest_and_counts_the_room_as_taken(self) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 100 * BLOCK)
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(100 * BLOCK, BLOCK))
         serve(residency, "abc")
         serve(residency, "def")
-        used_blocks = residency.used_blocks
-        residency.shrink_to(prompt_blocks(90))
-        assert residency.used_blocks == used_blocks
+        used_blocks = residency.pool.used_blocks
+        residency.pool.shrink_to(prompt_blocks(90), residency)
+        assert residency.pool.used_blocks == used_blocks
         assert start(residency, "def").cached_tokens == (PREFIX + 90) // BLOCK * BLOCK
         assert start(residency, "abc").cached_tokens < (PREFIX + 90) // BLOCK * BLOCK
 
     def test_d2_a_prefix_that_turns_out_shorter_is_no_loss(self) -> None:
         """Every request uses it: a report of less says that it is shorter, not that all that is older is gone."""
         tree = KnowledgeTree(BLOCK, 20 * BLOCK)
-        residency = FeedbackResidency(LRUResidency(tree, 100 * BLOCK))
+        residency = FeedbackResidency(LRUResidency(tree, Pool(100 * BLOCK, BLOCK)))
         for documents in ("abc", "def"):
             path = tree.insert(documents, [30] * 3, range(3))
             residency.release(residency.lease(path, SUFFIX), BLOCK)
@@ -529,8 +526,8 @@ TestInvariants = Invariants.TestCase
 TestInvariants.settings = _MACHINE
 TestInvariantsWithPartialBlocksInLine = InvariantsWithPartialBlocksInLine.TestCase
 TestInvariantsWithPartialBlocksInLine.settings = _MACHINE
-TestInvariantsOfNoResidency = InvariantsOfNoResidency.TestCase
-TestInvariantsOfNoResidency.settings = _MACHINE
+TestInvariantsWithoutCapacity = InvariantsWithoutCapacity.TestCase
+TestInvariantsWithoutCapacity.settings = _MACHINE
 
 
 class Mirrored:
@@ -547,7 +544,7 @@ class Mirrored:
         self.feedback = feedback
         self.engine = SimEngine(capacity_tokens=capacity_tokens, in_flight=in_flight, output_tokens=self.output_tokens)
         self.tree = KnowledgeTree(BLOCK, PREFIX)
-        self.residency = LRUResidency(self.tree, capacity_tokens, partial_blocks_first=False)
+        self.residency = LRUResidency(self.tree, Pool(capacity_tokens, BLOCK, partial_blocks_first=False))
         self.corrected = FeedbackResidency(self.residency)
         self.search = BestPathSearch()
         self._running: deque[tuple[Lease, int]] = deque()
@@ -633,12 +630,12 @@ class TestAgreementWithTheEngine:
         served = [mirrored.serve(ranking) for ranking in workload.rankings]
         assert [predicted for predicted, _ in served] == [true for _, true in served]
         assert sum(true for _, true in served) > PREFIX * 100
-        in_pool = sum(use.suffix_blocks for use in mirrored.residency._log) + held_blocks(mirrored.tree)
+        in_pool = sum(use.suffix_blocks for use in mirrored.residency.pool.log) + held_blocks(mirrored.tree)
         in_flight_blocks = sum(
             lease.suffix_blocks + lease.partial_blocks for lease, _ in mirrored._running if lease.open
         )
         if capacity_tokens is not None:
-            assert mirrored.residency.used_blocks == in_pool + in_flight_blocks
+            assert mirrored.residency.pool.used_blocks == in_pool + in_flight_blocks
 
 
 class TestFeedback:
@@ -679,7 +676,7 @@ class TestFeedback:
         assert right == [feedback] * 3
 
     def test_what_was_used_before_the_lost_blocks_is_lost_as_well(self) -> None:
-        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), None))
+        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK)))
         for documents in ("ab", "cd", "ef", "gh"):
             serve(residency, documents)
         lease = start(residency, "ef")
@@ -691,7 +688,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("reported", [None, 0, 10**9])
     def test_what_was_predicted_and_more_changes_nothing(self, reported: int | None) -> None:
-        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), None))
+        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK)))
         serve(residency, "ab")
         lease = start(residency, "cd")
         exact = lease.cached_tokens if reported == 0 else reported
@@ -699,7 +696,7 @@ class TestFeedback:
         assert sorted(paths(residency.tree)) == ["", "a", "ab", "c", "cd"]
 
     def test_less_than_a_block_too_few_is_a_matter_of_tokenization(self) -> None:
-        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), None))
+        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), Pool(None, BLOCK)))
         serve(residency, "ab")
         serve(residency, "cd")
         lease = start(residency, "cd")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from time import thread_time
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragorder.trie.residency import LRUResidency
-from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
+from ragorder.trie.residency import LRUResidency, Pool
+from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, Price, PricedPaths, Rest, ranks_on_path
 from ragorder.trie.search.base import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
@@ -29,7 +29,7 @@ def trees(draw: st.DrawFn) -> KnowledgeTree:
     lengths = {key: draw(st.integers(0, 60)) for key in KEYS}
     tree = KnowledgeTree(BLOCK, draw(st.integers(0, 40)))
     blocks = draw(st.none() | st.integers(1, 60))
-    residency = LRUResidency(tree, None if blocks is None else blocks * BLOCK)
+    residency = LRUResidency(tree, Pool(None if blocks is None else blocks * BLOCK, BLOCK))
     for number, documents in enumerate(draw(st.lists(REQUESTS, max_size=25))):
         path = tree.insert(documents, [lengths[key] for key in documents], range(len(documents)))
         lease = residency.lease(path, suffix_tokens=20)
@@ -41,7 +41,7 @@ def trees(draw: st.DrawFn) -> KnowledgeTree:
 def tree_of(*sequences: str, tokens: Mapping[str, int] | None = None, prefix_tokens: int = 16) -> KnowledgeTree:
     """A tree that holds these sequences whole, used in this order."""
     tree = KnowledgeTree(BLOCK, prefix_tokens)
-    residency = LRUResidency(tree, None)
+    residency = LRUResidency(tree, Pool(None, BLOCK))
     for documents in sequences:
         lengths = [(tokens or {}).get(key, 32) for key in documents]
         residency.release(residency.lease(tree.insert(documents, lengths, range(len(documents))), 20))
@@ -183,7 +183,7 @@ class SearchContract:
     def test_one_deep_path(self) -> None:
         documents = [f"d{number}" for number in range(10_000)]
         tree = KnowledgeTree(BLOCK)
-        residency = LRUResidency(tree, None)
+        residency = LRUResidency(tree, Pool(None, BLOCK))
         residency.release(residency.lease(tree.insert(documents, [1] * 10_000, range(10_000)), 20))
         start = thread_time()
         node = self.search.find(tree, ranks_of(documents[::-1]))
@@ -292,3 +292,94 @@ class TestBest(SearchContract):
         saved = tree.cached_tokens(BestPathSearch(budget).find(tree, ranks))
         assert saved <= tree.cached_tokens(BestPathSearch(budget + 1).find(tree, ranks))
         assert saved <= tree.cached_tokens(self.search.find(tree, ranks))
+
+
+LOADS = {"a": (0, 0), "b": (0, 2), "c": (0, 0), "d": (2, 0)}
+"""Of documents with two blocks each: b is on the disk, d in host memory."""
+
+
+def priced(price: Price, loads: Callable[[Node], tuple[int, int]], budget: int = 1024) -> PricedPaths:
+    return PricedPaths(budget, price, loads)
+
+
+def improved(paths: PricedPaths, tree: KnowledgeTree, documents: Sequence[str], permits: Permits | None = None) -> Node:
+    """What the search of a priced scope finds."""
+    ranks = ranks_of(documents)
+    prompt_tokens = tree.root.end + 32 * len(documents)
+    longest = BestPathSearch().find(tree, ranks, permits)
+    return paths.improve(longest, tree, ranks, Rest(prompt_tokens.__sub__), permits)
+
+
+class TestPricedPaths:
+    """Seconds instead of tokens: RAGCache's T(cached, new), 1 s a computed token here, and loads."""
+
+    @staticmethod
+    def price(host_s: float, disk_s: float) -> Price:
+        return lambda cached, new, host, disk: new + host * host_s + disk * disk_s
+
+    @staticmethod
+    def loads(node: Node) -> tuple[int, int]:
+        return LOADS[str(node.key)]
+
+    def keys(self, price: Price, tree: KnowledgeTree, documents: str) -> str:
+        node = improved(priced(price, self.loads), tree, documents)
+        return "".join(documents[rank] for rank in ranks_on_path(node, ranks_of(documents)))
+
+    @pytest.mark.parametrize(("disk_s", "chosen"), [(0.0, "bd"), (0.9, "bd"), (1.1, "c")])
+    def test_a_longer_path_on_disk_is_taken_while_loading_is_faster_than_computing(
+        self, disk_s: float, chosen: str
+    ) -> None:
+        assert self.keys(self.price(0, disk_s), tree_of("bd", "c"), "bdc") == chosen
+
+    def test_the_tier_counts(self) -> None:
+        tree = tree_of("bx", "dy")
+        assert self.keys(self.price(0.1, 0.5), tree, "bd") == "d"
+        assert self.keys(self.price(0.5, 0.1), tree, "bd") == "b"
+
+    def test_loads_of_all_documents_on_a_path_count(self) -> None:
+        # Loading b and d takes longer than computing them; a is on the device.
+        assert self.keys(self.price(1.2, 1.2), tree_of("bd", "a"), "abd") == "a"
+
+    def test_a_path_that_continues_on_the_device_pays_for_its_beginning(self) -> None:
+        assert self.keys(self.price(0, 1.5), tree_of("bac"), "abc") == "bac"
+        assert self.keys(self.price(0, 5), tree_of("bac"), "abc") == ""
+
+    def test_guards_restrict_it(self) -> None:
+        tree = tree_of("ba", "d")
+        node = improved(priced(self.price(0.1, 0.1), self.loads), tree, "abd", lambda ranks: ranks[0] != 1)
+        assert node.key == "d"
+
+    def test_the_budget_bounds_it(self) -> None:
+        tree = tree_of("ba", "d")
+        assert improved(priced(self.price(0, 0), self.loads, budget=1), tree, "bad").key == "b"
+
+    @shared
+    @given(trees(), REQUESTS)
+    def test_on_the_device_alone_any_price_decides_as_tokens_do(
+        self, tree: KnowledgeTree, documents: list[str]
+    ) -> None:
+        nonsense = priced(lambda cached, new, host, disk: float(cached), lambda node: (0, 0))
+        assert improved(nonsense, tree, documents) is BestPathSearch().find(tree, ranks_of(documents))
+
+    @shared
+    @given(trees(), REQUESTS)
+    def test_free_loads_decide_as_tokens_do(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        free = priced(self.price(0, 0), lambda node: (1, 1))
+        assert improved(free, tree, documents) is BestPathSearch().find(tree, ranks_of(documents))
+
+    @shared
+    @given(trees(), REQUESTS, st.data())
+    def test_no_path_saves_more(self, tree: KnowledgeTree, documents: list[str], data: st.DataObject) -> None:
+        places = {key: data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3))) for key in KEYS}
+        price = self.price(data.draw(st.floats(0, 3)), data.draw(st.floats(0, 3)))
+
+        def seconds(node: Node) -> float:
+            path = [documents[rank] for rank in ranks_on_path(node, ranks_of(documents))]
+            host, disk = (BLOCK * sum(places[key][tier] for key in path) for tier in (0, 1))
+            return price(0, -held_tokens(tree, node), host, disk)
+
+        def loads(node: Node) -> tuple[int, int]:
+            return places[str(node.key)]
+
+        found = improved(priced(price, loads), tree, documents)
+        assert seconds(found) == pytest.approx(min(map(seconds, all_paths(tree, documents, None))))

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import thread_time
-from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail
+from ragorder.trie.tail import AutoTail, CohortTail, FrequencyTail, PopularityTail, QueueTail, RankTail, Tail
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """For properties that several classes inherit: each runs them on another implementation."""
@@ -23,10 +22,11 @@ HISTORIES = st.lists(REQUESTS, max_size=12)
 QUEUES = st.lists(st.frozensets(st.sampled_from([*KEYS, "x", "y"])), max_size=6)
 
 
-class Requested(NamedTuple):
-    keys: Sequence[str]
-    tokens: Sequence[int] = ()
-    token_ids: Sequence[Sequence[int]] = ()
+class Requested:
+    def __init__(self, keys: Sequence[str], tokens: Sequence[int] = ()) -> None:
+        self.keys = keys
+        self.tokens = tokens or [100] * len(keys)
+        self.token_ids: Sequence[Sequence[int]] = ()
 
 
 def arrange(
@@ -217,33 +217,122 @@ class TestQueue(WithQueue):
         assert arrange(QueueTail(FrequencyTail()), "abcd", ["bcd"], history=["d", "c", "d"]) == "dcba"
 
 
-class TestAuto(WithQueue):
-    make = AutoTail
+class TestPopularity(TailContract):
+    make = PopularityTail
 
     def test_the_most_popular_document_comes_first(self) -> None:
-        assert arrange(AutoTail(), "abc", history=["c"] * 20 + ["abc"]) == "cab"
+        assert arrange(PopularityTail(), "abc", history=["c"] * 20 + ["abc"]) == "cab"
 
     def test_documents_about_as_popular_keep_rank_order(self) -> None:
-        assert arrange(AutoTail(), "abc", history=["c", "cb", "abc"]) == "abc"
+        assert arrange(PopularityTail(), "abc", history=["c", "cb", "abc"]) == "abc"
 
     @given(st.dictionaries(st.sampled_from(KEYS), st.integers(0, 200)), st.permutations(KEYS))
-    def test_without_a_queue_orders_by_classes_of_popularity(self, popularity: dict[str, int], keys: list[str]) -> None:
+    def test_orders_by_classes_of_popularity(self, popularity: dict[str, int], keys: list[str]) -> None:
         history = [[key] for key, count in popularity.items() for _ in range(count)] + [keys]
         counts = dict.fromkeys(KEYS, 0.0)
         for number, request in enumerate(history):
             for key in request:
                 counts[key] += 0.5 ** ((len(history) - 1 - number) / 300)
-        arranged = arrange(AutoTail(), keys, history=history)
+        arranged = arrange(PopularityTail(), keys, history=history)
         rank = {key: place for place, key in enumerate(keys)}
         for place, before in enumerate(arranged):
             for after in arranged[place + 1 :]:
                 assert counts[after] < 8.001 * counts[before], "eight times more popular: comes first"
                 assert rank[before] < rank[after] or counts[before] > counts[after], "moved ahead only if more popular"
 
+
+OTHERS = [["x"]] * 32
+"""Requests until those before them vote."""
+
+
+class TestCohort(TailContract):
+    make = CohortTail
+
+    def test_documents_that_were_requested_together_come_first_together(self) -> None:
+        history = [*["cd"] * 20, *["ab"] * 10, *OTHERS, "zacd"]
+        assert arrange(CohortTail(), "zacd", history=history) == "cdza"
+
+    def test_each_document_is_chosen_for_the_requests_with_all_before_it(self) -> None:
+        """c is more popular than d, but not in requests with a."""
+        history = [*["ad"] * 20, *["c"] * 15, *["cb"] * 4, *OTHERS, "bcda"]
+        assert arrange(CohortTail(), "bcda", history=history)[:2] == "da"
+        assert arrange(CohortTail(), "bcda", history=history, prefix=[3])[0] == "d"
+        assert arrange(CohortTail(), "bcda", history=history, prefix=[1])[0] == "b"
+
+    def test_a_longer_document_saves_more(self) -> None:
+        tail = CohortTail()
+        for earlier in [*["ab", "a", "b"] * 20, *OTHERS]:
+            tail.observe(Requested(earlier))
+        assert tail.arrange(Requested("ab", [100, 400]), (), [0, 1], ()) == [1, 0]
+        assert tail.arrange(Requested("ab", [400, 100]), (), [0, 1], ()) == [0, 1]
+
+    @pytest.mark.parametrize(("min_gain", "arranged"), [(0, "cab"), (10, "cab"), (1e6, "abc"), (math.inf, "abc")])
+    def test_a_document_moves_only_where_that_pays(self, min_gain: float, arranged: str) -> None:
+        assert arrange(CohortTail(min_gain), "abc", history=[*["c"] * 40, *OTHERS, "abc"]) == arranged
+
+    @given(HISTORIES, REQUESTS, st.floats(0, 1e4))
+    def test_a_higher_price_never_moves_the_first_document_further(
+        self, history: list[list[str]], keys: list[str], min_gain: float
+    ) -> None:
+        history = [*history * 8, *OTHERS, keys]
+        near = arrange(CohortTail(2 * min_gain), keys, history=history)
+        far = arrange(CohortTail(min_gain), keys, history=history)
+        assert not keys or keys.index(near[0]) <= keys.index(far[0])
+
+    def test_the_latest_requests_do_not_vote(self) -> None:
+        assert arrange(CohortTail(), "abc", history=["c"] * 30) == "abc"
+
+    def test_bursts_keep_the_documents_of_ranks_that_bursts_kept(self) -> None:
+        """Follow-up requests keep ranks 2 and 3 of the one before, never rank 1."""
+        history = []
+        for number in range(200):
+            kept = [f"{number}b", f"{number}c"]
+            history += [[f"{number}a", *kept], [f"{number}d", *kept]]
+        tail = CohortTail()
+        for earlier in history:
+            tail.observe(Requested(earlier))
+        assert tail.arrange(Requested(["new a", "new b", "new c"]), (), [0, 1, 2], ()) == [1, 2, 0]
+
+    @given(HISTORIES, REQUESTS)
+    def test_a_preview_sees_and_changes_what_the_request_would(self, history: list[list[str]], keys: list[str]) -> None:
+        one, other = CohortTail(), CohortTail()
+        for earlier in [*history * 8, *OTHERS]:
+            one.observe(Requested(earlier))
+            other.observe(Requested(earlier))
+        rest = list(range(len(keys)))
+        with one.observing(Requested(keys)):
+            preview = one.arrange(Requested(keys), (), list(rest), ())
+        for tail in (one, other):
+            tail.observe(Requested(keys))
+        assert (
+            preview
+            == one.arrange(Requested(keys), (), list(rest), ())
+            == other.arrange(Requested(keys), (), list(rest), ())
+        )
+
+    def test_a_copy_learns_by_itself(self) -> None:
+        tail = CohortTail()
+        for earlier in [*["ab"] * 20, *OTHERS]:
+            tail.observe(Requested(earlier))
+        copy = tail.copy()
+        for earlier in [*["c"] * 60, *OTHERS]:
+            copy.observe(Requested(earlier))
+        assert arrange(tail, "cba") == "bac"
+        assert arrange(copy, "cba") == "cba"
+
+
+class TestAuto(WithQueue):
+    make = AutoTail
+
+    @given(HISTORIES, REQUESTS)
+    def test_without_a_queue_is_the_cohort_tail(self, history: list[list[str]], keys: list[str]) -> None:
+        history = [*history * 20, keys]
+        assert arrange(AutoTail(), keys, (), (), history) == arrange(CohortTail(), keys, (), (), history)
+
     @given(HISTORIES, REQUESTS, QUEUES.filter(bool))
     def test_auto_with_a_queue_is_the_queue_tail(
         self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
     ) -> None:
-        """In short histories all documents are of one class, and the fallback is rank order."""
+        """In short histories nothing votes, and the fallback is rank order."""
         few = [*history[:6], keys]
         assert arrange(AutoTail(), keys, waiting, (), few) == arrange(QueueTail(RankTail()), keys, waiting, (), few)

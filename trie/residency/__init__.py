@@ -4,18 +4,24 @@ from ragorder.trie.residency.base import Lease, RequestedDocuments, Residency, T
 from ragorder.trie.residency.blocks import EngineBlocks
 from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.residency.feedback import FeedbackResidency
+from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.none import NoResidency
+from ragorder.trie.residency.places import Loads, Place, Places
+from ragorder.trie.residency.pool import Pool
 
 __all__ = [
     "EngineBlocks",
     "EventsResidency",
     "FeedbackResidency",
+    "FollowedPool",
     "LRUResidency",
     "LearnedLengths",
     "Lease",
-    "NoResidency",
+    "Loads",
+    "Place",
+    "Places",
+    "Pool",
     "RequestedDocuments",
     "Residency",
     "ScopeLengths",

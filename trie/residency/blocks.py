@@ -9,6 +9,8 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
+from ragorder.trie.residency.places import Place
+
 __all__ = ["BlockWatcher", "Content", "EngineBlocks", "PathContents", "block_content", "chain_root", "pack_tokens"]
 
 Content = bytes
@@ -107,6 +109,12 @@ class EngineBlocks:
     def holds(self, content: Content) -> bool:
         return content in self._held
 
+    def place(self, content: Content) -> Place:
+        """The fastest of the media that are places; by default the device."""
+        held = self._held.get(content)
+        media = held.media if held is not None else ()
+        return min((medium for medium in media if isinstance(medium, Place)), default=Place.DEVICE)
+
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
         """A block has one watcher, the last one."""
         self._watchers[content] = watcher
@@ -154,6 +162,15 @@ class EngineBlocks:
                 self._contents[block_hash] = content
                 self._hold(content, block_hash, medium)
             self._forget_oldest()
+
+    def keep(self, hashes: Sequence[Hashable], medium: Hashable) -> int:
+        """A tier stored blocks whose contents are known by their hashes; returns the number of unknown ones."""
+        with self._lock:
+            known = [block_hash for block_hash in hashes if block_hash in self._contents]
+            for block_hash in known:
+                self._contents.move_to_end(block_hash)
+                self._hold(self._contents[block_hash], block_hash, medium)
+        return len(hashes) - len(known)
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
         """A tier evicted blocks; unknown ones are ignored."""

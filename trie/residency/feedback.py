@@ -32,16 +32,22 @@ class FeedbackResidency:
         # With events the tokens themselves are known.
         self._learns = not isinstance(mirror, EventsResidency)
         self._ratio = self.lengths.ratio
-        self._losses = self.lengths.losses
         self._version = -1
-        self._capacity_blocks = mirror.capacity_blocks
+        self._confirmed = False
+        if mirror.pool.losses is None:
+            mirror.pool.losses = self.lengths.engine.losses
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
         if self._version != self.lengths.version:
             self._follow()
         self.mirror.refresh(requested)
-        if not self._learns and self.mirror.capacity_blocks != self._capacity_blocks:
-            self._pass_on()
+        if self._learns:
+            return
+        pool = self.mirror.pool
+        if pool.capacity_blocks != pool.passed_on_blocks:
+            if pool.capacity_blocks < pool.passed_on_blocks:
+                self._pass_on(pool.used_blocks)
+            pool.passed_on_blocks = pool.capacity_blocks
 
     def _follow(self) -> None:
         lengths, root = self.lengths, self.tree.root
@@ -50,15 +56,14 @@ class FeedbackResidency:
             prefix_tokens = root.end if lengths.prefix_tokens is None else lengths.prefix_tokens
             self.mirror.resize(prefix_tokens, lengths.ratio / self._ratio)
             self._ratio = lengths.ratio
-        if lengths.losses != self._losses:
-            self._losses = lengths.losses
-            self.mirror.shrink_to(lengths.kept_blocks)
+        pool = self.mirror.pool
+        if pool.losses != lengths.engine.losses:
+            pool.losses = lengths.engine.losses
+            pool.shrink_to(lengths.engine.kept_blocks, self.mirror)
 
-    def _pass_on(self) -> None:
-        if self.mirror.capacity_blocks < self._capacity_blocks:
-            self.lengths.learn_loss(self.mirror.used_blocks)
-            self._losses = self.lengths.losses
-        self._capacity_blocks = self.mirror.capacity_blocks
+    def _pass_on(self, kept_blocks: int) -> None:
+        self.lengths.engine.learn_loss(kept_blocks)
+        self.mirror.pool.losses = self.lengths.engine.losses
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         return self.mirror.lease(path, suffix_tokens, token_ids)
@@ -90,11 +95,15 @@ class FeedbackResidency:
         likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
         # A learnt prefix may be wrong by some tokens, hence by a block.
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
+            self._confirmed = self._confirmed or last is not root
             return
         # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
         self.corrections += 1
-        if (kept_blocks := self.mirror.correct(lease)) is not None:
-            lengths.learn_loss(kept_blocks)
-            self._losses = lengths.losses
+        # A scope whose hits never come, say for a time of day in its prompts, says nothing about the others.
+        alone = not self._confirmed and len(self.mirror.pool.holders) > 1
+        self._confirmed = False
+        kept_blocks = self.mirror.correct(lease, alone=alone)
+        if kept_blocks is not None and not alone:
+            self._pass_on(kept_blocks)

@@ -28,10 +28,13 @@ _RATIOS = (0.2, 8.0)
 
 
 class LearnedLengths:
-    """Learnt lengths of one engine's prompts. `ratio`: tokens per estimated token."""
+    """Learnt lengths of one engine's prompts. `ratio`: tokens per estimated token. `losses` counts evictions by other
+    clients, of which the last left `kept_blocks` of the engine's pool."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
+        self.losses = 0
+        self.kept_blocks = 0
         self._scopes: WeakValueDictionary[Hashable, ScopeLengths] = WeakValueDictionary()
         self._hits: deque[float] = deque(maxlen=_SAMPLES)
         self._prompts: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
@@ -40,6 +43,11 @@ class LearnedLengths:
 
     def of(self, scope: Hashable) -> ScopeLengths:
         return self._scopes.setdefault(scope, ScopeLengths(self))
+
+    def learn_loss(self, kept_blocks: int) -> None:
+        self.kept_blocks = kept_blocks
+        self.losses += 1
+        self._changed()
 
     def hit(self, estimated_tokens: float, tokens: float) -> None:
         self._hits.append(tokens / estimated_tokens)
@@ -58,29 +66,29 @@ class LearnedLengths:
         # Differences within the error are ignored.
         if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
             self.ratio = ratio
-            for scope in list(self._scopes.values()):
-                scope.version += 1
+            self._changed()
+
+    def _changed(self) -> None:
+        for scope in list(self._scopes.values()):
+            scope.version += 1
 
 
 class ScopeLengths:
     """Learnt lengths of one scope's prompts.
 
-    `prefix_tokens` is None while nothing contradicts the settings. `losses` counts evictions by other clients, of which
-    the last left `kept_blocks`. `version` changes with any of these.
+    `prefix_tokens` is None while nothing contradicts the settings. `version` changes with it and with the `engine`'s.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
         self.prefix_tokens: int | None = None
         self.estimated = False
-        self.losses = 0
-        self.kept_blocks = 0
         self.version = 0
-        self._lengths = lengths
+        self.engine = lengths
         self._votes: deque[int] = deque(maxlen=_VOTES)
 
     @property
     def ratio(self) -> float:
-        return self._lengths.ratio if self.estimated else 1.0
+        return self.engine.ratio if self.estimated else 1.0
 
     def scale(self, tokens: Sequence[int]) -> Sequence[int]:
         if not self.estimated:
@@ -88,20 +96,15 @@ class ScopeLengths:
             self.estimated = True
             self.version += 1
             return tokens
-        ratio = self._lengths.ratio
+        ratio = self.engine.ratio
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
-
-    def learn_loss(self, kept_blocks: int) -> None:
-        self.kept_blocks = kept_blocks
-        self.losses += 1
-        self.version += 1
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
         """Behind a prefix of `prefix_tokens`, `held_tokens` of documents were held; `cached_tokens` were reused."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens
-                self._lengths.hit(held_tokens / self.ratio, found)
+                self.engine.hit(held_tokens / self.ratio, found)
             return
         vote = int(cached_tokens) - held_tokens
         self._votes.append(vote)
@@ -110,7 +113,7 @@ class ScopeLengths:
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
         if self.estimated:
-            self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
+            self.engine.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
         """The middle of where more than half of the latest reports agree; a prefix that agrees with them stays."""

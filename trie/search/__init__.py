@@ -5,8 +5,19 @@ from typing import Literal
 from ragorder.trie.search.base import PrefixSearch, ranks_on_path, searches
 from ragorder.trie.search.best import BestPathSearch
 from ragorder.trie.search.greedy import GreedySearch
+from ragorder.trie.search.price import Price, PricedPaths, Rest
 
-__all__ = ["BestPathSearch", "GreedySearch", "PrefixSearch", "SearchName", "ranks_on_path", "searches"]
+__all__ = [
+    "BestPathSearch",
+    "GreedySearch",
+    "PrefixSearch",
+    "Price",
+    "PricedPaths",
+    "Rest",
+    "SearchName",
+    "ranks_on_path",
+    "searches",
+]
 
 SearchName = Literal["best", "greedy"] | str
 """The registered names, of which type checkers see these."""

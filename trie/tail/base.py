@@ -42,6 +42,10 @@ class Tail(ABC):
     def served(self, path: Sequence[Node]) -> None:  # noqa: B027
         """The engine has computed a request's path, from the root."""
 
+    def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
+        """Requests to come that will contain the first document, the first two, …; empty without a forecast."""
+        return ()
+
     def copy(self) -> Self:
         """An independent policy with the same memory."""
         return self

@@ -9,7 +9,7 @@ from typing import Self
 
 from ragorder.trie.tail.base import Tail, Waiting, tails
 from ragorder.trie.tail.rank import RankTail
-from ragorder.trie.tree import Node, RequestedDocuments
+from ragorder.trie.tree import Key, Node, RequestedDocuments
 
 __all__ = ["QueueTail"]
 
@@ -32,6 +32,9 @@ class QueueTail(Tail):
 
     def served(self, path: Sequence[Node]) -> None:
         self.fallback.served(path)
+
+    def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
+        return self.fallback.expected_uses(keys)
 
     def copy(self) -> Self:
         copy = shallow_copy(self)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import sys
 import sysconfig
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +17,8 @@ from random import Random
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import BM25Retriever, Retriever
+from ragorder.kernels.random_model import documentation
+from ragorder.kernels.random_model.documentation import Entry
 
 __all__ = ["PYDOCS", "load_pydocs"]
 
@@ -27,32 +26,8 @@ PYDOCS = "pydocs"
 """The corpus' name."""
 
 _NAME = "pydocs"
-_SKIPPED = {"antigravity", "encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this", "turtledemo"}
 _QUESTIONS = 600
 _SESSION = range(6, 11)
-_MINIMUM, _MAXIMUM = 600, 1200  # characters, 150 to 300 tokens
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A module (`name` is empty), class, function, or method (`owner` is its class)."""
-
-    module: str
-    name: str
-    owner: str
-    signature: str
-    text: str
-    parameters: Sequence[str] = ()
-
-    @property
-    def title(self) -> str:
-        return f"{self.module}.{self.name}" if self.name else self.module
-
-    @property
-    def spoken(self) -> str:
-        return self.name if "." in self.name else self.title
 
 
 def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: Path | None = None) -> Corpus:
@@ -63,9 +38,9 @@ def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: P
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     retriever = BM25Retriever() if retriever is None else retriever
-    root = Path(sysconfig.get_path("stdlib"))
-    modules = dict(_modules(root, ""))
+    modules = documentation.library_modules()
     if not modules:
+        root = sysconfig.get_path("stdlib")
         raise CorpusError(f"{root}: holds no Python sources: install the standard library's .py files")
     if cache is None:
         return _build(modules, retriever, top_k)
@@ -78,132 +53,20 @@ def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: P
 
 
 def _build(modules: dict[str, Path], retriever: Retriever, top_k: int) -> Corpus:
-    entries = {module: list(_entries(module, path)) for module, path in modules.items()}
-    documents = [document for module in entries for document in _chunks(module, entries[module])]
+    entries = {module: documentation.read_entries(module, path) for module, path in modules.items()}
+    documents = [
+        Document(chunk.id, chunk.text, metadata={"source": module, "title": chunk.title})
+        for module in entries
+        for chunk in documentation.chunks_of(module, entries[module])
+    ]
     questions = list(_questions([session for module in entries for session in _sessions(entries[module])]))
     rankings = retriever.search([document.text for document in documents], [q.text for q in questions], top_k)
     return Corpus(_NAME, documents, questions, rankings)
 
 
-def _modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        if path.name == "__init__.py" and package:
-            yield package, path
-        elif path.name.startswith("_") or path.stem in _SKIPPED:
-            continue
-        elif path.suffix == ".py":
-            yield f"{package}.{path.stem}".lstrip("."), path
-        elif (path / "__init__.py").is_file():
-            yield from _modules(path, f"{package}.{path.name}".lstrip("."))
-
-
-def _entries(module: str, path: Path) -> Iterator[_Entry]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    text = ast.get_docstring(tree)
-    if text:
-        yield _Entry(module, "", "", module, text)
-    known: set[str] = set()
-    for node in _definitions(tree):
-        if node.name in known:
-            continue
-        known.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            yield from _class_entries(module, node)
-        else:
-            yield from _function_entry(module, node.name, "", node)
-
-
-def _class_entries(module: str, node: ast.ClassDef) -> Iterator[_Entry]:
-    methods: dict[str, _Function] = {}
-    for child in node.body:
-        if isinstance(child, _Function) and (child.name not in methods or not ast.get_docstring(methods[child.name])):
-            methods[child.name] = child
-    constructor = methods.get("__init__")
-    parts = [ast.get_docstring(node), ast.get_docstring(constructor) if constructor else None]
-    text = "\n\n".join(part for part in parts if part)
-    parameters = _parameters(constructor) if constructor else []
-    if text:
-        signature = f"class {module}.{node.name}{_arguments(constructor) if constructor else ''}"
-        yield _Entry(module, node.name, node.name, signature, text, parameters)
-    for name, method in methods.items():
-        if not name.startswith("_"):
-            yield from _function_entry(module, f"{node.name}.{name}", node.name, method)
-
-
-def _function_entry(module: str, name: str, owner: str, node: _Function) -> Iterator[_Entry]:
-    text = ast.get_docstring(node)
-    if text:
-        yield _Entry(module, name, owner, f"{module}.{name}{_arguments(node)}", text, _parameters(node))
-
-
-def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | _Function]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | _Function):
-            if not child.name.startswith("_"):
-                yield child
-        elif isinstance(child, ast.If | ast.Try | ast.ExceptHandler):
-            yield from _definitions(child)
-
-
-def _arguments(node: _Function) -> str:
-    return f"({re.sub(r'^(self|cls)(, /)?(, |$)', '', ast.unparse(node.args))})"
-
-
-def _parameters(node: _Function) -> list[str]:
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
-
-
-def _chunks(module: str, entries: Iterable[_Entry]) -> Iterator[Document]:
-    """Neighbouring entries packed; a long one is cut at its paragraphs."""
-    counts: dict[str, int] = {}
-    batch: list[tuple[_Entry, str]] = []
-    size = 0
-
-    def flush() -> Document:
-        entry = batch[0][0]
-        number = counts[entry.name] = counts.get(entry.name, 0) + 1
-        suffix = f"/{number}" if entry.name and number > 1 else ""
-        text = "\n\n".join(part for _, part in batch)
-        metadata = {"source": module, "title": entry.title}
-        return Document(f"{module}#{entry.name or number}{suffix}", text, metadata=metadata)
-
-    for entry in entries:
-        for number, body in enumerate(_pieces(entry.text)):
-            part = f"{entry.signature if number == 0 else entry.title + ' (continued)'}\n{body}"
-            starts_class = number == 0 and entry.owner == entry.name
-            if batch and (size + len(part) > _MAXIMUM or (starts_class and size >= _MINIMUM)):
-                yield flush()
-                batch, size = [], 0
-            batch.append((entry, part))
-            size += len(part) + 2
-    if batch:
-        yield flush()
-
-
-def _pieces(text: str) -> list[str]:
-    """Text cut at blank lines; a long paragraph at line ends."""
-    pieces = [""]
-    for paragraph in re.split(r"\n\s*\n", text):
-        separator = "\n\n"
-        for part in [paragraph] if len(paragraph) <= _MAXIMUM else paragraph.splitlines():
-            if pieces[-1] and len(pieces[-1]) + len(part) > _MAXIMUM - 100:
-                pieces.append("")
-            pieces[-1] += (separator if pieces[-1] else "") + part
-            separator = "\n"
-    return pieces
-
-
-def _sessions(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
+def _sessions(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Runs of neighbouring entries: a class with its methods if it has enough, else neighbours."""
-    groups: list[list[_Entry]] = []
+    groups: list[list[Entry]] = []
     for entry in entries:
         if not entry.name:
             continue
@@ -211,7 +74,7 @@ def _sessions(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
             groups[-1].append(entry)
         else:
             groups.append([entry])
-    merged: list[list[_Entry]] = []
+    merged: list[list[Entry]] = []
     for group in groups:
         if merged and len(merged[-1]) < _SESSION[0]:
             merged[-1].extend(group)
@@ -225,7 +88,7 @@ def _sessions(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
                 yield group[start:end]
 
 
-def _questions(sessions: list[list[_Entry]]) -> Iterator[CorpusQuestion]:
+def _questions(sessions: list[list[Entry]]) -> Iterator[CorpusQuestion]:
     random = Random(0)
     random.shuffle(sessions)
     asked = 0
@@ -239,12 +102,12 @@ def _questions(sessions: list[list[_Entry]]) -> Iterator[CorpusQuestion]:
         asked += len(session)
 
 
-def _ask_how(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_how(entry: Entry, before: Entry | None) -> list[str]:
     name = entry.spoken if before else entry.title
     return [f"How does {name} work?", f"What does {name} do?", f"When do I need {name}?", f"What is {name} for?"]
 
 
-def _ask_task(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_task(entry: Entry, before: Entry | None) -> list[str]:
     verb, _, rest = _sentences(entry.text)[0].partition(" ")
     if not _VERB.fullmatch(verb) or not 2 <= len(rest.split()) <= 18 or rest.count("(") != rest.count(")"):
         return []
@@ -252,7 +115,7 @@ def _ask_task(entry: _Entry, before: _Entry | None) -> list[str]:
     return [f"How do I {task} in {entry.module}?", f"Can {entry.module} {task}?", f"I want to {task}. What do I call?"]
 
 
-def _ask_condition(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_condition(entry: Entry, before: Entry | None) -> list[str]:
     for sentence in _sentences(entry.text):
         found = re.match(r"(?:If|When) ([a-z*'`][^,;()\"]{8,80}), ", sentence)
         if found:
@@ -260,7 +123,7 @@ def _ask_condition(entry: _Entry, before: _Entry | None) -> list[str]:
     return []
 
 
-def _ask_detail(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_detail(entry: Entry, before: Entry | None) -> list[str]:
     for sentence in _sentences(entry.text)[1:]:
         if re.fullmatch(r"[A-Z][\w ,'`*()-]+", sentence) and 6 <= len(sentence.split()) <= 25:
             return [
@@ -270,7 +133,7 @@ def _ask_detail(entry: _Entry, before: _Entry | None) -> list[str]:
     return []
 
 
-def _ask_parameter(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_parameter(entry: Entry, before: Entry | None) -> list[str]:
     for parameter in entry.parameters:
         if len(parameter) > 3 and re.search(rf"\b{re.escape(parameter)}\b", entry.text):
             return [
@@ -280,14 +143,14 @@ def _ask_parameter(entry: _Entry, before: _Entry | None) -> list[str]:
     return []
 
 
-def _ask_error(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_error(entry: Entry, before: Entry | None) -> list[str]:
     found = re.search(r"\b[A-Z]\w*(?:Error|Exception)\b", entry.text)
     if not found or found.group() in entry.name:
         return []
     return [f"Why does {entry.spoken} raise {found.group()}?", f"I get {found.group()} from {entry.spoken}. Why?"]
 
 
-def _ask_difference(entry: _Entry, before: _Entry | None) -> list[str]:
+def _ask_difference(entry: Entry, before: Entry | None) -> list[str]:
     if before is None or before.owner != entry.owner or ("." in before.name) != ("." in entry.name):
         return []
     return [
@@ -307,7 +170,7 @@ _VERB = re.compile(
     r"Release|Remove|Rename|Replace|Report|Reset|Retrieve|Return|Run|Search|Send|Set|Shut|Sort|Split|Start|Stop|"
     r"Store|Test|Turn|Unregister|Update|Use|Wait|Write"
 )
-_TEMPLATES: tuple[Callable[[_Entry, _Entry | None], list[str]], ...] = (
+_TEMPLATES: tuple[Callable[[Entry, Entry | None], list[str]], ...] = (
     _ask_how,
     _ask_task,
     _ask_condition,
@@ -321,7 +184,7 @@ _TEMPLATES: tuple[Callable[[_Entry, _Entry | None], list[str]], ...] = (
 def _fingerprint(modules: dict[str, Path], retriever: Retriever, top_k: int) -> str:
     own = Path(__file__)
     parts = [sys.version, retriever.name, str(top_k)]
-    for path in (own, own.parent.parent / "retrieval.py", *modules.values()):
+    for path in (own, own.parent.parent / "retrieval.py", Path(documentation.__file__), *modules.values()):
         state = path.stat()
         parts.append(f"{path} {state.st_size} {state.st_mtime_ns}")
     return blake2b("\n".join(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -1,1 +1,1 @@
-"""The attention kernel against SDPA and FlexAttention: suites attention-kernel and attention-check."""
+"""The attention kernels against SDPA and FlexAttention: suites attention-kernel, -sparse and -check."""

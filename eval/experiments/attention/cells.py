@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ragorder.eval.running.cells import SuiteCell
 
@@ -23,18 +23,25 @@ def _heads(value: str) -> str:
 
 
 class AttentionCell(SuiteCell):
-    """`batch` requests, each of `query` new tokens behind `context` cached ones; `heads`: "32/8" (query/KV). Without
-    `timed`, results are checked only."""
+    """`batch` requests, each of `query` new tokens behind `context` cached ones, or `scattered` evenly in the place of
+    some of these, the last one at the end; `heads`: "32/8" (query/KV). Without `timed`, results are checked only."""
 
     batch: int = Field(1, ge=1)
     query: int = Field(ge=1)
     context: int = Field(0, ge=0)
+    scattered: bool = False
     heads: Annotated[str, AfterValidator(_heads)] = "32/8"
     head_dim: int = Field(128, ge=1)
     dtype: Literal["fp16", "bf16", "fp32"] = "bf16"
     block_size: int = Field(16, ge=1, le=1024)
     repeats: int = Field(50, ge=30)
     timed: bool = True
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.scattered and self.query > self.context:
+            raise ValueError(f"{self.query} tokens cannot be scattered among {self.context}: give a smaller query")
+        return self
 
     @property
     def varies_with_seed(self) -> bool:
@@ -43,5 +50,5 @@ class AttentionCell(SuiteCell):
     @property
     def shape(self) -> dict[str, Any]:
         heads, kv_heads = map(int, self.heads.split("/"))
-        names = ("batch", "query", "context", "head_dim", "dtype", "block_size")
+        names = ("batch", "query", "context", "scattered", "head_dim", "dtype", "block_size")
         return {**{name: getattr(self, name) for name in names}, "heads": heads, "kv_heads": kv_heads}

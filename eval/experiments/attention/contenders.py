@@ -15,7 +15,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from ragorder.eval.experiments.attention.shapes import AttentionProblem
-from ragorder.kernels.attention import prefix_attention
+from ragorder.kernels.attention import prefix_attention, sparse_attention
+from ragorder.kernels.attention.backends import Backend
+from ragorder.kernels.attention.ranges import Ranges
 
 __all__ = ["CONTENDERS", "Contender", "MissingError"]
 
@@ -33,20 +35,35 @@ class MissingError(RuntimeError):
 def _triton(splits: int | None) -> Contender:
     def prepare(problem: AttentionProblem) -> Compute:
         _need_kernel(problem)
-        from ragorder.kernels.attention.launch import triton_attention
+        from ragorder.kernels.attention.launch import triton_attention, triton_sparse_attention
 
-        tensors = problem.q, problem.k, problem.v, problem.key_cache, problem.value_cache
         if splits is None:
-            return lambda: prefix_attention(*tensors, problem.batch, backend="triton")
-        scale = 1 / math.sqrt(problem.shape.head_dim)
-        return lambda: triton_attention(*tensors, problem.batch, scale, splits=splits)
+            return _ours(problem, "triton")
+        caches, scale = (problem.key_cache, problem.value_cache), 1 / math.sqrt(problem.shape.head_dim)
+        if problem.shape.scattered:
+            ranges = Ranges.of(problem.batch, problem.positions, None, None)
+            return lambda: triton_sparse_attention(problem.q, *caches, problem.batch, ranges, scale, splits=splits)[0]
+        return lambda: triton_attention(problem.q, problem.k, problem.v, *caches, problem.batch, scale, splits=splits)
 
     return prepare
 
 
 def _torch(problem: AttentionProblem) -> Compute:
-    tensors = problem.q, problem.k, problem.v, problem.key_cache, problem.value_cache
-    return lambda: prefix_attention(*tensors, problem.batch, backend="torch")
+    return _ours(problem, "torch")
+
+
+def _ours(problem: AttentionProblem, backend: Backend) -> Compute:
+    caches, batch = (problem.key_cache, problem.value_cache), problem.batch
+    if problem.shape.scattered:
+        return lambda: sparse_attention(problem.q, *caches, batch, problem.positions, backend=backend)
+    return lambda: prefix_attention(problem.q, problem.k, problem.v, *caches, batch, backend=backend)
+
+
+def _masked(problem: AttentionProblem) -> Compute:
+    # The backend that torch takes with a mask.
+    q, (k, v), seen = problem.queries(), problem.gather(), problem.seen()
+    group = q.shape[1] != k.shape[1]
+    return lambda: scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=group).transpose(1, 2)
 
 
 def _sdpa(backend: SDPBackend, gather: bool) -> Contender:
@@ -72,6 +89,10 @@ def _sdpa(backend: SDPBackend, gather: bool) -> Contender:
 def _causal(backend: SDPBackend, problem: AttentionProblem) -> dict[str, Any]:
     # `is_causal` alone begins at the upper left: right only where nothing is cached.
     shape = problem.shape
+    if shape.scattered and backend is SDPBackend.FLASH_ATTENTION:
+        raise MissingError("has no mask for rows at any positions")
+    if shape.scattered:
+        return {"attn_mask": problem.seen()[None, None]}
     if not shape.context:
         return {"is_causal": True}
     bias = causal_lower_right(shape.query, shape.context + shape.query)
@@ -86,11 +107,11 @@ def _flex(mask_too: bool) -> Contender:
         attention, make_mask = _compiled_flex()
         q = problem.queries()
         k, v = problem.gather()
-        context = problem.shape.context
+        positions = problem.positions[: problem.shape.query]
 
         def mask() -> Any:
             return make_mask(
-                lambda _batch, _head, query, key: query + context >= key,
+                lambda _batch, _head, query, key: positions[query] >= key,
                 None,
                 None,
                 q.shape[2],
@@ -135,6 +156,7 @@ CONTENDERS: dict[str, Contender] = {
     "triton": _triton(None),
     "triton unsplit": _triton(1),
     "torch": _torch,
+    "sdpa + mask": _masked,
     "flash": _sdpa(SDPBackend.FLASH_ATTENTION, False),
     "flash + gather": _sdpa(SDPBackend.FLASH_ATTENTION, True),
     "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, False),

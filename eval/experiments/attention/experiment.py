@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.engines.torch import need_torch
+from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.attention.cells import TOLERANCE, AttentionCell
 from ragorder.eval.experiments.attention.record import AttentionRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
@@ -28,6 +28,7 @@ class Attention(Experiment):
         "triton",
         "triton unsplit",
         "torch",
+        "sdpa + mask",
         "flash",
         "flash + gather",
         "cudnn",
@@ -47,10 +48,9 @@ class Attention(Experiment):
             raise EngineError(f"{self._wrong} of {self._checked} results are wrong: see the report")
 
     def obstacle(self, suite: Suite, cell: AttentionCell, policy: str) -> str | None:
-        try:
-            need_torch()
-        except ImportError as error:
-            return str(error)
+        lacking = lacks_torch()
+        if lacking is not None:
+            return lacking
         import torch
 
         return _NO_GPU if cell.timed and not torch.cuda.is_available() else None

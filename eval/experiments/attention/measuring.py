@@ -49,7 +49,7 @@ def splits_of(shape: AttentionShape, device: torch.device) -> int:
     tile = choose_tile(family, shape.head_dim, itemsize, shape.query * group)
     programs = (shape.batch * shape.query * group // tile.rows + shape.batch) * shape.kv_heads
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return choose_splits(programs, shape.context + shape.query, multiprocessors)
+    return choose_splits(programs, shape.total, multiprocessors)
 
 
 def reference(problem: AttentionProblem) -> Tensor:
@@ -57,7 +57,7 @@ def reference(problem: AttentionProblem) -> Tensor:
     shape = problem.shape
     q = problem.queries().unflatten(1, (shape.kv_heads, -1))
     k, v = problem.gather()
-    hidden = torch.ones(shape.query, k.shape[2], dtype=torch.bool, device=q.device).triu(shape.context + 1)
+    hidden = ~problem.seen()
     found = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for row, head in product(range(shape.batch), range(shape.kv_heads)):
         scores = q[row, head].double() @ k[row, head].double().T / math.sqrt(shape.head_dim)

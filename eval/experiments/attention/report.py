@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ragorder.eval.experiments.attention.cells import TOLERANCE
+from ragorder.eval.experiments.attention.cells import TOLERANCE, AttentionCell
 from ragorder.eval.experiments.attention.record import AttentionRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
 from ragorder.eval.report.groups import RecordGroup, group_runs
@@ -22,6 +22,7 @@ _Group = RecordGroup[AttentionRecord]
 _OURS = ("triton", "triton unsplit")
 _TIMED = (
     "triton: the kernel, keys split as its table says, or not split; torch: the kernel's reference, blocks gathered; "
+    "sdpa + mask: SDPA's own choice of a backend, keys in one piece and a mask; "
     "flash: SDPA's flash backend, keys in one piece, or gathered in the measured time; cudnn: SDPA's cuDNN backend, "
     "keys in one piece and a mask; flex: FlexAttention compiled, keys in one piece and a mask, or the mask made in the "
     "measured time. Medians from a cold L2; TFLOP/s count what the causal mask leaves, GB/s each byte once."
@@ -50,12 +51,16 @@ def _table(groups: Sequence[_Group]) -> Table:
     table = Table("Attention of new tokens to a paged prefix", [*headings, "error"], labels=5)
     for group, line in lines:
         cell = line.setting
-        shape = (str(cell.batch), f"{cell.query:,}", f"{cell.context:,}", f"{cell.heads} × {cell.head_dim}")
+        shape = (str(cell.batch), _rows(cell), f"{cell.context:,}", f"{cell.heads} × {cell.head_dim}")
         error = Entry(f"{line.facts['error']:.1e}{'' if line.right else ', wrong'}", tone="" if line.right else "bad")
         table.add(*shape, line.policy, *(_times(group, line) if timed else ()), error)
     bounds = ", ".join(f"{bound:g} ({dtype})" for dtype, bound in TOLERANCE.items())
     table.note = f"{_TIMED if timed else _UNTIMED} An error above {bounds} is wrong."
     return table
+
+
+def _rows(cell: AttentionCell) -> str:
+    return f"{cell.query:,} anywhere" if cell.scattered else f"{cell.query:,}"
 
 
 def _times(group: _Group, line: AttentionRecord) -> list[str]:

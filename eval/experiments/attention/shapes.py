@@ -16,7 +16,8 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Equal requests, each of `query` new tokens behind `context` cached ones."""
+    """Equal requests, each of `query` new tokens behind `context` cached ones, or `scattered` evenly in the place of
+    some of these."""
 
     batch: int
     query: int
@@ -26,17 +27,30 @@ class AttentionShape:
     head_dim: int
     dtype: str
     block_size: int
+    scattered: bool = False
+
+    @property
+    def total(self) -> int:
+        """Tokens of a request."""
+        return self.context if self.scattered else self.context + self.query
+
+    @property
+    def positions(self) -> list[int]:
+        """Of a request's new tokens, the last of which is at its end."""
+        if not self.scattered:
+            return list(range(self.context, self.total))
+        return [(place + 1) * self.total // self.query - 1 for place in range(self.query)]
 
     @property
     def flops(self) -> int:
         """Those that the causal mask leaves."""
-        pairs = self.query * self.context + self.query * (self.query + 1) // 2
+        pairs = sum(self.positions) + self.query
         return 4 * self.head_dim * self.heads * self.batch * pairs
 
     @property
     def bytes(self) -> int:
         """Moved at least: keys and values once, queries in, results out."""
-        keys = 2 * (self.context + self.query) * self.kv_heads
+        keys = 2 * self.total * self.kv_heads
         itemsize: int = _DTYPES[self.dtype].itemsize
         return self.batch * (keys + 2 * self.query * self.heads) * self.head_dim * itemsize
 
@@ -52,16 +66,21 @@ class AttentionProblem:
     key_cache: Tensor
     value_cache: Tensor
     batch: PackedBatch
+    positions: Tensor
+    """int32 (tokens,)."""
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in one piece, (batch, KV heads, context + query, D), by one copy."""
+        """Keys and values in one piece, (batch, KV heads, total, D), by one copy."""
         key, value = (
-            cache[self.batch.block_tables.long()]
-            .flatten(1, 2)[:, : self.shape.context + self.shape.query]
-            .transpose(1, 2)
+            cache[self.batch.block_tables.long()].flatten(1, 2)[:, : self.shape.total].transpose(1, 2)
             for cache in (self.key_cache, self.value_cache)
         )
         return key, value
+
+    def seen(self) -> Tensor:
+        """Which keys each of a request's rows sees, bool (query, total)."""
+        own = self.positions[: self.shape.query]
+        return torch.arange(self.shape.total, device=own.device) <= own[:, None]
 
     def queries(self) -> Tensor:
         """(batch, query heads, query, D)."""
@@ -76,7 +95,7 @@ def make_problem(shape: AttentionShape, device: torch.device, seed: int) -> Atte
         return torch.randn(sizes, generator=rng, device=device, dtype=torch.float32).to(dtype)
 
     tokens = shape.batch * shape.query
-    needed = -(-(shape.context + shape.query) // shape.block_size)
+    needed = -(-shape.total // shape.block_size)
     blocks = shape.batch * needed
     # One layer of the engine's pool: a block's keys and values lie side by side.
     pool = torch.empty(blocks, 2, shape.block_size, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
@@ -92,8 +111,9 @@ def make_problem(shape: AttentionShape, device: torch.device, seed: int) -> Atte
     )
     q = normal(tokens, shape.heads, shape.head_dim)
     k, v = (normal(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
-    places = torch.arange(shape.context, shape.context + shape.query, device=device)
+    places = torch.tensor(shape.positions, device=device)
     written = tables[:, places // shape.block_size].long()
     for cache, new in ((pool[:, 0], k), (pool[:, 1], v)):
         cache[written, places % shape.block_size] = new.view(shape.batch, shape.query, *new.shape[1:])
-    return AttentionProblem(shape, q, k, v, pool[:, 0], pool[:, 1], batch)
+    positions = places.int().repeat(shape.batch)
+    return AttentionProblem(shape, q, k, v, pool[:, 0], pool[:, 1], batch, positions)

@@ -13,11 +13,11 @@ from pydantic import Field
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.engines.tiny_model import make_model
 from ragorder.eval.experiments.conversations.layouts import LAYOUTS, TEMPLATE, Body, ChatTurn, conversations
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import RunRecord
+from ragorder.kernels.random_model import make_model
 
 if TYPE_CHECKING:
     import httpx2

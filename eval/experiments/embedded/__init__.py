@@ -1,1 +1,1 @@
-"""The embedded engine measured with random weights: suites embedded-prefill and embedded-serving."""
+"""The embedded engine measured with random weights: suites embedded-prefill, -fused, -serving and -recovery."""

@@ -6,21 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ragorder.eval.data.names import unknown
 from ragorder.eval.experiments.embedded.prompts import Layout
 from ragorder.eval.experiments.embedded.shapes import SHAPES
-from ragorder.eval.experiments.replacement import TierSize
+from ragorder.eval.experiments.replacement.cells import SizeText
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.kernels.policies import POLICIES
 
-__all__ = ["NOTHING", "NO_CACHE", "PLAIN", "TIERS", "CacheSetup", "EmbeddedCell"]
+__all__ = ["FUSED", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
+PREFIX = "exact prefix"
+FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3)}
+"""Shares of the reused tokens computed anew, by arm."""
 TIERS = ("device", "host", "disk")
 
-_OF_SERVING = ("workload", "top_k", "requests", "warmup", "device", "host", "replacement", "order")
+_OF_SETUPS = ("host", "replacement", "order", "replicas")
+_OF_SERVING = ("workload", "top_k", "requests", "warmup", "device", "fails_after", *_OF_SETUPS)
 _OF_PREFILL = ("documents", "document_tokens", "system_tokens", "question_tokens", "repeats")
 _LEAST_REQUESTS = 10
 
@@ -37,13 +41,6 @@ def _policy(value: str) -> str:
     return value
 
 
-def _size(value: object) -> object:
-    if isinstance(value, str):
-        TierSize.parse(value)
-    return value
-
-
-_Size = Annotated[str, BeforeValidator(_size)]
 _Policy = Annotated[str, AfterValidator(_policy)]
 _Order = Literal["retrieval", "sorted", "greedy", "best", "auto"]
 _List = Field(strict=False)
@@ -56,24 +53,28 @@ class CacheSetup:
     order: str = "retrieval"
     policy: str | None = None
     host: str | None = None
+    replicas: int = 0
 
     @property
     def name(self) -> str:
         if self.policy is None:
             return NO_CACHE
         place = "device" if self.host is None else f"device and {self.host}"
-        return f"{place}, {self.policy}" + ("" if self.order == "retrieval" else f", {self.order} order")
+        replicas = f", {self.replicas} replicas" if self.replicas else ""
+        return f"{place}, {self.policy}{replicas}" + ("" if self.order == "retrieval" else f", {self.order} order")
 
 
 class EmbeddedCell(SuiteCell):
     """`shape` is a model's, with random weights.
 
-    cached, overhead, tiers: a prompt of `documents`, by how many of them are cached; against transformers; by the tier
-    that holds all of them. serving: a `workload` without a cache, with the `device`, and with each `host` memory behind
-    it by each `replacement` policy, in each `order`. Sizes: "4GiB", or a share of the working set ("5%").
+    cached, overhead, tiers, fused: a prompt of `documents`, by how many of them are cached; against transformers; by
+    the tier that holds all of them; by the share computed anew of those that have KV behind the system prompt alone.
+    serving: a `workload` without a cache, with the `device`, and with each `host` memory behind it by each
+    `replacement` policy, with so many `replicas` of the most used nodes, in each `order`. Sizes: "4GiB", or a share of
+    the working set ("5%"). The device loses its KV when it `fails_after` so many requests.
     """
 
-    measure: Literal["cached", "overhead", "tiers", "serving"]
+    measure: Literal["cached", "overhead", "tiers", "fused", "serving"]
     shape: Annotated[str, AfterValidator(_shape)] = "small"
     block_size: int = Field(16, ge=1)
     threads: int = Field(1, ge=1)
@@ -86,10 +87,12 @@ class EmbeddedCell(SuiteCell):
     top_k: int | None = Field(None, ge=1)
     requests: int = Field(600, ge=12)
     warmup: int = Field(60, ge=0)
-    device: _Size = "4GiB"
-    host: Annotated[tuple[_Size, ...], _List] = ()
+    device: SizeText = "4GiB"
+    host: Annotated[tuple[SizeText, ...], _List] = ()
     replacement: Annotated[tuple[_Policy, ...], _List] = ("pgdsf",)
     order: Annotated[tuple[_Order, ...], _List] = ("retrieval",)
+    replicas: Annotated[tuple[Annotated[int, Field(ge=0)], ...], _List] = (0,)
+    fails_after: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -105,7 +108,7 @@ class EmbeddedCell(SuiteCell):
     @property
     def fields(self) -> dict[str, Any]:
         # Those of `setups` are in the policies' names.
-        return {name: value for name, value in super().fields.items() if name not in ("host", "replacement", "order")}
+        return {name: value for name, value in super().fields.items() if name not in _OF_SETUPS}
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +119,11 @@ class EmbeddedCell(SuiteCell):
         """By name. The device alone has LRU, as prefix caching does."""
         alone = [CacheSetup(order, "lru") for order in self.order]
         behind = [
-            CacheSetup(order, policy, host) for order in self.order for host in self.host for policy in self.replacement
+            CacheSetup(order, policy, host, replicas)
+            for order in self.order
+            for host in self.host
+            for policy in self.replacement
+            for replicas in self.replicas
         ]
         return {setup.name: setup for setup in (CacheSetup(), *alone, *behind)}
 
@@ -127,4 +134,6 @@ class EmbeddedCell(SuiteCell):
             return tuple(self.setups)
         if self.measure == "overhead":
             return PLAIN, NOTHING
+        if self.measure == "fused":
+            return NOTHING, PREFIX, *FUSED
         return NOTHING, *(TIERS if self.measure == "tiers" else map(str, range(self.documents + 1)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.engines.torch import TorchModel, need_torch
+from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.experiments.embedded.cells import EmbeddedCell
 from ragorder.eval.experiments.embedded.clocks import threads
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
@@ -42,11 +42,7 @@ class Embedded(Experiment):
             return _NOT_COMPARED
         if self.options.engine not in ("sim", "torch"):
             return _OTHER_ENGINE
-        try:
-            need_torch()
-        except ImportError as error:
-            return str(error)
-        return SHAPES[cell.shape].obstacle
+        return lacks_torch() or SHAPES[cell.shape].obstacle
 
     def missing(self, suite: Suite, cell: EmbeddedCell, policy: str, reason: str) -> Missing | None:
         return None if reason == _NOT_COMPARED else super().missing(suite, cell, policy, reason)
@@ -60,20 +56,22 @@ class Embedded(Experiment):
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
         cell: EmbeddedCell = job.cell
         with threads(cell.threads):
-            model = self._models.setdefault(cell.shape, SHAPES[cell.shape].make())
+            if cell.shape not in self._models:
+                self._models[cell.shape] = SHAPES[cell.shape].make()
+            model = self._models[cell.shape]
             engine = {"name": "torch", "model": cell.shape, "block_size": cell.block_size, "hardware": hardware()}
             try:
-                for arm, warmup, rows in self._measure(job, model, advance):
+                for arm, warmup, rows, facts in self._measure(job, model, advance):
                     rounded = {name: [round(value, 3) for value in values] for name, values in rows.items()}
-                    facts = {"policy": arm, "engine": engine, "warmup": warmup, "load_average": load_average()}
-                    yield {**facts, "rows": rounded}
+                    line = {"policy": arm, "engine": engine, "warmup": warmup, "load_average": load_average()}
+                    yield {**line, "facts": facts, "rows": rounded}
             except ValueError as error:
                 # A workload that cannot be drawn so, or a prompt that is longer than the model's longest.
                 yield from (Missing(job.suite.name, cell.fields, arm, str(error)) for arm in job.policies)
 
     def _measure(
         self, job: Job, model: TorchModel, advance: Callable[[], None]
-    ) -> Iterator[tuple[str, int, dict[str, list[float]]]]:
+    ) -> Iterator[tuple[str, int, dict[str, list[float]], dict[str, Any]]]:
         cell: EmbeddedCell = job.cell
         if cell.measure == "serving":
             from ragorder.eval.experiments.embedded.serving import draw_trace, serve_trace
@@ -82,11 +80,11 @@ class Embedded(Experiment):
             # A shorter run has as large a share of warm-up.
             warmup = cell.warmup * job.requests // cell.requests
             for arm in job.policies:
-                yield arm, warmup, serve_trace(trace, cell, cell.setups[arm], model, job.seed, advance)
+                yield arm, warmup, *serve_trace(trace, cell, cell.setups[arm], model, job.seed, advance)
             return
         from ragorder.eval.experiments.embedded.prefill import measure_prefill
 
         # All take turns, those too that have been measured: times of one cell are of one time.
         for arm, rows in measure_prefill(cell, model, job.seed, advance).items():
             if arm in job.policies:
-                yield arm, 0, rows
+                yield arm, 0, rows, {}

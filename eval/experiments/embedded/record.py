@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field
 
 from ragorder.eval.experiments.embedded.cells import EmbeddedCell
 from ragorder.eval.running.record import Record
@@ -16,20 +16,18 @@ _SERVED = ("prompt_tokens", "hits", "retrieved")
 
 
 class EmbeddedRecord(Record):
-    """One arm: times and cached tokens of each repetition or request."""
+    """One arm: times and cached tokens of each repetition or request. `facts`: the `profile` that PGDSF had."""
 
     called: ClassVar[str] = "a measurement of the embedded engine"
 
     type: Literal["embedded"] = "embedded"
     cell: dict[str, Any]
     rows: dict[str, list[float]]
+    facts: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        columns = _COLUMNS + (_SERVED if self.setting.measure == "serving" else ())
-        if len({len(self.rows.get(name, ())) for name in columns}) != 1:
-            raise ValueError("columns of different lengths")
-        return self
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return _COLUMNS + (_SERVED if self.setting.measure == "serving" else ())
 
     @property
     def setting(self) -> EmbeddedCell:

@@ -10,8 +10,9 @@ from ragorder.eval.experiments.embedded.cells import NO_CACHE, PLAIN, TIERS, Emb
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
 from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
-from ragorder.eval.report.canvas import Picture, draw, style
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import StatisticsError
 from ragorder.eval.report.tables import Entry, Table
@@ -28,6 +29,7 @@ _TITLES = {
     "cached": "Time to the first token, by how many documents are cached",
     "overhead": "Time to the first token with nothing cached, and that of plain transformers",
     "tiers": "Time to the first token, by where all documents are cached",
+    "fused": "Time to the first token, by how much of documents computed elsewhere is computed anew",
 }
 _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 
@@ -60,7 +62,7 @@ def _prefill(group: _Group) -> Table:
     cell = _cell(group)
     baseline = group.runs(BASELINES[cell.measure])
     clocks: Sequence[Clock] = ("wall_ms", "cpu_ms") if group.engine["hardware"] == ONE_THREAD else ("wall_ms",)
-    headings = ["cached" if cell.measure != "overhead" else "served by", "tokens"]
+    headings = [{"overhead": "served by", "fused": "reused"}.get(cell.measure, "cached"), "tokens"]
     headings += [heading for clock in clocks for heading in (_CLOCKS[clock], "times shorter")]
     table = Table(_title(group), [*headings, "required"])
     for arm in group.policies:
@@ -86,7 +88,7 @@ def _prefill(group: _Group) -> Table:
 def _serving(group: _Group) -> Table:
     cell = _cell(group)
     baselines = {name: group.runs(name) for name in (NO_CACHE, "device, lru") if name in group.policies}
-    headings = ["cache", "hits, %", "device, %", "host, %", "TTFT ms, p50", "p95", "mean"]
+    headings = ["cache", "hits, %", "device, %", "host, %", "nodes to host", "TTFT ms, p50", "p95", "mean"]
     table = Table(_title(group), [*headings, *(f"times shorter than {name}" for name in baselines)])
     for arm in group.policies:
         lines = group.runs(arm)
@@ -94,15 +96,18 @@ def _serving(group: _Group) -> Table:
         shares = [(sum(_values(lines, "hits")), sum(_values(lines, "retrieved")))]
         shares += [(sum(_values(lines, tier)), prompt_tokens) for tier in ("device", "host")]
         row = [Entry(arm), *(Entry(format_number(100 * part / max(1, whole))) for part, whole in shares)]
+        row.append(Entry(format_number(sum(_copied(lines)), 0)))
         row += [Entry(format_number(value)) for value in (percentile(times, 50), percentile(times, 95), fmean(times))]
         row += [_ratio(_speedup(baseline, lines, "wall_ms", statistic="mean")) for baseline in baselines.values()]
         table.rows.append(row)
     top_k = "" if cell.top_k is None else f", top {cell.top_k}"
     first = group.runs()[0]
+    measured = any("profile" in line.facts for line in group.runs())
+    costs = " PGDSF by measured prefill times." if measured else ""
     table.note = (
         f"{len(first.rows['wall_ms'])} requests × seeds {_seeds(group)}{top_k}, the first {first.warmup} left out, one "
         f"at a time; device {cell.device}. Hits: of the documents; device and host: of the prompt tokens. Means "
-        "compared, with 95 % intervals."
+        f"compared, with 95 % intervals.{costs}"
     )
     return table
 
@@ -117,6 +122,11 @@ def _arm(arm: str, cell: EmbeddedCell) -> str:
 
 def _values(lines: Sequence[EmbeddedRecord], name: str) -> list[float]:
     return [value for of_seed in values_of(lines, name) for value in of_seed]
+
+
+def _copied(lines: Sequence[EmbeddedRecord]) -> list[float]:
+    # Former results do not have them.
+    return [value for line in lines if "copied" in line.rows for value in line.figures("copied")]
 
 
 def _speedup(
@@ -150,24 +160,12 @@ def _seeds(group: _Group) -> str:
 def _picture(group: _Group) -> Picture:
     cell = _cell(group)
     serving = cell.measure == "serving"
-    rows = []
+    marks = []
     for arm in group.policies:
-        lines = group.runs(arm)
-        times = _values(lines, "wall_ms")
+        times = _values(group.runs(arm), "wall_ms")
         middle, low, high = median(times)
-        rows.append((_arm(arm, cell), middle, middle if serving else low, percentile(times, 95) if serving else high))
-
-    def paint(axes: Any) -> None:
-        looks = style("auto")
-        for place, (_, middle, low, high) in enumerate(reversed(rows)):
-            axes.plot([low, high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
-            axes.plot(middle, place, looks.marker, color=looks.colour, markersize=7)
-        axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)])
-        axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlim(left=0)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("time to the first token, ms")
-
-    alt = "; ".join(f"{name}: {_ms(middle)} ms" for name, middle, *_ in rows)
+        ends = (middle, percentile(times, 95)) if serving else (low, high)
+        marks.append(Mark(_arm(arm, cell), middle, *ends))
+    axis, alt = "time to the first token, ms", "; ".join(f"{mark.label}: {_ms(mark.value)} ms" for mark in marks)
     caption = "Medians; bars end at the 95th percentile." if serving else "Medians; bars are 95 % intervals."
-    return draw(paint, title=_title(group), alt=alt, caption=caption, height=1.1 + 0.3 * len(rows))
+    return draw_marks(marks, title=_title(group), axis=axis, alt=alt, caption=caption, row_height=0.3)

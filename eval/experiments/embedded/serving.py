@@ -45,12 +45,14 @@ def serve_trace(
     model: TorchModel,
     seed: int,
     advance: Callable[[], None],
-) -> dict[str, list[float]]:
-    """Columns of one arm. Raises ValueError for a prompt above the model's limit."""
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Columns and facts of one arm; PGDSF has measured prefill times. Raises ValueError for a prompt above the model's
+    limit."""
     prompts = RandomPrompts(model.vocabulary)
     longest = prompts.prefix_tokens + prompts.question_tokens
     longest += max(sum(document.token_count for document in request.documents) for request in trace.requests)
     device_tokens, host_tokens = _sizes(setup, cell.device, trace, model, longest + 2 * cell.block_size)
+    measured = setup.policy == "pgdsf"
     engine = _ClockedEngine(
         model,
         block_size=cell.block_size,
@@ -58,6 +60,9 @@ def serve_trace(
         host_tokens=host_tokens,
         prefix_caching=setup.policy is not None,
         policy=setup.policy or "lru",
+        replicate_nodes=setup.replicas,
+        fails_after=cell.fails_after,
+        profile="auto" if measured else None,
     )
     with closing(engine):
         engine.warm_up()
@@ -65,7 +70,7 @@ def serve_trace(
         run = Run(trace, setup.order, policy, engine, prompts, seed=seed)
         for _ in serve_in_turn(run, engine, trace.in_flight):
             advance()
-        return _rows(engine, run)
+        return _rows(engine, run), {"profile": engine.engine.profile.as_json()} if measured else {}
 
 
 def _rows(engine: _ClockedEngine, run: Run) -> dict[str, list[float]]:
@@ -74,6 +79,7 @@ def _rows(engine: _ClockedEngine, run: Run) -> dict[str, list[float]]:
         "wall_ms": engine.wall_ms,
         "cpu_ms": engine.cpu_ms,
         **{tier: [getattr(each.cached, tier) for each in served] for tier in ("device", "host", "disk")},
+        "copied": engine.copied,
         "prompt_tokens": [each.prompt_tokens for each in served],
         "hits": [documents or 0 for documents in run.columns().cached_documents],
         "retrieved": [len(request.documents) for request in run.trace.requests],
@@ -93,17 +99,23 @@ def _sizes(setup: CacheSetup, device: str, trace: Trace, model: TorchModel, leas
 
 
 class _ClockedEngine(TorchEngine):
-    def __init__(self, model: TorchModel, **sizes: Any) -> None:
+    def __init__(self, model: TorchModel, *, fails_after: int | None, **sizes: Any) -> None:
         super().__init__(model, **sizes)
+        self._fails_after = fails_after
         self.wall_ms: list[float] = []
         self.cpu_ms: list[float] = []
+        self.copied: list[int] = []
 
     def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
+        if len(self.served) == self._fails_after:
+            self.engine.forget_device()
+        copied = self.engine.stats().cache.host.received
         completion, wall_ms, cpu_ms = timed(lambda: super(_ClockedEngine, self).generate(token_ids))
         self.wall_ms.append(wall_ms)
         self.cpu_ms.append(cpu_ms)
+        self.copied.append(self.engine.stats().cache.host.received - copied)
         return completion
 
     def reset(self) -> None:
         super().reset()
-        self.wall_ms, self.cpu_ms = [], []
+        self.wall_ms, self.cpu_ms, self.copied = [], [], []

@@ -15,14 +15,15 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
-from ragorder.eval.experiments.pipelining.modes import ask, closed_loop, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.modes import ask, closed_loop, make_pipeline
 from ragorder.eval.experiments.pipelining.search import played
 from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts, find_server
 from ragorder.eval.running.bench import check_bench, sources_of
+from ragorder.eval.running.load import rotated
 from ragorder.eval.running.measures import percentile
 from ragorder.eval.running.policies import ORDERERS
 from ragorder.eval.running.progress import Progress
-from ragorder.eval.running.specs import Bench, BenchError
+from ragorder.eval.running.specs import Bench, BenchError, EngineSpec
 from ragorder.pipelining import Pipeline, PipelinedStream
 from ragorder.prompt import PromptBuilder
 
@@ -125,10 +126,10 @@ class _PipelineRun:
             }
             if self.clients == 1:
                 for number in range(len(rankings)):
-                    for mode in in_turn(number, self.modes):
+                    for mode in rotated(self.modes, number):
                         await self._ask(pipelines[mode], mode, number)
             else:
-                for mode in in_turn(self.seed, self.modes):
+                for mode in rotated(self.modes, self.seed):
                     asked = partial(self._ask, pipelines[mode], mode)
                     await closed_loop(asked, range(len(rankings)), self.clients)
             for pipeline in pipelines.values():
@@ -199,19 +200,19 @@ def _check_pipeline(bench: Bench, pipeline: str, delay_ms: float) -> None:
             )
 
 
-def _facts(bench: Bench, stack: ExitStack) -> ServerFacts:
-    base_url = next(iter(bench.base_urls), None)
+def _facts(spec: EngineSpec, stack: ExitStack) -> ServerFacts:
+    base_url = next(iter(spec.base_urls), None)
     if base_url is None:
         from ragorder.eval.running.live import start_server
 
-        base_url = stack.enter_context(start_server(bench)).base_url
+        base_url = stack.enter_context(start_server(spec)).base_url
     return find_server(
         base_url,
-        model=bench.model,
-        served_model=bench.served_model,
-        api_key=bench.api_key,
-        block_size=bench.block_size,
-        capacity_tokens=bench.capacity.tokens if bench.capacity else None,
+        model=spec.model,
+        served_model=spec.served_model,
+        api_key=spec.api_key,
+        block_size=spec.block_size,
+        capacity_tokens=spec.capacity.tokens if spec.capacity else None,
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
 from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline, milliseconds
+from ragorder.eval.experiments.pipelining.modes import ask, make_pipeline, milliseconds
 from ragorder.eval.experiments.pipelining.search import played
 from ragorder.eval.experiments.pipelining.server import MeasuredServer
+from ragorder.eval.running.load import rotated
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["ALONE", "measure_cold", "time_system"]
@@ -44,7 +45,7 @@ async def measure_cold(
     }
     rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in (*_MODES, ALONE)}
     for number, request in enumerate(requests):
-        for mode in in_turn(number, (*_MODES, ALONE)):
+        for mode in rotated((*_MODES, ALONE), number):
             await server.quiet()
             salt = secrets.token_hex(16)
             asked = ask(number, request.question, salt)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.eval.data.cache import cache_folder
+from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest
@@ -15,7 +15,7 @@ from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.experiments.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.specs import EngineSpec
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts
@@ -82,7 +82,7 @@ class Pipelining(Experiment):
                 from ragorder.eval.running.live import start_server
 
                 base_url = self.resources.enter_context(
-                    start_server(Bench(engine="openai", model=options.model))
+                    start_server(EngineSpec(engine="openai", model=options.model))
                 ).base_url
             self._facts = find_server(
                 base_url, model=options.model, served_model=options.served_model, api_key=options.api_key

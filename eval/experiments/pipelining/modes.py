@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["MODES", "Asked", "ask", "closed_loop", "in_turn", "long_builder", "make_pipeline", "milliseconds"]
+__all__ = ["MODES", "Asked", "ask", "closed_loop", "long_builder", "make_pipeline", "milliseconds"]
 
 T = TypeVar("T")
 
@@ -79,11 +79,6 @@ def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuild
         if builder.prefix_tokens >= system_tokens:
             return builder
         rules.append(f"{len(rules) + 1}. {_RULES[len(rules) % len(_RULES)]}")
-
-
-def in_turn(number: int, modes: Sequence[str]) -> list[str]:
-    first = number % len(modes)
-    return [*modes[first:], *modes[:first]]
 
 
 async def closed_loop(ask: Callable[[T], Awaitable[None]], questions: Iterable[T], clients: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
+from ragorder.eval.report.compared import Compared
+from ragorder.eval.report.metrics import TTFT_P50, Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, compare, summary
@@ -53,12 +55,30 @@ _THROUGHPUT = (
     "clients would ask for if a request took no longer than alone, in terms of what is served. Refused: of the "
     "occasions to speculate, those for which the engine had too much to do."
 )
+_RATE = Metric("throughput", "requests_per_s", "requests/s", relative=True)
 _Group = Sequence[PipeliningRecord]
 
 
 def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(PipeliningRecord, suite.name)
-    return Part(_pipelining_tables(suite, lines), engine=_engine(lines))
+    groups: dict[object, list[PipeliningRecord]] = {}
+    for line in lines:
+        groups.setdefault((key_of(line.cell), key_of(line.engine), line.policy), []).append(line)
+    measured = {name: [each for each in groups.values() if each[0].cell.get("measure") == name] for name in _TABLES}
+    return Part(
+        [table for name, chosen in measured.items() if chosen for table in _TABLES[name](suite, chosen)],
+        engine=_engine(lines),
+        compared=[_against_serial(name, chosen) for name, chosen in measured.items() if chosen],
+    )
+
+
+def _against_serial(measure: str, groups: Sequence[_Group]) -> Compared:
+    mode, words = ("warmup", "warm-up") if measure == "cold" else ("speculative", "speculation")
+    metric = _RATE if measure == "throughput" else TTFT_P50
+    label = _retrieval if measure == "cold" else _search
+    how = {"statistic": metric.statistic, "better": metric.better}
+    cells = [(label(lines[0]), _compare(lines, "none", mode, metric.column, **how)) for lines in groups]
+    return Compared(metric, words, f"no {words}", cells)
 
 
 def _engine(lines: _Group) -> str:
@@ -67,17 +87,6 @@ def _engine(lines: _Group) -> str:
         for line in lines
     ]
     return "; ".join(dict.fromkeys(found))
-
-
-def _pipelining_tables(suite: Suite, lines: _Group) -> list[Table]:
-    groups: dict[object, list[PipeliningRecord]] = {}
-    for line in lines:
-        groups.setdefault((key_of(line.cell), key_of(line.engine), line.policy), []).append(line)
-    tables: list[Table] = []
-    for measure, make in _TABLES.items():
-        chosen = [group for group in groups.values() if group[0].cell.get("measure") == measure]
-        tables += make(suite, chosen) if chosen else []
-    return tables
 
 
 def _cold(suite: Suite, groups: Sequence[_Group]) -> list[Table]:

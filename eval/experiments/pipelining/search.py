@@ -17,6 +17,7 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus
 from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.experiments.pipelining.modes import Asked
+from ragorder.extras import needs
 from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, StagedSearch, staged_retrieval
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
 
     retriever = DenseRetriever(default_model())
     if cache is None:
-        return np.ascontiguousarray(retriever._embed(texts), dtype=np.float32)
+        return np.ascontiguousarray(retriever.embed(texts), dtype=np.float32)
     digest = hashlib.sha256(retriever.name.encode())
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
@@ -151,7 +152,7 @@ def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
     path = cache / f"vectors-{digest.hexdigest()[:16]}.npy"
     with suppress(OSError, ValueError):
         return np.load(path)  # type: ignore[no-any-return]
-    vectors = np.ascontiguousarray(retriever._embed(texts), dtype=np.float32)
+    vectors = np.ascontiguousarray(retriever.embed(texts), dtype=np.float32)
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.npy")
     np.save(unfinished, vectors)
@@ -160,10 +161,6 @@ def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
 
 
 def _faiss() -> Any:
-    try:
+    with needs("retrieval", "a real index"):
         import faiss
-    except ImportError as error:
-        raise ImportError(
-            f"a real index needs faiss ({error}): pip install 'ragorder[retrieval]'", name="faiss"
-        ) from error
     return faiss

@@ -11,7 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragorder.eval.experiments.pipelining.bench import PipelineResult
 from ragorder.eval.experiments.pipelining.tables import pipelines_table
-from ragorder.eval.report.headline import Chart, Headline, Mark
+from ragorder.eval.report.headline import Chart, Headline
+from ragorder.eval.report.marks import Mark
 from ragorder.eval.report.sections import Section
 from ragorder.eval.report.statistics import StatisticsError, compare_seeds
 from ragorder.eval.report.words import change_words

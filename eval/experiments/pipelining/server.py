@@ -12,6 +12,7 @@ from ragorder.adapters.openai.pipelined import OpenAIStreams
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
+from ragorder.extras import needs
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 
@@ -83,12 +84,8 @@ class MeasuredServer:
     """A server in an `async with` block; `streams` is the engine of its pipelines."""
 
     def __init__(self, facts: ServerFacts) -> None:
-        try:
+        with needs("live", "a pipeline on a server"):
             import openai
-        except ImportError as error:
-            raise ImportError(
-                f"pipelines on a server need {error.name}: pip install 'ragorder[live]'", name=error.name
-            ) from error
         self.facts = facts
         self._root = facts.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
         # With the types of the HTTP library that this version of openai is built on.

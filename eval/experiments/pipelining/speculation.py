@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.experiments.pipelining.modes import Asked, ask, closed_loop, in_turn, make_pipeline, milliseconds
+from ragorder.eval.experiments.pipelining.modes import Asked, ask, closed_loop, make_pipeline, milliseconds
 from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer
+from ragorder.eval.running.load import rotated
 from ragorder.pipelining import Pipeline, PipelineTrace, Provisional, Retrieval
 from ragorder.prompt import PromptBuilder
 
@@ -51,7 +52,7 @@ async def measure_speculation(
     rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
     before = await server.quiet()
     for number, question in enumerate(questions):
-        for mode in in_turn(number, MODES):
+        for mode in rotated(MODES, number):
             stream = await pipelines[mode].answer(ask(number, question, salts[mode], output_tokens))
             after = await server.quiet()
             trace, usage = stream.trace, stream.usage
@@ -103,7 +104,7 @@ async def measure_throughput(
     if clients is None:
         clients = await _clients(pipelines["none"], [questions[number] for number in parts[0]], overload, output_tokens)
     for segment, numbers in enumerate(parts):
-        for mode in in_turn(segment, MODES):
+        for mode in rotated(MODES, segment):
             asked = [ask(number, questions[number], salts[mode], output_tokens) for number in numbers]
             first = ask(numbers[0], questions[numbers[0]], secrets.token_hex(16), output_tokens)
             alone = await pipelines[mode].answer(first)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from statistics import fmean
 
 from rich.console import Console
 
 from ragorder.eval.experiments.pipelining.bench import PipelineResult
+from ragorder.eval.report.statistics import known_mean
 from ragorder.eval.report.tables import Entry, Table
 
 __all__ = ["pipelines_table", "print_pipelines"]
@@ -38,7 +38,7 @@ def pipelines_table(results: Sequence[PipelineResult]) -> Table:
         rows.setdefault((result.policy, result.pipeline), []).append(result)
     for (policy, pipeline), runs in rows.items():
         plain, p50, p95 = _time(rows[policy, "none"], "p50"), _time(runs, "p50"), _time(runs, "p95")
-        exposed = _mean(run.exposed_ms for run in runs)
+        exposed = known_mean(run.exposed_ms for run in runs)
         cells: list[str | Entry] = [
             "–" if p50 is None or p95 is None else f"{p50:.0f}, {p95:.0f}",
             f"{p50 / plain:.2f}" if p50 and plain else "–",
@@ -60,9 +60,4 @@ def _sum(results: Sequence[PipelineResult], name: str) -> int:
 
 
 def _time(results: Sequence[PipelineResult], name: str) -> float | None:
-    return _mean(None if result.ttft_ms is None else result.ttft_ms[name] for result in results)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    return known_mean(None if result.ttft_ms is None else result.ttft_ms[name] for result in results)

@@ -53,7 +53,8 @@ _TOKEN_IDS = range(100, 256)
 
 @dataclass(frozen=True, slots=True)
 class ProfiledServer:
-    """A running server; `engine` is its name and version, `longest_tokens` the longest prompt with its answer."""
+    """A running server; `engine` is its name and version, `longest_tokens` the longest prompt with its answer,
+    `capacity_tokens` those that its KV cache holds, if published."""
 
     base_url: str
     model: str
@@ -61,6 +62,7 @@ class ProfiledServer:
     block_size: int
     longest_tokens: int
     api_key: str | None = field(default=None, repr=False)
+    capacity_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def find_profiled(
                 raise EngineError(f"{error}; for a profile: --block-size") from None
         engine = _engine(server)
     longest = min((tokens for tokens in (found.max_model_len, capacity_tokens) if tokens), default=_LONGEST_TOKENS)
-    return ProfiledServer(base_url, found.id, engine, block_size, longest, api_key)
+    return ProfiledServer(base_url, found.id, engine, block_size, longest, api_key, capacity_tokens)
 
 
 @contextmanager

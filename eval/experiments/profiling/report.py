@@ -59,6 +59,8 @@ def doubts(facts: Mapping[str, Any]) -> Iterator[str]:
     if pooled["cells"]:
         size = f"{pooled['cells']} cells, by {100 * pooled['largest_share']:.1f} % at most"
         yield f"smoothed, because times fell although tokens were added: {size}"
+    for tier in facts.get("load_missing", ()):
+        yield f"no prefix came back from the {tier} in time, and its load time is missing: raise --loads-limit"
     if again:
         yield f"requests repeated, because they failed or found something else cached: {again}"
 

@@ -39,11 +39,13 @@ class ProxyLoadRecord(Record):
     type: Literal["proxy-load"] = "proxy-load"
 
     @model_validator(mode="after")
-    def _paired(self) -> Self:
+    def _numbers(self) -> Self:
         as_column(self.rows["latency_ms"])
-        if len(self.rows["tagged"]) != len(self.rows["latency_ms"]):
-            raise ValueError("columns of different lengths")
         return self
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return "latency_ms", "tagged"
 
     @property
     def requests(self) -> int:

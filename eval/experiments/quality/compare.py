@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ragorder.eval.report.statistics import need_scipy
 
 if TYPE_CHECKING:
     from ragorder.eval.running.progress import Progress
@@ -32,7 +33,7 @@ def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, i
     won = sum(before < after for before, after in pairs)
     if not lost + won:
         return 0, 0, 1.0
-    return lost, won, float(_scipy_stats().binomtest(won, lost + won, 0.5).pvalue)
+    return lost, won, float(need_scipy().binomtest(won, lost + won, 0.5).pvalue)
 
 
 def bootstrap_difference(
@@ -42,7 +43,9 @@ def bootstrap_difference(
     differences = [after - before for before, after in zip(baseline, other, strict=True)]
     if not differences:
         raise ValueError("there are no questions to compare")
-    stats, numpy = _scipy_stats(), import_module("numpy")
+    import numpy
+
+    stats = need_scipy()
     mean = float(numpy.mean(differences))
     if min(differences) == max(differences):
         # Every resample is the same, for which scipy has no interval.
@@ -57,13 +60,6 @@ def bootstrap_difference(
         random_state=numpy.random.default_rng(seed),
     ).confidence_interval
     return mean, float(interval.low), float(interval.high)
-
-
-def _scipy_stats() -> Any:
-    try:
-        return import_module("scipy.stats")
-    except ImportError as error:
-        raise ImportError("comparing orders needs scipy: pip install 'ragorder[eval]'", name="scipy") from error
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = None) -> list[Line]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, Self
 from urllib.parse import unquote
+
+from pydantic import AliasChoices, AliasPath, Field, model_validator
 
 from ragorder.eval.experiments.quality.base import GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
-from ragorder.eval.experiments.quality.records import SourceRecord
+from ragorder.eval.experiments.quality.records import Filled, Name, Rows, SourceFields, SourceRecord
 
 __all__ = ["read_natural_questions"]
 
@@ -22,10 +24,100 @@ _LONGEST_ANSWER = 5
 _TAG = re.compile(r"<[^>]*>")
 
 
+class _Passage(SourceFields):
+    title: str = ""
+    text: Filled[str]
+    has_answer: Any = None
+
+
+class _OpenFields(SourceFields):
+    id: Name | None = Field(None, validation_alias=AliasChoices("id", "question_id"))
+    question: Filled[str]
+    answers: Filled[list[str]] = Field(validation_alias=AliasChoices("answers", "answer"))
+    ctxs: Rows[_Passage]
+
+
+class _Span(SourceFields):
+    start: int = Field(validation_alias="start_token")
+    end: int = Field(validation_alias="end_token")
+
+
+class _LongAnswer(_Span):
+    start: int = Field(-1, validation_alias="start_token")
+    end: int = Field(-1, validation_alias="end_token")
+
+
+class _Candidate(_Span):
+    top_level: bool = False
+
+
+class _Annotation(SourceFields):
+    long_answer: _LongAnswer
+    short_answers: Rows[_Span]
+
+
+class _Tokens(SourceFields):
+    """Columns: a page has thousands of tokens."""
+
+    token: list[str]
+    is_html: list[bool] = Field(validation_alias=AliasChoices("is_html", "html_token"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _columns(cls, value: Any) -> Any:
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            return {name: [row.get(name) for row in value] for name in value[0]}
+        return value
+
+    @model_validator(mode="after")
+    def _even(self) -> Self:
+        if len(self.token) != len(self.is_html):
+            raise ValueError("must be a list of objects, or an object of lists of one length")
+        return self
+
+
+class _PageFields(SourceFields):
+    id: Name = Field(validation_alias=AliasChoices("example_id", "id"))
+    question: Filled[str] = Field(validation_alias=AliasChoices("question_text", AliasPath("question", "text")))
+    title: str = Field("", validation_alias=AliasChoices("document_title", AliasPath("document", "title")))
+    url: str = Field("", validation_alias="document_url")
+    text: str | None = Field(None, validation_alias="document_text")
+    tokens: _Tokens | None = Field(
+        None, validation_alias=AliasChoices("document_tokens", AliasPath("document", "tokens"))
+    )
+    annotations: Rows[_Annotation]
+    candidates: Rows[_Candidate] = Field(validation_alias="long_answer_candidates")
+
+
+class _Page:
+    def __init__(self, record: SourceRecord, fields: _PageFields) -> None:
+        if fields.text is not None:
+            self._tokens = fields.text.split(" ")
+            self._is_html = [bool(_TAG.fullmatch(token)) for token in self._tokens]
+        elif fields.tokens is not None:
+            self._tokens, self._is_html = fields.tokens.token, fields.tokens.is_html
+        else:
+            record.fail("its page has no tokens: download the file again")
+        named = re.search(r"[?&]title=([^&]*)", fields.url)
+        self.title = fields.title or (unquote(named[1]).replace("_", " ") if named else "")
+        self._record = record
+
+    def check(self, span: _Span) -> _Span:
+        if not 0 <= span.start <= span.end <= len(self._tokens):
+            self._record.fail(f"its tokens are not among the {len(self._tokens)} of the page: download the file again")
+        return span
+
+    def text(self, span: _Span) -> str:
+        """Without tags."""
+        place = slice(self.check(span).start, span.end)
+        tokens = zip(self._tokens[place], self._is_html[place], strict=True)
+        return " ".join(token for token, is_html in tokens if not is_html)
+
+
 def read_natural_questions(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
     for number, record in enumerate(records):
         if "ctxs" in record:
-            yield _open_question(record, reading, number)
+            yield _open_question(record.read(_OpenFields), reading, number)
         elif "positive_ctxs" in record:
             record.fail(
                 "this is DPR's training format, whose passages are not ranked: give a file of retriever results"
@@ -38,94 +130,29 @@ def read_natural_questions(records: Iterable[SourceRecord], reading: Reading) ->
             record.fail("neither 'ctxs' (retrieved passages) nor a page: NQ-open alone has no documents to order")
 
 
-def _open_question(record: SourceRecord, reading: Reading, number: int) -> GradedQuestion:
-    answers = record.strings("answers" if "answers" in record else "answer")
-    if not answers:
-        record.fail("'answers' is empty: leave this record out")
+def _open_question(fields: _OpenFields, reading: Reading, number: int) -> GradedQuestion:
     documents, scorer = QuestionDocuments(), SCORERS["nq"]
-    for passage in record.records("ctxs"):
-        title, text = passage.text("title") if "title" in passage else "", passage.string("text")
-        says = passage.fields.get("has_answer")
-        document = reading.document(title, text)
-        documents.add(document, gold=says if isinstance(says, bool) else scorer.occurs(answers, document.text))
-    id = record.name("id", "question_id") if "id" in record or "question_id" in record else f"nq-{number}"
-    return documents.question(id, record.string("question"), answers)
-
-
-class _Page(NamedTuple):
-    title: str
-    tokens: list[str]
-    is_html: list[bool]
-
-    def text(self, start: int, end: int) -> str:
-        return " ".join(
-            token for token, html in zip(self.tokens[start:end], self.is_html[start:end], strict=True) if not html
-        )
-
-
-class _Span(NamedTuple):
-    start: int
-    end: int
+    for passage in fields.ctxs:
+        document, says = reading.document(passage.title, passage.text), passage.has_answer
+        gold = says if isinstance(says, bool) else scorer.occurs(fields.answers, document.text)
+        documents.add(document, gold=gold)
+    return documents.question(fields.id or f"nq-{number}", fields.question, fields.answers)
 
 
 def _page_question(record: SourceRecord, reading: Reading) -> GradedQuestion | None:
-    page = _page(record)
-    annotations = record.records("annotations")
-    answers: list[str] = []
-    long_answers = []
-    for annotation in annotations:
-        for short_answer in annotation.records("short_answers"):
-            text = page.text(*_span(short_answer, page))
-            if 0 < len(text.split()) <= _LONGEST_ANSWER:
-                answers.append(text)
-        long_answer = annotation.record("long_answer")
-        if long_answer.fields.get("start_token", -1) >= 0:
-            long_answers.append(_span(long_answer, page))
+    fields = record.read(_PageFields)
+    page = _Page(record, fields)
+    short = [page.text(span) for annotation in fields.annotations for span in annotation.short_answers]
+    answers = [text for text in short if 0 < len(text.split()) <= _LONGEST_ANSWER]
+    long_answers = [page.check(each.long_answer) for each in fields.annotations if each.long_answer.start >= 0]
     if not answers:
         reading.passed_over["questions without a short answer"] += 1
         return None
     documents = QuestionDocuments()
-    for candidate in record.records("long_answer_candidates"):
-        if not candidate.fields.get("top_level"):
-            continue
-        span = _span(candidate, page)
-        text = page.text(*span)
+    for candidate in fields.candidates:
+        text = page.text(candidate) if candidate.top_level else ""
         if not text:
             continue
-        within = any(span.start <= long.start and long.end <= span.end for long in long_answers)
+        within = any(candidate.start <= long.start and long.end <= candidate.end for long in long_answers)
         documents.add(reading.document(page.title, text), gold=within)
-    question = record.fields.get("question")
-    text = record.record("question").string("text") if isinstance(question, dict) else record.string("question_text")
-    return documents.question(record.name("example_id", "id"), text, answers)
-
-
-def _page(record: SourceRecord) -> _Page:
-    if "document_text" in record:
-        tokens = record.text("document_text").split(" ")
-        return _Page(_title(record), tokens, [bool(_TAG.fullmatch(token)) for token in tokens])
-    if "document_tokens" in record:
-        listed = record.records("document_tokens")
-        return _Page(
-            _title(record), [each.text("token") for each in listed], [bool(each.value("html_token")) for each in listed]
-        )
-    document = record.record("document")
-    listed = document.records("tokens")
-    return _Page(
-        document.text("title"),
-        [each.text("token") for each in listed],
-        [bool(each.value("is_html")) for each in listed],
-    )
-
-
-def _title(record: SourceRecord) -> str:
-    if "document_title" in record:
-        return record.text("document_title")
-    match = re.search(r"[?&]title=([^&]*)", record.text("document_url")) if "document_url" in record else None
-    return unquote(match[1]).replace("_", " ") if match else ""
-
-
-def _span(record: SourceRecord, page: _Page) -> _Span:
-    start, end = record.value("start_token"), record.value("end_token")
-    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= len(page.tokens)):
-        record.fail(f"its tokens are not among the {len(page.tokens)} of the page: download the file again")
-    return _Span(start, end)
+    return documents.question(fields.id, fields.question, answers)

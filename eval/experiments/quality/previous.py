@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ragorder.eval.experiments.quality.compare import summarise
 from ragorder.eval.running.progress import Progress
+from ragorder.jsonl import JSONLines
 
 __all__ = ["judge_previous"]
 
@@ -22,7 +22,8 @@ def judge_previous(
     `session`. Raises OSError; ImportError without scipy."""
     cells: dict[str, list[Line]] = {}
     unjudged: dict[str, None] = {}
-    for line in _lines(path):
+    # Most lines are of other types, and long.
+    for _, line in JSONLines(path, max_line_bytes=None).objects(containing=b'"quality'):
         cell = json.dumps([line.get(field) for field in ("cell", "seed", "dry_run")], sort_keys=True)
         if line.get("suite") != suite:
             continue
@@ -34,17 +35,3 @@ def judge_previous(
     lines = [line for cell in unjudged for line in cells[cell]]
     checks = summarise(lines, progress) if lines else []
     return lines, [{**check, "session": session} for check in checks]
-
-
-def _lines(path: Path) -> Iterator[Line]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            # Most lines are of other types, and long.
-            if '"quality' not in text:
-                continue
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict):
-                yield line

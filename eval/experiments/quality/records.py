@@ -2,16 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from ragorder.eval.data.corpora.base import CorpusError
-from ragorder.jsonl import JSONLines, decode, kind_of
+from ragorder.jsonl import JSONLines, decode, kind_of, problem_of
 
-__all__ = ["SourceRecord", "read_records"]
+__all__ = ["Filled", "Name", "Rows", "SourceFields", "SourceRecord", "pairs", "read_records"]
+
+_MISSING = "is missing: is this the data set's official format, and not its test split?"
+
+
+class SourceFields(BaseModel):
+    """The fields of a record, or of an object in it, that are read; null is the same as none."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        if isinstance(fields, Mapping):
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+
+T = TypeVar("T")
+F = TypeVar("F", bound=SourceFields)
+S = TypeVar("S", str, list[str])
+
+
+def _filled(value: S) -> S:
+    if not (value.strip() if isinstance(value, str) else value):
+        raise ValueError("is empty: leave this record out")
+    return value
+
+
+def _as_string(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _rows(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    if {type(column) for column in value.values()} - {list} or len({len(column) for column in value.values()}) > 1:
+        raise ValueError("must be a list of objects, or an object of lists of one length")
+    return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+
+
+Filled = Annotated[T, AfterValidator(_filled)]
+"""A string with text, or a list with an entry."""
+Name = Annotated[str, BeforeValidator(_as_string), AfterValidator(_filled)]
+"""An identifier: a string or an integer."""
+Rows = Annotated[list[T], BeforeValidator(_rows)]
+"""A list of objects, or an object of lists as in the package `datasets`."""
+
+
+def pairs(first: str, second: str) -> BeforeValidator:
+    """Reads a list of pairs as objects with these fields; or as `Rows`."""
+
+    def read(value: object) -> object:
+        if isinstance(value, list) and any(isinstance(row, list) for row in value):
+            if not all(isinstance(row, list) and len(row) == 2 for row in value):
+                raise ValueError(f"must be a list of pairs [{first}, {second}]")
+            return [dict(zip((first, second), row, strict=True)) for row in value]
+        return _rows(value)
+
+    return BeforeValidator(read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,86 +82,18 @@ class SourceRecord:
     where: str
     fields: Mapping[str, Any]
 
-    def fail(self, message: str) -> NoReturn:
-        raise CorpusError(f"{self.where}: {message}")
-
     def __contains__(self, field: str) -> bool:
         return self.fields.get(field) is not None
 
-    def value(self, field: str) -> Any:
-        if field not in self:
-            self.fail(
-                f"the field {field!r} is missing: is this the data set's official format, and not its test split?"
-            )
-        return self.fields[field]
+    def fail(self, message: str) -> NoReturn:
+        raise CorpusError(f"{self.where}: {message}")
 
-    def string(self, *names: str) -> str:
-        """The first of these fields that exists: a string with text."""
-        field = next((name for name in names if name in self), names[0])
-        value = self.text(field)
-        if not value.strip():
-            self.fail(f"{field!r} is empty: leave this record out")
-        return value
-
-    def text(self, field: str) -> str:
-        """A string, which may be empty."""
-        value = self.value(field)
-        if not isinstance(value, str):
-            self.fail(f"{field!r} must be a string, got {kind_of(value)}")
-        return value
-
-    def name(self, *names: str) -> str:
-        """An identifier: a string or an integer."""
-        field = next((name for name in names if name in self), names[0])
-        value = self.value(field)
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.string(field)
-
-    def strings(self, field: str) -> list[str]:
-        values: list[str] = self.array(field)
-        for place, value in enumerate(values):
-            if not isinstance(value, str):
-                self.fail(f"{field}[{place}] must be a string, got {kind_of(value)}")
-        return values
-
-    def array(self, field: str) -> Any:
-        value = self.value(field)
-        if not isinstance(value, list):
-            self.fail(f"{field!r} must be a list, got {kind_of(value)}")
-        return value
-
-    def record(self, field: str) -> SourceRecord:
-        value = self.value(field)
-        if not isinstance(value, Mapping):
-            self.fail(f"{field!r} must be an object, got {kind_of(value)}")
-        return SourceRecord(f"{self.where}, {field}", value)
-
-    def records(self, field: str) -> list[SourceRecord]:
-        """A list of objects, or an object of lists as in the package `datasets`."""
-        value = self.value(field)
-        if isinstance(value, Mapping):
-            columns = {name: column for name, column in value.items() if isinstance(column, list)}
-            lengths = {len(column) for column in columns.values()}
-            if len(columns) != len(value) or len(lengths) > 1:
-                self.fail(f"{field!r} must be a list of objects, or an object of lists of one length")
-            rows: Sequence[Any] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        else:
-            rows = self.array(field)
-        for place, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                self.fail(f"{field}[{place}] must be an object, got {kind_of(row)}")
-        return [SourceRecord(f"{self.where}, {field}[{place}]", row) for place, row in enumerate(rows)]
-
-    def pairs(self, field: str, first: str, second: str) -> list[SourceRecord]:
-        """A list of pairs [first, second], or `records`."""
-        value = self.value(field)
-        if isinstance(value, list) and all(isinstance(row, list) and len(row) == 2 for row in value):
-            return [
-                SourceRecord(f"{self.where}, {field}[{place}]", {first: row[0], second: row[1]})
-                for place, row in enumerate(value)
-            ]
-        if isinstance(value, Mapping) or (isinstance(value, list) and all(isinstance(row, Mapping) for row in value)):
-            return self.records(field)
-        self.fail(f"{field!r} must be a list of pairs [{first}, {second}]")
+    def read(self, kind: type[F]) -> F:
+        """Its fields. Raises CorpusError."""
+        try:
+            return kind.model_validate(self.fields)
+        except ValidationError as error:
+            self.fail(problem_of(error, self.fields, missing=_MISSING))
 
 
 def read_records(path: Path, container: str | None = None) -> Iterator[SourceRecord]:
@@ -142,5 +135,5 @@ def _parse(where: str, data: bytes) -> Any:
 
 def _object(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise CorpusError(f"{where}: must be an object, got {kind_of(value)}: is this the data set's official format?")
+        raise CorpusError(f"{where}: must be an object, not {kind_of(value)}: is this the data set's official format?")
     return value

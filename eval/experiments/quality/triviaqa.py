@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import AfterValidator, AliasChoices, AliasGenerator, ConfigDict, Field, field_validator
+from pydantic.alias_generators import to_pascal
 
 from ragorder.eval.experiments.quality.base import GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
-from ragorder.eval.experiments.quality.records import SourceRecord
+from ragorder.eval.experiments.quality.records import Filled, Name, Rows, SourceFields, SourceRecord
 
 __all__ = ["read_triviaqa"]
 
@@ -18,77 +22,105 @@ _NO_PAGE = "pages that are not in the evidence folder, or empty"
 _NO_PAGES = "questions without a page"
 
 
+class _TriviaFields(SourceFields):
+    """Official names, `QuestionId`, or the Hub's, `question_id`."""
+
+    model_config = ConfigDict(
+        alias_generator=AliasGenerator(validation_alias=lambda name: AliasChoices(to_pascal(name), name))
+    )
+
+
+class _Answer(_TriviaFields):
+    normalized_aliases: list[str]
+    human_answers: list[str] = Field(default_factory=list)
+
+    @field_validator("normalized_aliases")
+    @classmethod
+    def _known(cls, aliases: list[str]) -> list[str]:
+        if not aliases:
+            raise ValueError("is empty: is this the test split, which has no answers?")
+        return aliases
+
+
+P = TypeVar("P", bound="_Page")
+
+
+class _Page(_TriviaFields):
+    title: str
+    rank: int | None = None
+
+
+class _HubPage(_Page):
+    text: str = Field(validation_alias=AliasChoices("search_context", "wiki_context"))
+
+
+def _inside(name: str) -> str:
+    if name.startswith("/") or ".." in PurePosixPath(name).parts:
+        raise ValueError("leads out of the evidence folder: is this file TriviaQA's?")
+    return name
+
+
+class _FilePage(_Page):
+    filename: Annotated[Filled[str], AfterValidator(_inside)]
+
+
+class _Question(_TriviaFields, Generic[P]):
+    question_id: Name
+    question: Filled[str]
+    answer: _Answer
+    search_results: Rows[P] = Field(default_factory=list)
+    entity_pages: Rows[P] = Field(default_factory=list)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self.answer.normalized_aliases, *self.answer.human_answers]))
+
+    @field_validator("search_results")
+    @classmethod
+    def _ranked(cls, pages: list[P]) -> list[P]:
+        if any(page.rank is None for page in pages):
+            raise ValueError("has a page without Rank")
+        return sorted(pages, key=lambda page: page.rank or 0)
+
+
 def read_triviaqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
     """qa/*.json of triviaqa-rc or triviaqa-unfiltered with evidence/, or mandarjoshi/trivia_qa: web pages by rank, then
     Wikipedia's."""
     for record in records:
-        official = "QuestionId" in record
-        answers = _official_answers(record) if official else _hub_answers(record)
+        question, pages = _official(record, reading) if "QuestionId" in record else _of_hub(record)
         documents, found = QuestionDocuments(), False
-        for title, text in _official_pages(record, reading) if official else _hub_pages(record):
+        for title, text in pages:
             if not text.strip():
                 reading.passed_over[_NO_PAGE] += 1
                 continue
             document, found = reading.document(title, text), True
-            documents.add(document, gold=SCORERS["triviaqa"].occurs(answers, document.text))
+            documents.add(document, gold=SCORERS["triviaqa"].occurs(question.answers, document.text))
         if not found:
             reading.passed_over[_NO_PAGES] += 1
             continue
-        yield documents.question(
-            record.name("QuestionId", "question_id"), record.string("Question", "question"), answers
-        )
+        yield documents.question(question.question_id, question.question, question.answers)
 
 
-def _official_answers(record: SourceRecord) -> tuple[str, ...]:
-    answer = record.record("Answer")
-    human = answer.strings("HumanAnswers") if "HumanAnswers" in answer else []
-    return _some(answer, [*answer.strings("NormalizedAliases"), *human], "NormalizedAliases")
+def _of_hub(record: SourceRecord) -> tuple[_Question[Any], Iterable[tuple[str, str]]]:
+    question = record.read(_Question[_HubPage])
+    return question, [(page.title, page.text) for page in (*question.search_results, *question.entity_pages)]
 
 
-def _hub_answers(record: SourceRecord) -> tuple[str, ...]:
-    answer = record.record("answer")
-    return _some(answer, answer.strings("normalized_aliases"), "normalized_aliases")
-
-
-def _some(answer: SourceRecord, accepted: list[str], field: str) -> tuple[str, ...]:
-    if not accepted:
-        answer.fail(f"{field!r} is empty: is this the test split, which has no answers?")
-    return tuple(dict.fromkeys(accepted))
-
-
-def _official_pages(record: SourceRecord, reading: Reading) -> Iterator[tuple[str, str]]:
-    evidence = reading.evidence
+def _official(record: SourceRecord, reading: Reading) -> tuple[_Question[Any], Iterable[tuple[str, str]]]:
+    question, evidence = record.read(_Question[_FilePage]), reading.evidence
     if evidence is None or not evidence.is_dir():
         record.fail("its pages are in files of their own: give --evidence, the folder with web/ and wikipedia/")
-    results = record.records("SearchResults") if "SearchResults" in record else []
-    for page in sorted(results, key=_rank):
-        yield page.text("Title"), _page(evidence / "web", page)
-    for page in record.records("EntityPages") if "EntityPages" in record else []:
-        yield page.text("Title"), _page(evidence / "wikipedia", page)
+    web, wikipedia = (
+        [(page.title, _text(record, evidence / folder / page.filename)) for page in pages]
+        for folder, pages in (("web", question.search_results), ("wikipedia", question.entity_pages))
+    )
+    return question, [*web, *wikipedia]
 
 
-def _page(folder: Path, page: SourceRecord) -> str:
-    name = page.string("Filename")
-    parts = PurePosixPath(name).parts
-    if name.startswith("/") or ".." in parts:
-        page.fail("'Filename' leads out of the evidence folder: is this file TriviaQA's?")
+def _text(record: SourceRecord, page: Path) -> str:
     try:
-        return folder.joinpath(*parts).read_text(encoding="utf-8", errors="replace")
+        return page.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:
-        page.fail(f"its page cannot be read ({error.strerror})")
-
-
-def _hub_pages(record: SourceRecord) -> Iterator[tuple[str, str]]:
-    for page in sorted(record.records("search_results"), key=_rank):
-        yield page.text("title"), page.text("search_context")
-    for page in record.records("entity_pages"):
-        yield page.text("title"), page.text("wiki_context")
-
-
-def _rank(page: SourceRecord) -> int:
-    rank = page.fields.get("Rank", page.fields.get("rank"))
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        page.fail("'Rank' must be an integer")
-    return rank
+        record.fail(f"its page cannot be read ({error.strerror})")

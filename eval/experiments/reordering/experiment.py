@@ -11,6 +11,7 @@ from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import Trace, trace_of_workload
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
+from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.reordering.queueing import (
     DISCIPLINES,
     LiveQueues,
@@ -20,7 +21,7 @@ from ragorder.eval.experiments.reordering.queueing import (
 )
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.experiment import Experiment, Job, Line
-from ragorder.eval.running.load import ServiceTimes
+from ragorder.eval.running.load import ServiceTimes, rotated
 from ragorder.eval.running.record import RunRecord
 
 if TYPE_CHECKING:
@@ -69,8 +70,12 @@ class Reordering(Experiment):
         self._rates: dict[object, float] = {}
 
     def obstacle(self, suite: Suite, cell: ReorderingCell, policy: str) -> str | None:
+        if self.options.engine == "torch":
+            if DISCIPLINES[policy].waiting:
+                return "the embedded engine's documents are ordered on arrival, before their request waits"
+            return lacks_torch()
         if self.options.engine not in ("sim", "openai"):
-            return "queues are served by the simulated engine or a server: use --engine sim or openai"
+            return "queues are served by --engine sim, torch or openai"
         if self.options.base_url is not None and len({each.capacity_tokens for each in suite.cells}) > 1:
             return "a running server has one cache size: leave out --base-url, or --set capacity_tokens=unlimited"
         return None
@@ -84,9 +89,9 @@ class Reordering(Experiment):
         queues = self._queues(cell)
         rate = cell.load * self._rate(cell, job, trace, queues)
         at_s = [arrival.at_s for arrival in poisson_arrivals(rate, job.requests, job.seed)]
-        first = job.seed % len(job.policies)
-        for policy in [*job.policies[first:], *job.policies[:first]]:
+        for policy in rotated(job.policies, job.seed):
             served = queues.serve(trace, at_s, DISCIPLINES[policy].within(cell.window))
+            tbt_ms = [None if seconds is None else round(1e3 * seconds, 3) for seconds in served.tbt_s]
             yield {
                 "policy": policy,
                 "engine": queues.engine,
@@ -95,6 +100,7 @@ class Reordering(Experiment):
                     "prompt_tokens": served.prompt_tokens,
                     "cached_tokens": served.cached_tokens,
                     "ttft_ms": [round(1e3 * seconds, 3) for seconds in served.ttft_s],
+                    **({} if tbt_ms.count(None) == len(tbt_ms) else {"tbt_ms": tbt_ms}),
                 },
                 "facts": {
                     "requests_per_s": rate,
@@ -114,8 +120,17 @@ class Reordering(Experiment):
     def _queues(self, cell: ReorderingCell) -> QueueServer:
         """Raises EngineError for a server that cannot be measured."""
         options, shape = self.options, (cell.max_in_flight, cell.output_tokens)
+        times = ServiceTimes(cell.prefill_rate)
         if options.engine == "sim":
-            return SimulatedQueues(cell.capacity_tokens, *shape, ServiceTimes(cell.prefill_rate))
+            return SimulatedQueues(cell.capacity_tokens, *shape, times)
+        if options.engine == "torch":
+            from ragorder.eval.experiments.embedded.shapes import SHAPES
+            from ragorder.eval.experiments.reordering.embedded_queue import EmbeddedQueues
+
+            return self.kept(
+                ("torch", cell.capacity_tokens, cell.prefill_rate, *shape),
+                lambda: EmbeddedQueues(cell.capacity_tokens, *shape, times, model=SHAPES["tiny"].make()),
+            )
 
         def start() -> LiveQueues:
             url = options.base_url

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
@@ -27,7 +27,16 @@ from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Concu
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
 
-__all__ = ["DISCIPLINES", "Discipline", "LiveQueues", "QueueOutcome", "QueueServer", "SimulatedQueues", "own_server"]
+__all__ = [
+    "DISCIPLINES",
+    "Discipline",
+    "LiveQueues",
+    "QueueOutcome",
+    "QueueServer",
+    "SimulatedQueues",
+    "VirtualQueues",
+    "own_server",
+]
 
 _OWN_CAPACITY_TOKENS = 16_000
 _OWN_BLOCK_SIZE = 32
@@ -53,11 +62,12 @@ DISCIPLINES = {
 
 
 class QueueOutcome:
-    """Times to first token since arrival, tokens, the time from the first arrival to the last token, and by how many
-    later requests one was overtaken at most."""
+    """Times to first token since arrival and between tokens (None where unknown), tokens, the time from the first
+    arrival to the last token, and by how many later requests one was overtaken at most."""
 
     def __init__(self, requests: int) -> None:
         self.ttft_s = [math.nan] * requests
+        self.tbt_s: list[float | None] = [None] * requests
         self.prompt_tokens = [0] * requests
         self.cached_tokens = [0] * requests
         self.total_s = 0.0
@@ -109,9 +119,10 @@ class _Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedQueues:
-    """The simulated engine on a virtual clock: prefills one after another, decodes side by side."""
+class VirtualQueues(QueueServer):
+    """An engine in this process, on a virtual clock."""
 
+    name: ClassVar[str]
     capacity_tokens: int | None
     max_in_flight: int
     output_tokens: int = 1
@@ -119,7 +130,14 @@ class SimulatedQueues:
 
     @property
     def engine(self) -> dict[str, Any]:
-        return {"name": "sim", "capacity_tokens": self.capacity_tokens}
+        return {"name": self.name, "capacity_tokens": self.capacity_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedQueues(VirtualQueues):
+    """The simulated engine: prefills one after another, decodes side by side."""
+
+    name = "sim"
 
     def serve(self, trace: Trace, at_s: Sequence[float], discipline: Discipline) -> QueueOutcome:
         prompts = NumberedPrompts()
@@ -208,6 +226,7 @@ class LiveQueues:
                     completion = await engine.complete(queue.token_ids(number, ordering))
                     ordering.confirm(completion.cached_tokens)
                 outcome.served(number, completion, waited_s + (completion.ttft_s or 0.0))
+                outcome.tbt_s[number] = completion.tbt_s
 
             async with asyncio.TaskGroup() as group:
                 for number in range(len(at_s)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from ragorder.eval.experiments.reordering.experiment import ReorderingRecord
 from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.metrics import TTFT_MEAN
+from ragorder.eval.report.metrics import TBT_P50, TBT_P99, TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
@@ -20,6 +21,7 @@ _NOTE = (
     "Mean time to first token in the order of arrival, divided by the queue's: mean of the seeds (range). Below it: by "
     "how many later requests one was overtaken at most. +waiting: arranged for the next 8 waiting requests as well."
 )
+_TBT_NOTE = "Over answers of several tokens, each with its mean (RAGCache 5.4)."
 
 
 def make_part(suite: Suite, results: Results) -> Part:
@@ -29,7 +31,18 @@ def make_part(suite: Suite, results: Results) -> Part:
     for group in groups:
         row = [_times_shorter(group, policy) for policy in policies]
         table.rows.append([Entry(group.label), *row])
-    return Part([table] if groups else [])
+    tables = [table] if groups else []
+    if timed := [group for group in groups if group.has("tbt_ms")]:
+        tables.append(_times_between_tokens(timed, [_BASELINE, *policies]))
+    return Part(tables)
+
+
+def _times_between_tokens(groups: Sequence[RecordGroup[ReorderingRecord]], policies: Sequence[str]) -> Table:
+    table = Table("Time between tokens: p50, p99, ms", ["", *policies], note=_TBT_NOTE)
+    for group in groups:
+        times = ([format_number(group.value(policy, each)) for each in (TBT_P50, TBT_P99)] for policy in policies)
+        table.rows.append([Entry(group.label), *(Entry(", ".join(each)) for each in times)])
+    return table
 
 
 def _times_shorter(group: RecordGroup[ReorderingRecord], policy: str) -> Entry:

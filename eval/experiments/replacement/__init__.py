@@ -2,11 +2,13 @@
 
 from ragorder.eval.experiments.replacement.bound import most_hits
 from ragorder.eval.experiments.replacement.cells import KIB_PER_TOKEN, TierSize
+from ragorder.eval.experiments.replacement.following import EventsOrderer
 from ragorder.eval.experiments.replacement.simulate import (
     HISTORY,
     HISTORY_NODES,
     REPLACEMENT_POLICIES,
     Simulated,
+    mirroring_orderer,
     simulate,
 )
 from ragorder.eval.experiments.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
@@ -29,11 +31,13 @@ __all__ = [
     "SKEWED",
     "SYSTEM_TOKENS",
     "DocumentStream",
+    "EventsOrderer",
     "Simulated",
     "SimulatedPrefill",
     "TierSize",
     "Traffic",
     "TwoTiers",
+    "mirroring_orderer",
     "most_hits",
     "simulate",
     "skewed_stream",

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ragorder.eval.running.cells import SuiteCell
 
-__all__ = ["KIB_PER_TOKEN", "ReplacementCell", "TierSize"]
+__all__ = ["KIB_PER_TOKEN", "ReplacementCell", "SizeText", "TierSize"]
 
 KIB_PER_TOKEN = 128
 """KV size of a token of Mistral-7B (RAGCache Table 1)."""
@@ -45,14 +45,16 @@ def _size(value: object) -> object:
     return value
 
 
-_Size = Annotated[str, BeforeValidator(_size)]
+SizeText = Annotated[str, BeforeValidator(_size)]
+"""What `TierSize.parse` reads."""
 
 
 class ReplacementCell(SuiteCell):
     """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
 
     `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the working set ("5%"). `ordered`: ragorder
-    places the documents.
+    places the documents; it `follow`s the tiers by their events, or by a mirror of its own. The next `waiting` requests
+    are known.
     """
 
     measure: Literal["hits", "scheduling"] = "hits"
@@ -61,8 +63,10 @@ class ReplacementCell(SuiteCell):
     order: Literal["data", "random"] = "random"
     top_k: int = Field(2, ge=1)
     ordered: bool = False
-    device: _Size | None = None
-    host: _Size | None = None
+    follow: Literal["mirror", "events"] = "mirror"
+    waiting: int = Field(0, ge=0)
+    device: SizeText | None = None
+    host: SizeText | None = None
     kib_per_token: int = Field(KIB_PER_TOKEN, ge=1)
     nodes: int | None = Field(None, ge=1)
 

@@ -86,9 +86,10 @@ class Replacement(Experiment):
         if sizes[0].percent is not None:
             # An engine that cannot hold a request cannot serve it.
             device = max(device, stream.longest_tokens)
-        found = simulate(stream, policy, device, host, ordered=cell.ordered)
+        found = simulate(stream, policy, device, host, ordered=cell.ordered, follow=cell.follow, waiting=cell.waiting)
         warmup = min(job.suite.warmup, len(stream.requests) // 2)
         retrieved = sum(map(len, stream.requests[warmup:]))
+        possible = most_hits(stream, device + host, warmup, in_any_order=cell.ordered)
         seen = 100 * sum(stream.seen_before()[warmup:]) / max(1, retrieved)
         return {
             "warmup": warmup,
@@ -97,7 +98,7 @@ class Replacement(Experiment):
                 "device_tokens": device,
                 "host_tokens": host,
                 "seen_percent": round(seen, 2),
-                "most_hits_percent": round(100 * most_hits(stream, device + host, warmup) / max(1, retrieved), 2),
+                "most_hits_percent": round(100 * possible / max(1, retrieved), 2),
             },
             "rows": _rows(stream, found),
             "traffic_tokens": asdict(found.traffic),

@@ -39,13 +39,15 @@ class ReplacementRecord(Record):
             if not all(isinstance(self.scheduling.get(name), int | float) for name in _TIMES):
                 raise ValueError("scheduling: times are missing")
             return self
-        if len({len(self.rows.get(name, ())) for name in _COLUMNS}) != 1 or not self.rows.keys() >= set(_COLUMNS):
-            raise ValueError("columns of different lengths")
         if not self.facts.keys() >= set(_FACTS):
             raise ValueError("facts are missing")
         for name in _COLUMNS:
             self.column(name)
         return self
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return () if self.scheduling is not None else _COLUMNS
 
     @property
     def requests(self) -> int:

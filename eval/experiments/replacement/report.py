@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from ragorder.eval.experiments.replacement import KIB_PER_TOKEN
 from ragorder.eval.experiments.replacement.record import ReplacementRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
@@ -18,13 +20,16 @@ from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, format_number, interval_words, served_words, verdict_words
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import Cell, Record
+from ragorder.eval.running.record import Cell, Record, key_of
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
 
 _OURS, _LRU, _GDSF, _LFU = "pgdsf+history", "lru", "gdsf+history", "lfu+history"
+_FORECAST = "forecast+history"
 _MORE_HITS, _SLOWER, _SCHEDULING_MS, _NODES = 1.05, 0.01, 0.2, 100_000
+_SAVED, _SAVED_WAITING, _NEVER = 0.93, 0.85, 1.01
+_FOLLOWED = {"mirror": "the orderer's own mirror", "events": "KV events"}
 _KEPT = (
     "Hits: of the documents that were retrieved, those whose keys and values were there, from the first document on "
     "(RAGCache section 7.3). With history: frequencies and costs survive eviction; without, they end when a document "
@@ -37,6 +42,12 @@ _REQUIRED = (
     "Possible: by LRU's hits, a bound on what any policy can hit in tiers of these sizes, even one that knows the "
     "future (PFOO-U; where that was not kept, what tiers without end would hit). It need not be reached."
 )
+_REQUIRED_OF_FORECAST = (
+    f"Required of documents that ragorder places: at most {_SAVED:g} times LRU's mean prefill on four of the six "
+    f"streams, with waiting requests known {_SAVED_WAITING:g} times that of LRU which knows of none; never above "
+    f"{_NEVER:g} times. In brackets 95 % intervals. At most: a bound on the hits of any policy with any order "
+    "(PFOO-U), which need not be reached."
+)
 _TIMED = (
     "Wall times of a request with the tier full, in one thread: the median of the seeds, and their range. They are "
     "those of one machine with a load of its own."
@@ -44,12 +55,13 @@ _TIMED = (
 _LOOKS = {
     "pgdsf+history": "auto",
     "pgdsf": "best",
+    "forecast+history": "oracle",
     "gdsf+history": "greedy",
     "gdsf": "sorted",
     "lfu+history": "recency",
     "lfu": "other",
     "lru": "retrieval",
-    "lru+history": "oracle",
+    "lru+history": "other",
     "device": "contextpilot",
     "none": "none",
 }
@@ -75,9 +87,32 @@ def _fact(group: _Group, name: str) -> float:
     return fmean(line.facts[name] for line in group.runs())
 
 
+def _most_hits(group: _Group) -> float | None:
+    known = all("most_hits_percent" in line.facts for line in group.runs())
+    return _fact(group, "most_hits_percent") if known else None
+
+
 def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(ReplacementRecord, suite.name)
-    return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
+    groups = group_runs([line for line in lines if line.scheduling is None])
+    return Part(
+        _scheduling([line for line in lines if line.scheduling is not None]) + _tables(suite, groups),
+        engine=_engine(lines),
+        pictures=lambda: _pictures(suite, groups),
+        compared=[found for metric in (_PREFILL, _HITS) if (found := _of_ours(suite, groups, metric)).cells],
+    )
+
+
+def _of_ours(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Compared:
+    baseline = _baseline(suite, metric)
+    ours = _FORECAST if _FORECAST in suite.policies else _OURS
+    compared = ((group, group.compare(ours, baseline, metric)) for group in groups)
+    cells = [(f"{_stream(group.cell)}, host {_tier(group.cell['host'])}", found) for group, found in compared if found]
+    return Compared(metric, _words(ours), _words(baseline), cells)
+
+
+def _baseline(suite: Suite, metric: Metric) -> str:
+    return "device" if suite.baseline == "none" and metric is _HITS else suite.baseline
 
 
 def _engine(lines: Sequence[ReplacementRecord]) -> str:
@@ -85,23 +120,22 @@ def _engine(lines: Sequence[ReplacementRecord]) -> str:
     return "; ".join(dict.fromkeys(kinds))
 
 
-def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
-    groups = group_runs([line for line in lines if line.scheduling is None])
-    tables = _scheduling([line for line in lines if line.scheduling is not None])
-    if groups:
-        tables += [_figures(suite, groups, metric) for metric in _METRICS]
+def _tables(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
+    tables = [_figures(suite, groups, metric) for metric in _METRICS] if groups else []
     wanted = [group for group in groups if {_OURS, _LRU, _GDSF} <= group.policies.keys()]
     if wanted:
         tables.append(_required(wanted))
+    forecast = [group for group in groups if {_FORECAST, _LRU} <= group.policies.keys() and group.cell.get("ordered")]
+    if forecast:
+        tables.append(_forecast(forecast))
     return tables
 
 
 def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
-    baseline = suite.baseline
-    if baseline == "none" and metric is _HITS:
-        baseline = "device"
-        policies.remove("none")
+    baseline = _baseline(suite, metric)
+    if baseline != suite.baseline:
+        policies = [policy for policy in policies if policy != suite.baseline]
     paper = [_beside(suite, group) for group in groups] if metric is _PREFILL else []
     table = Table(metric.heading.capitalize(), ["stream", "host", *map(_words, policies)], labels=2)
     for place, group in enumerate(groups):
@@ -150,6 +184,40 @@ def _required(groups: Sequence[_Group]) -> Table:
         f"slower than GDSF: in {held[1]}. GDSF and LFU with history."
     )
     return table
+
+
+def _forecast(groups: Sequence[_Group]) -> Table:
+    """The forecast by LRU's figures with no waiting request known."""
+    headings = ["stream", "host", "prefill by LRU's", "required", f"{_NEVER:g} ×", "hits, LRU", "hits, forecast"]
+    table = Table("The forecast, held against what is required", [*headings, "hits, at most"], labels=2)
+    counted: dict[tuple[str, int], list[bool]] = {}
+    plain = {key_of({**group.cell, "waiting": 0}): group for group in groups if not group.cell.get("waiting")}
+    for group in groups:
+        waiting = int(group.cell.get("waiting", 0))
+        before = plain.get(key_of({**group.cell, "waiting": 0}))
+        if before is None:
+            continue
+        policies = {_LRU: before.policies[_LRU], _FORECAST: group.policies[_FORECAST]}
+        found = RecordGroup(group.cell, group.engine, policies=policies).compare(_FORECAST, _LRU, _PREFILL)
+        most = _SAVED_WAITING if waiting else _SAVED
+        verdicts = [_bound(found, partial(_at_most, most)), _bound(found, partial(_at_most, _NEVER))]
+        follow = str(group.cell.get("follow", "mirror"))
+        counted.setdefault((follow, waiting), []).append(verdicts[0].startswith("holds"))
+        hits = [before.value(_LRU, _HITS), group.value(_FORECAST, _HITS)]
+        row = [*_labels(group), _compared(found), Entry(f"{most:g} ×", verdicts[0]), Entry(verdicts[1])]
+        row += [Entry(format_number(value)) for value in hits]
+        table.rows.append([*row, Entry(format_number(_most_hits(group)))])
+    holds = "; ".join(
+        f"{_FOLLOWED.get(follow, follow)}{f', {waiting} waiting requests known' if waiting else ''}: {sum(held)} of "
+        f"{len(held)} streams"
+        for (follow, waiting), held in counted.items()
+    )
+    table.note = f"{_REQUIRED_OF_FORECAST} It holds with {holds}."
+    return table
+
+
+def _at_most(most: float, difference: float) -> bool:
+    return 1 + difference <= most
 
 
 def _possible(group: _Group) -> float | None:
@@ -201,8 +269,11 @@ def _labels(group: _Group) -> list[Entry]:
     seen = _fact(group, "seen_percent")
     device, host = (_fact(group, f"{tier}_tokens") for tier in ("device", "host"))
     kib = int(group.cell.get("kib_per_token", KIB_PER_TOKEN))
+    most = ""
+    if group.cell.get("ordered") and (bound := _most_hits(group)) is not None:
+        most = f"; in any order at most {format_number(bound)}{THIN}%"
     return [
-        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {format_number(seen)}{THIN}%"),
+        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {format_number(seen)}{THIN}%{most}"),
         Entry(_tier(group.cell["host"]), f"{_room(host, kib)}, device {_room(device, kib)}"),
     ]
 
@@ -211,7 +282,9 @@ def _stream(cell: Cell) -> str:
     words = str(cell.get("workload") or cell.get("corpus"))
     words += ", as it came" if cell.get("order") == "data" else ""
     words += f", top {cell['top_k']}" if "top_k" in cell else ""
-    return f"{words}, placed by ragorder" if cell.get("ordered") else words
+    words += ", placed by ragorder" if cell.get("ordered") else ""
+    words += ", which follows events" if cell.get("follow") == "events" else ""
+    return words + (f", {cell['waiting']} waiting requests known" if cell.get("waiting") else "")
 
 
 def _tier(size: str) -> str:
@@ -259,12 +332,12 @@ def _counted(groups: Sequence[_Group]) -> str:
     return f"{words}{', a stream as it came with one of them' if once else ''}."
 
 
-def _pictures(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Picture]:
+def _pictures(suite: Suite, groups: Sequence[_Group]) -> list[Picture]:
     x = suite.report.x
     if x is None:
         return []
     panels: dict[str, list[_Group]] = {}
-    for group in group_runs([line for line in lines if line.scheduling is None]):
+    for group in groups:
         rest: Mapping[str, Any] = {name: value for name, value in group.cell.items() if name != x}
         panels.setdefault(_stream(rest), []).append(group)
     metrics = [metric for name in suite.report.metrics for metric in _METRICS if metric.column == name]

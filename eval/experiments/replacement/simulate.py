@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from ragorder.eval.experiments.replacement.following import EventsOrderer
 from ragorder.eval.experiments.replacement.streams import DocumentStream
 from ragorder.eval.experiments.replacement.tiers import (
     A10G,
@@ -18,7 +21,7 @@ from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.orderer import Orderer
 
-__all__ = ["HISTORY", "HISTORY_NODES", "REPLACEMENT_POLICIES", "Simulated", "simulate"]
+__all__ = ["HISTORY", "HISTORY_NODES", "REPLACEMENT_POLICIES", "Simulated", "mirroring_orderer", "simulate"]
 
 HISTORY = "+history"
 REPLACEMENT_POLICIES = ("none", "device", *(f"{name}{kept}" for kept in (HISTORY, "") for name in POLICIES))
@@ -42,28 +45,50 @@ def simulate(
     *,
     profile: PrefillProfile = A10G,
     ordered: bool = False,
+    follow: str = "mirror",
+    waiting: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> Simulated:
     """Serve the requests under one of the `REPLACEMENT_POLICIES`, in retrieval order as RAGCache does, or `ordered` by
-    ragorder."""
+    ragorder, which `follow`s the tiers by its own "mirror" of them, or by their "events". The next
+    `waiting` requests are known: documents are ordered for them, and what they will use stays in the host."""
     if policy == "none":
         return Simulated([_computed(stream, request, profile) for request in stream.requests])
     name, history = policy.removesuffix(HISTORY), HISTORY_NODES if policy.endswith(HISTORY) else 0
     if policy == "device":
         name, host_tokens = "lru", 0
     tiers = TwoTiers(device_tokens, host_tokens, name, history, profile)
-    tokens = stream.tokens
     found = Simulated(traffic=tiers.traffic)
-    orderer = _orderer(stream, device_tokens + host_tokens) if ordered else None
-    for request in stream.requests:
-        if orderer is None:
-            found.served.append(tiers.serve(request, tokens))
-        else:
-            ordering = orderer.order(request)
-            found.served.append(tiers.serve(ordering.documents, tokens))
-            ordering.confirm(found.served[-1].cached_tokens)
+    place = _placing(stream, tiers, name, profile, follow if ordered else None)
+    for number, request in enumerate(stream.requests):
+        upcoming = stream.requests[number + 1 : number + 1 + waiting]
+        tiers.expect(tiers.held(each, in_order=not ordered) for each in upcoming)
+        found.served.append(place(request, upcoming))
         advance()
     return found
+
+
+_Place = Callable[[tuple[int, ...], Sequence[tuple[int, ...]]], SimulatedPrefill]
+
+
+def _placing(
+    stream: DocumentStream, tiers: TwoTiers, policy: str, profile: PrefillProfile, follow: str | None
+) -> _Place:
+    tokens = stream.tokens
+    if follow is None:
+        return lambda request, _: tiers.serve(request, tokens)
+    events = EventsOrderer(stream) if follow == "events" else None
+    orderer = mirroring_orderer(stream, tiers, policy, profile) if events is None else events.orderer
+
+    def place(request: tuple[int, ...], upcoming: Sequence[tuple[int, ...]]) -> SimulatedPrefill:
+        ordering = orderer.order(request, waiting=upcoming)
+        served = tiers.serve(ordering.documents, tokens, ordering.expected_uses)
+        if events is not None:
+            events.publish(tiers, tiers.path(ordering.documents, tokens), ordering.documents)
+        ordering.confirm(served.cached_tokens)
+        return served
+
+    return place
 
 
 def _computed(stream: DocumentStream, request: tuple[int, ...], profile: PrefillProfile) -> SimulatedPrefill:
@@ -71,13 +96,22 @@ def _computed(stream: DocumentStream, request: tuple[int, ...], profile: Prefill
     return SimulatedPrefill(0, 0, 0, new, profile(0, new))
 
 
-def _orderer(stream: DocumentStream, capacity_tokens: int) -> Orderer:
-    return Orderer(
-        key=lambda document: document,
-        tokens=stream.tokens.__getitem__,
-        capacity_tokens=capacity_tokens,
-        block_size=1,
-        prefix_tokens=SYSTEM_TOKENS,
-        suffix_tokens=0,
-        strict=True,
-    )
+def mirroring_orderer(stream: DocumentStream, tiers: TwoTiers, policy: str, profile: PrefillProfile) -> Orderer:
+    """With a mirror of these tiers."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "profile.json")
+        # Loads cost nothing here, and an orderer without their times would degrade.
+        replace(profile, loads={"host": 0.0, **profile.loads}).to_file(path)
+        return Orderer(
+            key=lambda document: document,
+            tokens=stream.tokens.__getitem__,
+            capacity_tokens=SYSTEM_TOKENS + tiers.device_tokens,
+            host_tokens=tiers.host_tokens,
+            tier_policy=policy,
+            tier_copies="evicted",
+            profile=path,
+            block_size=1,
+            prefix_tokens=SYSTEM_TOKENS,
+            suffix_tokens=0,
+            strict=True,
+        )

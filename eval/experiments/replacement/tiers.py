@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +39,14 @@ QUESTION_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPrefill:
-    """The first `hits` documents were cached, `host_hits` of these only in the host."""
+    """The first `hits` documents were cached, `host_hits` of these, with `host_tokens`, only in the host."""
 
     hits: int
     host_hits: int
     cached_tokens: int
     new_tokens: int
     seconds: float
+    host_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -66,7 +67,8 @@ class TwoTiers:
     Where the paper says nothing: of a request longer than the device, the first documents are kept; the host also
     evicts copies of device nodes; a node without room in the host is lost with those behind it.
 
-    With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node.
+    With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node. `entered` and `left`:
+    nodes that the last request brought, and those that neither tier has any more, in this order of time.
     """
 
     def __init__(
@@ -90,6 +92,15 @@ class TwoTiers:
         self._behind: list[list[int]] = []
         # Statistics of the nodes on the device, and of one that is just leaving it.
         self._on_device: dict[int, TierNode] = {}
+        self._expected: frozenset[int] = frozenset()
+        self.entered: list[int] = []
+        self.left: list[int] = []
+
+    def __contains__(self, node: int) -> bool:
+        return node in self.device or node in self.host
+
+    def parent(self, node: int) -> int | None:
+        return self._parents[node]
 
     def path(self, documents: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """The nodes of these documents, root first; `tokens` are lengths by document."""
@@ -108,23 +119,64 @@ class TwoTiers:
             parent = node
         return path
 
-    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> SimulatedPrefill:
+    def held(self, documents: Iterable[int], *, in_order: bool) -> list[int]:
+        """The longest path of these documents in the tiers, root first: in this order, or in any."""
+        documents = tuple(documents)
+        if in_order:
+            return list(self._held_in_order(documents))
+        best: tuple[int, ...] = ()
+        longest = 0
+        open_paths: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+        while open_paths:
+            length, path = open_paths.pop()
+            if length > longest:
+                longest, best = length, path
+            above = path[-1] if path else None
+            for document in documents:
+                node = self._nodes.get((above, document))
+                if node is not None and node in self:
+                    open_paths.append((length + self._sizes[node], (*path, node)))
+        return list(best)
+
+    def expect(self, paths: Iterable[Sequence[int]]) -> None:
+        """Waiting requests will use these paths, the next one first. Their nodes stay in the host, as many as take half
+        of it."""
+        room = self.host_tokens // 2
+        expected: set[int] = set()
+        for path in paths:
+            new = [node for node in path if node not in expected]
+            room -= sum(self._sizes[node] for node in new)
+            if room < 0:
+                break
+            expected.update(new)
+        self._expected = frozenset(expected)
+
+    def serve(
+        self, documents: Sequence[int], tokens: Sequence[int], expected_uses: Sequence[float] = ()
+    ) -> SimulatedPrefill:
+        """`expected_uses`: of the path to each document, if there is a forecast."""
+        self.entered, self.left = [], []
         path = self.path(documents, tokens)
-        hits = host_hits = 0
+        hits = host_hits = host_tokens = 0
         for node in path:
             if node not in self.device:
                 if node not in self.host:
                     break
                 host_hits += 1
+                host_tokens += self._sizes[node]
             hits += 1
         cached = SYSTEM_TOKENS + sum(self._sizes[node] for node in path[:hits])
         new = QUESTION_TOKENS + sum(self._sizes[node] for node in path[hits:])
         self._make_resident(path)
+        # The host may have evicted its copy of a node that was leaving the device, and taken it again.
+        self.left = [node for node in dict.fromkeys(self.left) if node not in self]
         cost = self._profile.cost(cached, new)
         computed = set(path[hits:])
+        expected = dict(zip(path, expected_uses, strict=False))
         for tier in (self.device, self.host):
-            tier.use(path, cost=cost, computed=computed)
-        return SimulatedPrefill(hits, host_hits, cached, new, self._profile(cached, new))
+            tier.use(path, cost=cost, computed=computed, expected=expected)
+        seconds = self._profile.with_loads(cached, new, host_tokens, 0)
+        return SimulatedPrefill(hits, host_hits, cached, new, seconds, host_tokens)
 
     def _make_resident(self, path: Sequence[int]) -> None:
         missing, room = [], self.device_tokens
@@ -144,6 +196,8 @@ class TwoTiers:
         for node in missing:
             if node in self.host:
                 self.traffic.swapped_in += self._sizes[node]
+            else:
+                self.entered.append(node)
             self.device.insert(node, self._sizes[node], self._parents[node], known=self.host.get(node))
             known = self.device.get(node)
             assert known is not None
@@ -155,23 +209,37 @@ class TwoTiers:
             return
         size = self._sizes[node]
         needed = size - (self.host_tokens - self.host.used)
-        victims = _evict(self.host, needed, protected) if size <= self.host_tokens else None
+        victims = _evict(self.host, needed, protected | self._expected) if size <= self.host_tokens else None
         if victims is None:
             self._lose(node)
             return
-        self.traffic.lost += sum(self._sizes[victim] for victim in victims if victim not in self.device)
+        for victim in victims:
+            if victim not in self.device:
+                self._leave(victim)
         self.host.insert(node, size, self._parents[node], known=known)
         self.traffic.swapped_out += size
 
     def _lose(self, node: int) -> None:
         """Neither tier has the node, so those behind it are useless."""
-        self.traffic.lost += self._sizes[node]
+        self._leave(node)
         below = [behind for behind in self._behind[node] if behind in self.host]
         while below:
             lost = below.pop()
             self.host.remove(lost)
-            self.traffic.lost += self._sizes[lost]
+            self._leave(lost)
             below += [behind for behind in self._behind[lost] if behind in self.host]
+
+    def _leave(self, node: int) -> None:
+        self.traffic.lost += self._sizes[node]
+        self.left.append(node)
+
+    def _held_in_order(self, documents: Sequence[int]) -> Iterator[int]:
+        above: int | None = None
+        for document in documents:
+            above = self._nodes.get((above, document))
+            if above is None or above not in self:
+                return
+            yield above
 
 
 def _evict(tier: Tier, tokens: int, protected: AbstractSet[int]) -> list[int] | None:

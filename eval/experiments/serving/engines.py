@@ -11,7 +11,7 @@ from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.experiment import Job
 from ragorder.eval.running.options import SIM_LIKE, Options
 from ragorder.eval.running.runner import Run
-from ragorder.eval.running.specs import Bench, EventsAddress
+from ragorder.eval.running.specs import Bench, EngineSpec, EventsAddress
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool
@@ -93,10 +93,10 @@ class Engines:
             self._stack.close()
             self._stack = ExitStack()
             self._server = None
-            bench = Bench(
+            spec = EngineSpec(
                 engine="openai", model=self._options.model, capacity=Capacity(tokens=sizes[0]), block_size=sizes[1]
             )
-            server = self._stack.enter_context(start_server(bench))
+            server = self._stack.enter_context(start_server(spec))
             events = EventsAddress(server.events_endpoint, server.replay_endpoint, server.events_topic)
             self._server = (sizes, server.base_url, events)
         return self._server[1:]

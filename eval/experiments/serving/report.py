@@ -11,6 +11,8 @@ from ragorder.eval.report.metrics import (
     DOCUMENTS,
     PLACES,
     SHARE_MOVED,
+    TBT_P50,
+    TBT_P99,
     TTFT_MEAN,
     TTFT_P50,
     TTFT_P95,
@@ -100,6 +102,8 @@ def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
     paper = paper_heading(suite, group.cell)
     headings = ["policy", CACHED.heading, "whole documents cached, mean"]
     headings += [*(f"TTFT {name}, ms" for name in ("p50", "mean", "p95", "p99"))] if timed else []
+    answered = group.has("tbt_ms")
+    headings += [TBT_P50.heading, TBT_P99.heading] if answered else []
     headings += ["predicted within a block, % of requests"] if predicted else []
     lost = [name for name in ("failures", "fallbacks") if any(getattr(run, name) for run in group.runs())]
     headings += lost
@@ -110,6 +114,8 @@ def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
         if timed:
             row += [_compared(group, policy, baseline, metric) for metric in (TTFT_P50, TTFT_MEAN, TTFT_P95)]
             row.append(Entry(format_number(group.value(policy, TTFT_P99))))
+        if answered:
+            row += [Entry(format_number(group.value(policy, metric))) for metric in (TBT_P50, TBT_P99)]
         if predicted:
             row.append(Entry(format_number(_predicted(group, policy))))
         row += [Entry(f"{sum(getattr(run, name) for run in group.runs(policy)):,}") for name in lost]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.eval.data.cache import cache_folder
+from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.staging.record import StagingCell, StagingRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus
-from ragorder.eval.experiments.tiering import ARMS, PromptStream, TierSizes, kv_bytes_per_token, make_sizes, make_stream
+from ragorder.eval.experiments.tiering import ARMS, PromptStream, kv_bytes_per_token, make_sizes, make_stream
 from ragorder.eval.experiments.tiering.cells import TieringCell
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
@@ -35,7 +35,7 @@ class Tiering(Experiment):
     policies: ClassVar[Any] = ARMS
 
     _drawn: _PromptStreams | None = None
-    _running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
+    _running: tuple[object, Mapping[str, VLLMServer], dict[str, Any]] | None = None
 
     def asked(self, suite: Suite) -> Sequence[str]:
         """Both arms or none: tiers are compared with the prefix cache alone."""
@@ -65,7 +65,7 @@ class Tiering(Experiment):
         model = self._drawn.model
         assert job.corpus is not None
         streams = self._drawn.take(cell, job.corpus, job.requests)
-        servers, sizes = self._servers(job, streams, model)
+        servers, facts = self._servers(job, streams, model)
         stream = streams[job.seed]
         # A shorter run has as large a share of warm-up.
         warmup = len(stream.prompts) * job.suite.warmup // job.suite.requests
@@ -77,14 +77,14 @@ class Tiering(Experiment):
                     "engine": {"name": "openai", "model": model.name, "block_size": cell.block_size},
                     "warmup": warmup,
                     "load_average": load_average(),
-                    "facts": asdict(sizes),
+                    "facts": facts,
                     "sources": turn.hits.as_json(),
                     "rows": {name: getattr(turn, name) for name in ("ttft_ms", "cached_tokens", "prompt_tokens")},
                 }
 
     def _servers(
         self, job: Job, streams: Mapping[int, PromptStream], model: Path
-    ) -> tuple[Mapping[str, VLLMServer], TierSizes]:
+    ) -> tuple[Mapping[str, VLLMServer], dict[str, Any]]:
         from ragorder.eval.experiments.tiering.measuring import pair_of_servers
 
         cell: TieringCell = job.cell
@@ -98,7 +98,8 @@ class Tiering(Experiment):
             longest = max(stream.longest_tokens for stream in streams.values())
             settings = {"policy": cell.replacement, "device_order": cell.device_order}
             pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
-            self._running = same, self.resources.enter_context(pair), sizes
+            servers, profile = self.resources.enter_context(pair)
+            self._running = same, servers, {**asdict(sizes), "profile": profile.as_json()}
         return self._running[1:]
 
 

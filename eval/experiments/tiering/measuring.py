@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import Hits, fetch_hits
+from ragorder.adapters.vllm.server_profile import measure_server
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering.results import ARMS
 from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
+from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["ArmRun", "measure", "pair_of_servers"]
 
@@ -41,8 +44,9 @@ class ArmRun:
 @contextmanager
 def pair_of_servers(
     tiers: TierSizes, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
-) -> Iterator[dict[str, VLLMServer]]:
-    """Servers by arm; `settings` are further fields of `TierSettings`."""
+) -> Iterator[tuple[dict[str, VLLMServer], PrefillProfile]]:
+    """Servers by arm; `settings` are further fields of `TierSettings`. The tiers have prefill times that were measured
+    on the server without. Raises EngineError if they cannot be."""
     blocks = longest_tokens // block_size + 2
     longest = min(blocks, tiers.blocks) * block_size
     sizes: dict[str, Any] = {"blocks": tiers.blocks, "block_size": block_size, "max_model_len": longest}
@@ -50,12 +54,17 @@ def pair_of_servers(
         disk = None
         if tiers.disk_bytes is not None:
             disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-tiering-"))) / "disk"
-        asked = {"host_bytes": tiers.host_bytes, "disk_path": disk, "disk_bytes": tiers.disk_bytes, **settings}
-        configs = dict(zip(ARMS, (None, TierSettings.model_validate(asked).kv_transfer_config()), strict=True))
-        servers = {arm: VLLMServer(model, **sizes, kv_transfer_config=config) for arm, config in configs.items()}
-        for server in servers.values():
-            stack.enter_context(server)
-        yield servers
+        alone = stack.enter_context(VLLMServer(model, **sizes))
+        try:
+            profile = measure_server(alone.base_url)
+        except ServerError as error:
+            raise EngineError(f"the prefill times are not measured ({error})") from None
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-profile-"))) / "profile.json"
+        profile.to_file(file)
+        asked = {"host_bytes": tiers.host_bytes, "disk_path": disk, "disk_bytes": tiers.disk_bytes, "profile": file}
+        config = TierSettings.model_validate({**asked, **settings}).kv_transfer_config()
+        tiered = stack.enter_context(VLLMServer(model, **sizes, kv_transfer_config=config))
+        yield dict(zip(ARMS, (alone, tiered), strict=True)), profile
 
 
 async def measure(

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TieringRecord"]
 
-_COLUMNS = ("ttft_ms", "cached_tokens", "prompt_tokens")
-_FACTS = ("blocks", "host_bytes", "working_set_tokens")
-
 
 class TieringRecord(Record):
     """One arm in one cell with one seed. `sources` are prompt tokens by the source of their KV."""
 
     called: ClassVar[str] = "a measurement of tiers"
+    facts_needed: ClassVar[tuple[str, ...]] = ("blocks", "host_bytes", "working_set_tokens")
 
     type: Literal["tiering"] = "tiering"
     cell: dict[str, Any]
@@ -31,11 +29,13 @@ class TieringRecord(Record):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if "tier" not in self.cell or not self.facts.keys() >= set(_FACTS) or not self.sources.keys() >= set(SOURCES):
-            raise ValueError("cell, facts or sources are incomplete")
-        if not self.rows.keys() >= set(_COLUMNS) or len({len(self.rows[name]) for name in _COLUMNS}) != 1:
-            raise ValueError("columns of different lengths")
+        if "tier" not in self.cell or not self.sources.keys() >= set(SOURCES):
+            raise ValueError("the tier or sources are missing")
         return self
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return "ttft_ms", "cached_tokens", "prompt_tokens"
 
     @property
     def requests(self) -> int:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.eval.experiments.tiering import ARMS, GOALS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
-from ragorder.eval.report.canvas import LINE, Picture, draw, style
+from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.marks import Mark, draw_marks
+from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import StatisticsError, compare
+from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, format_number, served_words, verdict_words
 from ragorder.eval.running.reading import Results
@@ -64,7 +67,23 @@ def _shares(group: _Group, arm: str) -> dict[str, float]:
 
 def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(TieringRecord, suite.name)
-    return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
+    groups = _groups(lines)
+    return Part(
+        _tables(groups),
+        engine=_engine(lines),
+        pictures=lambda: _pictures(groups),
+        compared=[Compared(TTFT_MEAN, "a cache with tiers", "the prefix cache alone", _times(groups))]
+        if groups
+        else [],
+    )
+
+
+def _times(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[tuple[str, PairedDifference]]:
+    return [(_fits(group), compare(*_sides(group), relative=True, better="lower")) for group, _ in groups]
+
+
+def _fits(group: _Group) -> str:
+    return _FITS.get(group.cell["tier"], str(group.cell["tier"]))
 
 
 def _engine(lines: Sequence[TieringRecord]) -> str:
@@ -74,8 +93,7 @@ def _engine(lines: Sequence[TieringRecord]) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
-    groups = _groups(lines)
+def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
     if not groups:
         return []
     headings = ["the working set fits", "pool, host, disk", "alone → with tiers, mean ms", "times shorter", "required"]
@@ -85,7 +103,7 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
         alone, tiers = (_shares(group, arm) for arm in ARMS)
         table.rows.append(
             [
-                Entry(_FITS.get(group.cell["tier"], str(group.cell["tier"])), _stream(group)),
+                Entry(_fits(group), _stream(group)),
                 _sizes(_arm(group, _WITH)[0]),
                 Entry(f"{format_number(verdict.apc_ms, 0)} → {format_number(verdict.tiers_ms, 0)}"),
                 _ratio(verdict),
@@ -99,30 +117,17 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
     return [table]
 
 
-def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
-    groups = [(group, verdict) for group, verdict in _groups(lines) if verdict.known]
+def _pictures(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Picture]:
+    groups = [(group, verdict) for group, verdict in groups if verdict.known]
     if not groups:
         return []
-    names = [_FITS.get(group.cell["tier"], str(group.cell["tier"])) for group, _ in groups]
-
-    def paint(axes: Any) -> None:
-        looks = style("auto")
-        axes.axvline(1, color=LINE, linewidth=1.2)
-        for place, (_, verdict) in enumerate(reversed(groups)):
-            axes.plot([verdict.low, verdict.high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
-            axes.plot(verdict.by_seed, [place] * len(verdict.by_seed), "|", color=looks.colour, markersize=9)
-            axes.plot(verdict.ratio, place, looks.marker, color=looks.colour, markersize=7)
-        axes.set_yticks(range(len(names)), reversed(names))
-        axes.set_ylim(-0.6, len(names) - 0.4)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("mean TTFT, times shorter with tiers")
-
+    axis = "mean TTFT, times shorter with tiers"
+    marks = [Mark(_fits(group), verdict.ratio, verdict.low, verdict.high, verdict.by_seed) for group, verdict in groups]
     said = "; ".join(
-        f"{name}: {format_number(verdict.ratio, 2)} times {_interval(verdict)}"
-        for name, (_, verdict) in zip(names, groups, strict=True)
+        f"{_fits(group)}: {format_number(verdict.ratio, 2)} times {_interval(verdict)}" for group, verdict in groups
     )
     caption = "What the working set fits; bars are 95 % intervals, strokes the seeds."
-    return [draw(paint, title="What tiers save", alt=said, caption=caption, height=1.1 + 0.42 * len(names))]
+    return [draw_marks(marks, title="What tiers save", axis=axis, alt=said, caption=caption, baseline=1)]
 
 
 def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ragorder import Orderer, PromptBuilder
-from ragorder.eval.data.cache import cache_folder
+from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.engines.tiny_model import make_model
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+from ragorder.eval.running.load import rotated
 from ragorder.eval.running.record import RunRecord
+from ragorder.kernels.random_model import make_model
 
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
@@ -94,8 +95,7 @@ class SeveralOrderers(Experiment):
         cell: WorkersCell = job.cell
         requests = questions_by_topic(job.requests, job.seed, cell.top_k)
         server, builder = self.kept(None, self._start)
-        first = job.seed % len(job.policies)
-        for policy in [*job.policies[first:], *job.policies[:first]]:
+        for policy in rotated(job.policies, job.seed):
             server.reset()
             with ExitStack() as stack:
                 options = _options(policy, server, cell.top_k)

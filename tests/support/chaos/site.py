@@ -9,7 +9,7 @@ from typing import Any
 
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.server import Launch, VLLMServer, launch_process
-from ragorder.eval.engines.tiny_model import make_model
+from ragorder.kernels.random_model import make_model
 from support.chaos.asking import DTYPE, Answer, ask
 from support.chaos.prompts import Prompts, make_prompts
 

@@ -1,4 +1,4 @@
-"""Cache folder of models and corpora."""
+"""Cache folder of models, corpora and profiles."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ragorder.extras import needs
+
 __all__ = ["make_model"]
 
 _FINGERPRINT = "fingerprint.json"
@@ -109,16 +111,10 @@ def _put_in_place(made: Path, folder: Path, fingerprint: object) -> None:
             raise
 
 
-def _missing(error: ImportError) -> ImportError:
-    return ImportError(f"making a model needs {error.name}: pip install 'ragorder[torch]'", name=error.name)
-
-
 def _save_tokenizer(folder: Path, texts: Sequence[str], vocab_size: int) -> None:
-    try:
+    with needs("torch", "making a model"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise _missing(error) from error
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,12 +132,10 @@ def _save_tokenizer(folder: Path, texts: Sequence[str], vocab_size: int) -> None
 
 
 def _save_weights(folder: Path, sizes: dict[str, Any], seed: int) -> None:
-    try:
+    with needs("torch", "making a model"):
         import torch
         from safetensors.torch import save_file
         from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-    except ImportError as error:
-        raise _missing(error) from error
 
     config = Qwen2Config(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=2, pad_token_id=0)
     config.architectures = ["Qwen2ForCausalLM"]

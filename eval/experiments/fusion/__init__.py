@@ -1,0 +1,1 @@
+"""Answers from reused KV of documents: suites fusion-quality and fusion-training."""

@@ -1,0 +1,62 @@
+"""The ways to reuse documents' KV that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ARMS", "BASELINE", "NEIGHBOURS", "RATIOS", "REUSE", "Arm", "Copies", "Select"]
+
+RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
+"""Shares of the reused tokens that are computed anew."""
+
+BASELINE, REUSE = "full attention", "full reuse"
+
+NEIGHBOURS = 4
+"""Similar documents that preprocessing takes, of a corpus of 24."""
+
+Copies = Literal["alone", "similar", "served"]
+"""What a document's KV was computed behind: the system prompt alone; the KV of the documents most like it (FusionRAG
+3.1); some other documents of an earlier prompt (Cache-Craft)."""
+
+Select = Literal["query", "deviation", "inter", "head", "random"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
+    computed anew, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are
+    taken that the critical tokens so far attend to. `on_engine`: whether the engine can do it."""
+
+    select: Select = "query"
+    copies: Copies = "alone"
+    as_if_last: bool = False
+    exact: float = 0.0
+    anywhere: bool = False
+    rounds: int = 1
+    ratios: Sequence[float] = RATIOS
+
+    @property
+    def on_engine(self) -> bool:
+        return self.copies == "alone" and not self.anywhere and self.rounds == 1
+
+
+ARMS: Mapping[str, Arm] = {
+    BASELINE: Arm(ratios=(1.0,)),
+    REUSE: Arm(ratios=(0.0,)),
+    "random": Arm("random"),
+    "EPIC": Arm("head"),
+    "CacheBlend": Arm("deviation"),
+    "Cache-Craft": Arm("inter", copies="served"),
+    "FusionRAG, online only": Arm(),
+    "FusionRAG": Arm(copies="similar"),
+    "as if last": Arm(as_if_last=True),
+    "as if last, preprocessed": Arm(copies="similar", as_if_last=True),
+    "two rounds": Arm(rounds=2),
+    "as if last, two rounds": Arm(as_if_last=True, rounds=2),
+    "with ordering": Arm(exact=0.5),
+    "as if last, with ordering": Arm(as_if_last=True, exact=0.5),
+    "as if last, with ordering, anywhere": Arm(as_if_last=True, exact=0.5, anywhere=True),
+}
+"""By name: the systems of the paper's figures, and ours."""

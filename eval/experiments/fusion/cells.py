@@ -1,0 +1,46 @@
+"""Cells of suites about reused KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from ragorder.eval.experiments.fusion.arms import NEIGHBOURS
+from ragorder.eval.running.cells import SuiteCell
+
+__all__ = ["FusionCell", "Order", "TrainingCell"]
+
+Order = Literal["in front", "behind", "any"]
+"""Where the document stands that another one refers to."""
+
+
+class FusionCell(SuiteCell):
+    """Questions of so many `hops` on so many `documents`. In `order` a document that another one refers to stands in
+    front of it, behind it, or anywhere. `neighbours` are for preprocessing; `models` is a folder of suite
+    fusion-training, instead of the models that come with ragorder; answers are `by` a reference in plain torch, or the
+    embedded engine."""
+
+    hops: int = Field(2, ge=2, le=3)
+    documents: int = Field(8, ge=2, le=24)
+    order: Order = "in front"
+    neighbours: int = Field(NEIGHBOURS, ge=0, le=23)
+    models: str | None = None
+    by: Literal["reference", "engine"] = "reference"
+
+    @model_validator(mode="after")
+    def _enough_documents(self) -> Self:
+        if self.documents < self.hops:
+            raise ValueError(f"documents = {self.documents} for {self.hops} hops: a question needs {self.hops}")
+        return self
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.models is None else Path(self.models)
+
+
+class TrainingCell(SuiteCell):
+    """A model for questions of up to so many `hops`."""
+
+    hops: Literal[2, 3] = 2

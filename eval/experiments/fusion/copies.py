@@ -1,0 +1,62 @@
+"""Documents' KV as it was computed before a question came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragorder.eval.experiments.fusion.arms import Copies
+from ragorder.eval.experiments.fusion.model import ChainModel
+from ragorder.eval.experiments.fusion.questions import Questions
+from ragorder.eval.experiments.fusion.reference import ReferenceKV, compute_behind, compute_prompts, system_prompt
+from ragorder.eval.experiments.fusion.task import BOS
+
+__all__ = ["EARLIER_DOCUMENTS", "DocumentCopies", "make_copies"]
+
+EARLIER_DOCUMENTS = 3
+"""In front of a document in the earlier prompt that its copy is from."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCopies:
+    kv: Sequence[ReferenceKV]
+    """For each of a prompt's documents, in its order."""
+
+    crossed: Tensor
+    """(questions, document tokens of the prompt): the share of attention that went to other documents."""
+
+
+def make_copies(model: ChainModel, questions: Questions, copies: Copies, neighbours: int, seed: int) -> DocumentCopies:
+    if copies == "served":
+        return _from_earlier_prompts(model, questions, seed)
+    near = neighbours if copies == "similar" else 0
+    made = [_behind_similar(model, questions, numbers, near) for numbers in questions.retrieved.unbind(1)]
+    return DocumentCopies(made, torch.zeros(len(questions), questions.level.tokens))
+
+
+def _behind_similar(model: ChainModel, questions: Questions, numbers: Tensor, near: int) -> ReferenceKV:
+    """Of one document a question, behind the KV of those most like it, the most similar one last."""
+    row, system = torch.arange(len(questions)), system_prompt(model, len(questions))
+    similar = [questions.of(questions.similar[row, numbers, place][:, None])[:, 0] for place in reversed(range(near))]
+    in_front = [compute_behind(model, document, system).kv for document in similar]
+    own = questions.of(numbers[:, None])[:, 0]
+    return compute_behind(model, own, ReferenceKV.joined(system, *in_front)).kv
+
+
+def _from_earlier_prompts(model: ChainModel, questions: Questions, seed: int) -> DocumentCopies:
+    """Of each document, computed exactly behind others of its corpus."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(questions.similar.shape, generator=generator).argsort(2)[..., :EARLIER_DOCUMENTS]
+    others, row = questions.similar.gather(2, drawn), torch.arange(len(questions))
+    made, crossed = [], []
+    for numbers in questions.retrieved.unbind(1):
+        documents = questions.of(torch.cat([others[row, numbers], numbers[:, None]], 1))
+        prompts = torch.cat([torch.full((len(questions), 1), BOS), documents.flatten(1)], 1)
+        start = prompts.shape[1] - documents.shape[2]
+        found = compute_prompts(model, prompts)
+        made.append(found.kv.part(start, prompts.shape[1]))
+        crossed.append(torch.stack([each[:, :, start:, 1:start].sum(-1).mean(1) for each in found.attention]).mean(0))
+    return DocumentCopies(made, torch.cat(crossed, 1))

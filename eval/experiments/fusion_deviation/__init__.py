@@ -1,0 +1,1 @@
+"""Deviation of reused KV from full attention's: suite fusion-deviation."""

@@ -1,0 +1,1 @@
+"""Locality of a request's successive searches: suite hedra-locality."""

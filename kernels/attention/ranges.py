@@ -1,0 +1,78 @@
+"""Ranges of keys that the rows of a step attend to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragorder.kernels.attention.batch import PackedBatch
+
+__all__ = ["Chunk", "Ranges"]
+
+_SLACK_TOKENS = 128
+"""Keys that are computed and hidden rather than cut off by another chunk; for long ranges, an eighth of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Rows `begin` to `end` of a step, some of which attend to keys from `first` on, none to `last` or later."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    whole: bool
+    """All of the rows attend to all of these keys."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranges:
+    """`low`, `high` int32 (T,): row t attends to keys from `low[t]`, None: from 0, to before `high[t]`."""
+
+    low: Tensor | None
+    high: Tensor
+    given: tuple[Tensor, Tensor | None, Tensor | None]
+    """What they were made of: kept, so that its `id` stays its own."""
+
+    @classmethod
+    def of(cls, batch: PackedBatch, positions: Tensor, low: Tensor | None, high: Tensor | None) -> Ranges:
+        """Made once for all layers of a step."""
+        return batch.memo(
+            ("ranges", id(positions), id(low), id(high)),
+            lambda: cls(low, positions + 1 if high is None else high, (positions, low, high)),
+        )
+
+    def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
+        """Of each request, at most `rows` at a time, with ranges about the same. Waits for the device once a step."""
+        return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
+
+    def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:
+        highs = self.high.tolist()
+        lows = [0] * len(highs) if self.low is None else self.low.clamp(min=0).tolist()
+        for begin, end, context in batch.spans:
+            ranges = [(low, min(high, context)) for low, high in zip(lows[begin:end], highs[begin:end], strict=True)]
+            chunks, start = [], 0
+            while start < len(ranges):
+                chunk, start = _next_chunk(ranges, start, rows, begin)
+                chunks.append(chunk)
+            yield [chunk for chunk in chunks if chunk.first < chunk.last]
+
+
+def _next_chunk(ranges: Sequence[tuple[int, int]], start: int, rows: int, offset: int) -> tuple[Chunk, int]:
+    """The chunk of rows from `start` on, and where the next one begins."""
+    first, last, least = sys.maxsize, 0, sys.maxsize
+    whole, end = True, start
+    for low, high in ranges[start : start + rows]:
+        if low < high:
+            wider = min(first, low), max(last, high), min(least, high - low)
+            if wider[1] - wider[0] - wider[2] > max(_SLACK_TOKENS, wider[2] // 8):
+                break
+            first, last, least = wider
+        else:
+            whole = False
+        end += 1
+    whole = whole and least == last - first
+    return Chunk(offset + start, offset + end, first, last, whole), end

@@ -1,0 +1,121 @@
+"""Attention weights over paged keys, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["Keys", "Queries", "attention_received", "attention_share"]
+
+_ROWS = 256
+"""Queries at a time."""
+
+_WEIGHTS = 1 << 22
+"""Weights of all heads at a time; of one block of keys at least."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """A layer's n queries (n, HQ, D) at `positions` int64 (n,), causal, and its rule (as `prefix_attention`'s)."""
+
+    rows: Tensor
+    positions: Tensor
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def grouped(self, rows: slice, kv_heads: int) -> Tensor:
+        """fp32 (HKV, queries of a group x n, D), scaled."""
+        query = self.rows[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        return query * (self.rows.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """A sequence's keys in one layer, rotated: `tokens` in the pool, then `own` (n, HKV, D) behind them.
+
+    `cache` (blocks, block size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,): those with KV; None: all.
+    """
+
+    cache: Tensor
+    table: Tensor
+    tokens: int
+    own: Tensor | None = None
+    held: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens + (0 if self.own is None else len(self.own))
+
+    def chunks(self, most: int) -> list[tuple[int, int]]:
+        """Begins and ends of whole blocks, `most` tokens or one block."""
+        size = self.cache.shape[1]
+        step = max(size, most - most % size)
+        borders = [*range(0, self.tokens, step), *range(self.tokens, len(self), step), len(self)]
+        return list(pairwise(borders))
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """fp32 (HKV, D, end - begin) of a chunk."""
+        if self.own is not None and begin >= self.tokens:
+            rows = self.own[begin - self.tokens : end - self.tokens]
+        else:
+            size = self.cache.shape[1]
+            rows = self.cache[self.table[begin // size : -(-end // size)]].flatten(0, 1)[: end - begin]
+        return rows.float().permute(1, 2, 0)
+
+    def hidden(self, begin: int, end: int, queries: Queries, rows: slice) -> Tensor:
+        """bool (n, end - begin)"""
+        at = torch.arange(begin, end, device=self.cache.device)
+        positions = queries.positions[rows, None]
+        hidden = at > positions
+        if queries.window is not None:
+            hidden |= at <= positions - queries.window
+        if self.held is not None and begin < self.tokens:
+            hidden |= ~self.held[begin:end]
+        return hidden
+
+
+def attention_received(queries: Queries, keys: Keys) -> Tensor:
+    """fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
+    heads = queries.rows.shape[1]
+    received = torch.zeros(len(keys), device=keys.cache.device)
+    for _, (begin, end), weights in _weights(queries, keys):
+        received[begin:end] += weights.sum((0, 1)) / heads
+    return received
+
+
+def attention_share(queries: Queries, keys: Keys, low: Tensor, high: Tensor) -> Tensor:
+    """fp32 (n,): weight of each query on keys low[t] <= p < high[t] (int64), mean over heads."""
+    share = torch.zeros(len(queries.rows), device=keys.cache.device)
+    for rows, (begin, end), weights in _weights(queries, keys):
+        at = torch.arange(begin, end, device=keys.cache.device)
+        within = (at >= low[rows, None]) & (at < high[rows, None])
+        share[rows] += weights.mean(0).mul_(within).sum(1)
+    return share
+
+
+def _weights(queries: Queries, keys: Keys) -> Iterator[tuple[slice, tuple[int, int], Tensor]]:
+    """Some queries, a chunk of keys, and their weights (HQ, n, chunk)."""
+    # Scores are computed twice, as their sum over all keys has to come first: less work than a layer of the model.
+    heads = queries.rows.shape[1]
+    for first in range(0, len(queries.rows), _ROWS):
+        rows = slice(first, min(first + _ROWS, len(queries.rows)))
+        chunks = keys.chunks(_WEIGHTS // (heads * (rows.stop - first)))
+        sums = [_scores(queries, keys, rows, chunk).logsumexp(-1, keepdim=True) for chunk in chunks]
+        total = torch.stack(sums).logsumexp(0)
+        # A query that sees no key has no weights.
+        total.masked_fill_(total.isneginf(), 0)
+        for chunk in chunks:
+            yield rows, chunk, _scores(queries, keys, rows, chunk).sub_(total).exp_()
+
+
+def _scores(queries: Queries, keys: Keys, rows: slice, chunk: tuple[int, int]) -> Tensor:
+    heads, kv_heads = queries.rows.shape[1], keys.cache.shape[2]
+    scores = torch.matmul(queries.grouped(rows, kv_heads), keys.read(*chunk)).view(heads, rows.stop - rows.start, -1)
+    if queries.softcap is not None:
+        scores = scores.div_(queries.softcap).tanh_().mul_(queries.softcap)
+    # Unwritten memory may hold NaN: hidden scores are replaced, not added to.
+    return scores.masked_fill_(keys.hidden(*chunk, queries, rows), float("-inf"))

@@ -1,0 +1,122 @@
+"""Prefill times of the embedded engine, measured before it serves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+import torch
+import transformers
+
+import ragorder
+from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.identity import ORIGIN, device_name
+from ragorder.kernels.engine.model import PatchedModel
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.kernels.profile_cache import ProfileCache, processor_name, profile_key
+from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
+
+__all__ = ["engine_profile", "profile_identity"]
+
+_logger = logging.getLogger("ragorder.profile")
+
+
+def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
+    """The cached profile of this model on this machine, else a new one, for which a pool of `blocks` at most is made
+    and freed. LINEAR, with a warning, if it cannot be measured."""
+    longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
+
+    def measure(identity: Mapping[str, Any]) -> PrefillProfile:
+        _logger.info(
+            "measuring prefill times of %s, once for this model and machine (at most %g s)",
+            model.name,
+            settings.profile_budget_s,
+        )
+        try:
+            return measure_short_profile(
+                _PrefillTimer(model, longest, settings.max_batch_tokens),
+                longest_tokens=longest,
+                block_size=settings.block_size,
+                budget_s=settings.profile_budget_s,
+                facts={
+                    "engine": f"ragorder {identity['versions']['ragorder']}",
+                    "model": model.name,
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "measured": "one forward in the engine's process, in seconds: median of the repeats",
+                    "block_size": settings.block_size,
+                    "longest_tokens": longest,
+                    "identity": identity,
+                },
+            )
+        finally:
+            if model.device.type == "cuda":
+                # The engine's own pool was sized before this one took its room.
+                torch.cuda.empty_cache()
+
+    try:
+        identity = profile_identity(model, settings, longest)
+        return ProfileCache().find_or_measure(profile_key(identity), lambda: measure(identity))
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        _logger.warning("prefill times cannot be measured (%s): every token counts the same", why)
+        return LINEAR
+
+
+def profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
+    """What the times depend on: shapes, dtypes, hardware, threads, versions. Not the values of the weights."""
+    config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
+    weights = Counter[str]()
+    for parameter in model.model.parameters():
+        weights[str(parameter.dtype)] += parameter.numel()
+    on_cpu = model.device.type == "cpu"
+    return {
+        "engine": "ragorder",
+        "versions": {
+            "ragorder": ragorder.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "model": type(model.model).__name__,
+        "config": sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
+        "weights": dict(sorted(weights.items())),
+        "kv": [str(model.shape.dtype), model.shape.block_size],
+        "device": processor_name() if on_cpu else device_name(model.device),
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "precision": torch.get_float32_matmul_precision(),
+        "longest_tokens": longest,
+        "max_batch_tokens": settings.max_batch_tokens,
+    }
+
+
+class _PrefillTimer:
+    """Prefills on a pool of its own. Cached tokens are zeros there: no time depends on contents."""
+
+    def __init__(self, model: PatchedModel, longest: int, max_batch_tokens: int) -> None:
+        self._model = model
+        self._most = max_batch_tokens
+        pool = BlockPool(model.shape, model.shape.blocks_for(longest), model.device)
+        self._layers = PagedLayers(pool)
+        self._table = pool.allocate(pool.blocks)
+        drawn = torch.randint(0, model.vocabulary, (longest,), generator=torch.Generator().manual_seed(0))
+        self._token_ids: list[int] = drawn.tolist()
+
+    def __call__(self, cached_tokens: int, new_tokens: int) -> float:
+        model, end = self._model, cached_tokens + new_tokens
+        before = time.perf_counter()
+        for start in range(cached_tokens, end, self._most):
+            stop = min(start + self._most, end)
+            piece = Piece(self._token_ids[start:stop], start, self._table, stop == end)
+            step = pack([piece], self._layers, model.device)
+            logits = model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        # Reading the choice waits for the device.
+        logits.argmax().item()
+        return time.perf_counter() - before

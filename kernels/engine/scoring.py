@@ -1,0 +1,113 @@
+"""Facts for selections of critical tokens, measured on the engine's model and pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece
+from ragorder.kernels.engine.deviation import kv_deviation
+from ragorder.kernels.engine.forward import Forward
+from ragorder.kernels.engine.question import Question, read_question
+from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.fusion.selection import Needs, SelectionFacts
+from ragorder.kernels.paging import BlockPool
+
+__all__ = ["Scene", "Scorer"]
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A prompt before its first step, and its blocks.
+
+    - `prefix_tokens`: the system prompt; `question`: what is behind the documents.
+    - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
+      their rows hold anything.
+    - `inter` fp32: of each token of `spans`, what `CrossAttention` measured when the copy was made; None: unknown.
+    """
+
+    token_ids: Sequence[int]
+    table: np.ndarray[tuple[int], np.dtype[np.int32]]
+    prefix_tokens: int
+    exact_tokens: int
+    spans: tuple[Span, ...]
+    question: Span
+    inter: Tensor | None = None
+
+    @property
+    def seed(self) -> int:
+        return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
+
+    def held(self, device: torch.device | str) -> Tensor:
+        """bool: which tokens in front of the question have KV."""
+        held = torch.zeros(self.question[0], dtype=torch.bool)
+        for start, end in ((0, self.exact_tokens), *self.spans):
+            held[start:end] = True
+        return held.to(device)
+
+
+class Scorer:
+    """Facts for selections. `most_tokens`: of a forward; of a longer question the last ones count."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        pool: BlockPool,
+        rotation: Rotation,
+        device: torch.device | str,
+        most_tokens: int = 2048,
+    ) -> None:
+        self._forward = forward
+        self._layers = PagedLayers(pool)
+        self._rotation = rotation
+        self._device = device
+        self._most_tokens = most_tokens
+
+    def measure(self, needs: Needs, scene: Scene) -> SelectionFacts:
+        """What `needs` names. `two layers` writes the first layer's KV behind the exact prefix, which is exact."""
+        reused = torch.cat([torch.arange(start, end) for start, end in scene.spans or [(0, 0)]]).to(self._device)
+        facts = SelectionFacts(reused, scene.spans, seed=scene.seed)
+        if not len(reused) or needs == "nothing":
+            return facts
+        if needs == "question":
+            return replace(facts, attention=self.attention(scene)[reused])
+        if needs == "two layers":
+            return replace(facts, deviation=self.deviation(scene)[reused])
+        unknown = torch.zeros(len(reused), device=self._device)
+        return replace(facts, inter=unknown if scene.inter is None else scene.inter.to(self._device))
+
+    def attention(self, scene: Scene, *, alone: bool = False) -> Tensor:
+        """fp32: the question's attention to each token in front of it.
+
+        Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
+        prompt, and moved behind the documents: all that this needs is there before the documents are.
+        """
+        held = scene.held(self._device)
+        if bool(held.all()) and not alone:
+            question = self.read(scene, scene.question[0])
+        else:
+            question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens))
+            question = question.moved(scene.question[0], self._rotation)
+        table = torch.as_tensor(scene.table, dtype=torch.int64, device=self._device)
+        return question.attention(self._layers, table, held)
+
+    def read(self, scene: Scene, start: int) -> Question:
+        """The question behind the first `start` tokens of its prompt, which have KV."""
+        begin, end = scene.question
+        ids = scene.token_ids[max(begin, end - self._most_tokens) : end]
+        return read_question(self._forward, self._layers, Piece(ids, start, scene.table, False), self._device)
+
+    def deviation(self, scene: Scene) -> Tensor:
+        """fp32: of each token up to the last document taken over; 0 in the exact prefix."""
+        end = scene.spans[-1][1] if scene.spans else scene.exact_tokens
+        piece = Piece(scene.token_ids[scene.exact_tokens : end], scene.exact_tokens, scene.table, False)
+        found = kv_deviation(self._forward, self._layers, piece, self._device, self._most_tokens)
+        return torch.cat([torch.zeros(scene.exact_tokens, device=self._device), found])

@@ -1,0 +1,1 @@
+"""Documents' KV reused at any position of a prompt (FusionRAG)."""

@@ -1,0 +1,209 @@
+"""Rotary position embeddings (RoPE) of a model's cached keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ragorder.kernels.unsupported import UnsupportedModelError
+
+__all__ = ["Rope", "Rotation", "Turn"]
+
+# Relative difference of two keys' norms. Another convention or other frequencies are far above, rounding is far below.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+# Frequencies that depend on the length of the sequence: a key rotated by a difference is not the key computed there.
+_REFUSED = ("dynamic", "longrope")
+
+_FARTHEST = 32_768
+_PROBES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """`frequencies` float32 (n,): radians a token, by which the first 2 n dimensions of a head turn. The two dimensions
+    of a frequency are i and i + n, or with `adjacent` 2 i and 2 i + 1."""
+
+    frequencies: Tensor
+    adjacent: bool
+
+    def angles(self, by: Tensor, origin: Tensor | None) -> Tensor:
+        """float64 (T, n) for int64 (T,)."""
+        frequencies = self.frequencies.to(by.device)
+        if origin is None:
+            return by[:, None] * frequencies.double()
+        # As the model rounds them: in single precision an angle far from 0 has few digits left.
+        before, after = (position[:, None].float() * frequencies for position in (origin, origin + by))
+        return after.double() - before.double()
+
+
+class Turn:
+    """A rotation of T tokens, for the keys or queries of all layers."""
+
+    def __init__(self, ropes: Sequence[Rope | None], by: Tensor, origin: Tensor | None) -> None:
+        self._ropes = ropes
+        self._by = by
+        self._origin = origin
+        self._turns: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def apply(self, vectors: Tensor, layer: int) -> Tensor:
+        """(T, heads, D), of the same dtype; computed in float32. `vectors` itself for a layer without positions."""
+        rope = self._ropes[layer]
+        if rope is None:
+            return vectors
+        cos, sin = self._turn(rope, vectors.device)
+        turned = 2 * cos.shape[-1]
+        rotated = vectors[..., :turned].float()
+        first, second = (rotated[..., 0::2], rotated[..., 1::2]) if rope.adjacent else rotated.chunk(2, -1)
+        pair = first * cos - second * sin, second * cos + first * sin
+        found = (torch.stack(pair, -1).flatten(-2) if rope.adjacent else torch.cat(pair, -1)).to(vectors.dtype)
+        return found if turned == vectors.shape[-1] else torch.cat((found, vectors[..., turned:]), -1)
+
+    def _turn(self, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32 (T, 1, n)."""
+        if id(rope) not in self._turns:
+            angles = rope.angles(self._by, self._origin)[:, None]
+            self._turns[id(rope)] = angles.cos().float().to(device), angles.sin().float().to(device)
+        return self._turns[id(rope)]
+
+
+class Rotation:
+    """How the layers of a model rotate keys and queries by their positions. A layer without positions has None.
+
+    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions is the key computed there.
+
+        rotation = Rotation.of(model)
+        moved = rotation.shift(keys, new - old, layer, origin=old)
+    """
+
+    def __init__(self, ropes: Sequence[Rope | None]) -> None:
+        self._ropes = tuple(ropes)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return self._ropes
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """The rotation that `model`'s own keys have, layer by layer, with its frequencies (default, linear, llama3,
+        yarn and others; of whole heads or a part).
+
+        Raises UnsupportedModelError for dynamic and longrope frequencies, and for keys that depend on positions in
+        another way.
+        """
+        candidates = list(_candidates(model))
+        # One token is the whole sequence, so nothing but its position changes its keys.
+        positions = (3 ** torch.arange(_PROBES)).clamp(max=_last_position(model))
+        before, after = _keys(model, torch.zeros_like(positions)), _keys(model, positions)
+        ropes: list[Rope | None] = []
+        for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+            fitting = [None, *(rope for rope in candidates if 2 * len(rope.frequencies) <= old.shape[-1])]
+            errors = [_difference(_turned(rope, old, positions), new) for rope in fitting]
+            least = min(errors)
+            if not least <= _tolerance(old):
+                raise _refusal(model, f"the keys of layer {layer} do not rotate with their position")
+            ropes.append(fitting[errors.index(least)])
+        return cls(ropes)
+
+    def turn(self, by: Tensor | int, origin: Tensor | int | None = None) -> Turn:
+        """For all layers, what `shift` does for one."""
+        moved = torch.as_tensor(by).reshape(-1)
+        start = None if origin is None else torch.as_tensor(origin, device=moved.device).reshape(-1)
+        return Turn(self._ropes, moved, start)
+
+    def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
+        """Keys, or queries, (T, heads, D) moved `by` positions, int64 (T,) or one for all; in their dtype.
+
+        `origin`: the positions that they have. With them the result has the model's own rounding at the new positions,
+        otherwise at 0: at 4,000, in float32, a difference of 1e-4.
+        """
+        return self.turn(by, origin).apply(keys, layer)
+
+    def verify(self, model: Any) -> None:
+        """Compare moved keys with those that `model` computes there, over all positions.
+
+        Raises UnsupportedModelError for differences beyond rounding.
+        """
+        last = _last_position(model)
+        old = torch.linspace(0, last, _PROBES).long()
+        new = old.flip(0) // 2 + last // 3
+        turn = self.turn(new - old, old)
+        for layer, (before, after) in enumerate(zip(_keys(model, old), _keys(model, new), strict=True)):
+            error = _difference(turn.apply(before, layer), after)
+            if not error <= _tolerance(before):
+                raise _refusal(
+                    model,
+                    f"keys of layer {layer} moved to another position differ from those computed there by {error:.1e} "
+                    f"of their norm (allowed: {_tolerance(before):g})",
+                )
+
+
+def _candidates(model: Any) -> Iterator[Rope]:
+    found: list[Tensor] = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq") or "original" in name:
+                continue
+            _check_types(model, getattr(module, "rope_type", "default"))
+            if not any(torch.equal(buffer, other) for other in found):
+                found.append(buffer)
+    if not found:
+        raise _refusal(model, "it has no rotary position embeddings (RoPE)")
+    for frequencies in found:
+        for adjacent in (False, True):
+            yield Rope(frequencies.detach().float().cpu(), adjacent)
+
+
+def _check_types(model: Any, types: object) -> None:
+    for kind in types.values() if isinstance(types, dict) else (types,):
+        if any(refused in str(kind) for refused in _REFUSED):
+            raise _refusal(model, f"the frequencies of {kind} RoPE depend on the length of the sequence")
+
+
+def _keys(model: Any, positions: Tensor) -> list[Tensor]:
+    """Of each layer, the keys (T, KV heads, D) of T sequences of one token, the same tokens in each call."""
+    embedding = model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(len(positions))
+    tokens = torch.randint(0, embedding.shape[0], (len(positions), 1), generator=generator).to(embedding.device)
+    implementation, training = model.config._attn_implementation, model.training
+    # Not that of an engine, which runs within its steps only.
+    model.set_attn_implementation("eager")
+    model.eval()
+    try:
+        with torch.inference_mode():
+            cache = model(input_ids=tokens, position_ids=positions[:, None].to(tokens.device), use_cache=True)
+        return [layer.keys[:, :, 0] for layer in cache.past_key_values.layers]
+    except Exception as error:
+        raise _refusal(model, f"its keys cannot be read ({type(error).__name__}: {error})") from error
+    finally:
+        model.set_attn_implementation(implementation)
+        model.train(training)
+
+
+def _last_position(model: Any) -> int:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(longest or _FARTHEST, _FARTHEST) - 1
+
+
+def _turned(rope: Rope | None, keys: Tensor, by: Tensor) -> Tensor:
+    return Rotation([rope]).shift(keys, by, 0, origin=0)
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    distance = (found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12)
+    return float(distance)
+
+
+def _tolerance(keys: Tensor) -> float:
+    return _TOLERANCE.get(keys.dtype, 0.0)
+
+
+def _refusal(model: Any, reason: str) -> UnsupportedModelError:
+    kind = getattr(model.config, "model_type", "unknown")
+    return UnsupportedModelError(
+        f"documents' KV cannot be reused at other positions with {type(model).__name__} ({kind}): {reason}"
+    )

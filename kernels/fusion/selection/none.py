@@ -1,0 +1,20 @@
+"""Full reuse: nothing is computed anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ragorder.kernels.fusion.selection.base import Needs, SelectionFacts, selections
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NoTokens"]
+
+
+@selections.register("none", "no tokens, whatever the budget: full reuse")
+class NoTokens:
+    needs: Needs = "nothing"
+
+    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
+        return facts.reused[:0]

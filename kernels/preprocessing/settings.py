@@ -1,0 +1,21 @@
+"""Settings of a build, readable without torch."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["PreprocessingSettings"]
+
+
+class PreprocessingSettings(BaseModel):
+    """Raises pydantic.ValidationError for an unknown name or a value out of range."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    neighbours: int = Field(
+        default=10, ge=0, description="Similar documents in whose sight each is computed; 0: the system prompt alone."
+    )
+    batch_documents: int = Field(default=10, ge=1, description="Documents computed together.")
+    host_bytes: int = Field(
+        default=1 << 30, ge=0, description="Host memory for neighbours' KV; beyond it is recomputed."
+    )

@@ -1,0 +1,133 @@
+"""Measured profiles on disk, by model and machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ragorder.cache_folder import cache_folder
+from ragorder.file_lock import try_lock
+from ragorder.kernels.profile import PrefillProfile
+
+__all__ = ["ProfileCache", "processor_name", "profile_key"]
+
+_logger = logging.getLogger("ragorder.profile")
+
+_POLL_S = 0.05
+_WIDE_SPREAD = 0.25
+# Another process measures for so long at most; then it is taken to hang.
+_PATIENCE_S = 120.0
+
+
+def profile_key(identity: Mapping[str, Any]) -> str:
+    """24 hexadecimal digits. `identity`: the JSON values on which the times depend."""
+    return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+
+
+class ProfileCache:
+    """Profiles in `folder`, one file for each `profile_key`.
+
+    A damaged file counts as none, with a warning; neither reading nor writing raises.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = _default_folder() if folder is None else folder
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def find(self, key: str) -> PrefillProfile | None:
+        path = self.path(key)
+        # Unlike Path.exists, without an error in a folder that cannot be read.
+        if not os.path.exists(path):
+            return None
+        try:
+            profile = PrefillProfile.from_file(path)
+        except ValueError as error:
+            _logger.warning("%s: the profile is not used", error)
+            return None
+        # A copy under another name may be another machine's.
+        return profile if profile.facts.get("key") == key else None
+
+    def find_or_measure(
+        self, key: str, measure: Callable[[], PrefillProfile], *, patience_s: float = _PATIENCE_S
+    ) -> PrefillProfile:
+        """The cached profile, else a new one, which is cached. Raises as `measure` does.
+
+        Processes that start together measure once: the others wait, for `patience_s` at most.
+        """
+        found = self.find(key)
+        if found is not None:
+            return found
+        with self._lock(key, patience_s):
+            return self.find(key) or self.keep(key, measure())
+
+    def keep(self, key: str, profile: PrefillProfile) -> PrefillProfile:
+        """The profile, with its key among the facts."""
+        profile = replace(profile, facts={**profile.facts, "key": key})
+        path = self.path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number, written = tempfile.mkstemp(prefix=f".{path.stem}.", dir=self.folder)
+            os.close(number)
+            try:
+                profile.to_file(written)
+                os.replace(written, path)
+                _report(path, profile)
+            except BaseException:
+                os.unlink(written)
+                raise
+        except OSError as error:
+            _logger.warning("%s: the profile is not kept (%s), the next start measures again", path, error.strerror)
+        return profile
+
+    @contextmanager
+    def _lock(self, key: str, patience_s: float) -> Iterator[None]:
+        path = self.path(key).with_suffix(".lock")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        except OSError:
+            # Where nothing can be written each process measures for itself.
+            yield
+            return
+        with file:
+            deadline = time.monotonic() + patience_s
+            while not try_lock(file, unsupported=True) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            yield
+
+
+def _report(path: Path, profile: PrefillProfile) -> None:
+    _logger.info("%s: the profile of this model and machine; --profile none does without", path)
+    spread = profile.facts.get("spread_share", {}).get("median", 0.0)
+    if spread > _WIDE_SPREAD:
+        why = f"the same prefill took times that differ by {spread:.0%}, as on a busy machine"
+        _logger.warning("%s: delete the file on an idle one, to measure again", why)
+
+
+def _default_folder() -> Path:
+    try:
+        return cache_folder() / "profiles"
+    except RuntimeError:
+        # A user without a home has a folder that cannot be written.
+        return Path(os.devnull) / "profiles"
+
+
+def processor_name() -> str:
+    """The CPU's model name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,37 @@
+"""A language model with random weights, made on the spot: to try an engine, or time it, without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ragorder.cache_folder import cache_folder
+from ragorder.extras import needs
+from ragorder.kernels.random_model.documentation import chunks_of, library_modules, read_entries
+from ragorder.kernels.random_model.model import make_model
+
+__all__ = ["has_fast_bfloat16", "make_model", "random_model"]
+
+
+def random_model(texts: Iterable[str] | None = None) -> Path:
+    """The folder of a model and its tokenizer, trained on the standard library's documentation (`texts`, if they are at
+    hand), in the user's cache.
+
+    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install."""
+    with needs("torch", "making a model"):
+        layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
+    folder = cache_folder() / f"random-{layers}x{hidden_size}"
+    return make_model(folder, texts=_texts() if texts is None else texts, layers=layers, hidden_size=hidden_size)
+
+
+def has_fast_bfloat16() -> bool:
+    """On a GPU, or a CPU with instructions for it. Needs torch."""
+    import torch
+
+    cpu = torch.cpu
+    return bool(torch.cuda.is_available() or cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+
+
+def _texts() -> list[str]:
+    modules = {module: read_entries(module, path) for module, path in library_modules().items()}
+    return [chunk.text for module, entries in modules.items() for chunk in chunks_of(module, entries)]

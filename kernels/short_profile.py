@@ -1,0 +1,118 @@
+"""Prefill profiles of few points, measured within a time budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ragorder.kernels.profile import PrefillProfile
+
+__all__ = ["LONGEST_TOKENS", "PrefillTimes", "measure_short_profile"]
+
+LONGEST_TOKENS = 8_192
+"""Longest prompt that is sent; beyond it a profile continues in straight lines."""
+
+PrefillTimes = Callable[[int, int], float]
+"""Seconds of one prefill of so many new tokens behind so many cached ones."""
+
+_FIRST_NEW = 16
+_FACTOR = 4
+_ROUNDS = 5
+# A row behind cached tokens, with the prefix computed first, against the one without: attention makes up the most.
+_ROW = 4
+# Of the time left, a longer prefill may take one part: it comes back in every row and every round.
+_PARTS = 8
+
+
+def measure_short_profile(
+    prefill_s: PrefillTimes,
+    *,
+    longest_tokens: int,
+    block_size: int = 1,
+    budget_s: float = 10.0,
+    facts: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> PrefillProfile:
+    """T(cached, new) of prompts of `longest_tokens` at most; cached tokens come in whole blocks.
+
+    What does not fit into `budget_s` is left out: long prompts, cached prefixes, repeats; a prefill of 16 tokens is
+    always measured, twice. Medians of up to five rounds; the first round counts only if there was time for no other.
+    Raises as `prefill_s` does.
+    """
+    start = clock()
+
+    def left_s() -> float:
+        return budget_s - (clock() - start)
+
+    room = max(1, min(longest_tokens, LONGEST_TOKENS))
+    first: dict[tuple[int, int], float] = {}
+
+    def spent_s(cached: int, new: int) -> float:
+        before = clock()
+        first[cached, new] = prefill_s(cached, new)
+        return clock() - before
+
+    # The very first one pays for what is set up once.
+    new_tokens = [min(_FIRST_NEW, room)]
+    spent_s(0, new_tokens[0])
+    row_s = last_s = spent_s(0, new_tokens[0])
+    growth = float(_FACTOR)
+    for new in _series(_FIRST_NEW * _FACTOR, max(1, room // 2)):
+        if growth * last_s * _PARTS > left_s():
+            break
+        before_s, last_s = last_s, spent_s(0, new)
+        growth = min(max(2 * last_s / before_s, _FACTOR), _FACTOR**2) if before_s > 0 else _FACTOR
+        row_s += last_s
+        new_tokens.append(new)
+    cached_tokens = [0]
+    for cached in _prefixes(min(room - new_tokens[-1], new_tokens[-1]), block_size):
+        if _ROW * row_s > left_s():
+            break
+        for new in new_tokens:
+            spent_s(cached, new)
+        cached_tokens.append(cached)
+    times: dict[tuple[int, int], list[float]] = {cell: [] for cell in first}
+    round_s = clock() - start
+    for _ in range(_ROUNDS):
+        if round_s > left_s():
+            break
+        before = clock()
+        for cell, measured in times.items():
+            measured.append(prefill_s(*cell))
+        round_s = max(round_s, clock() - before)
+    repeats = {cell: measured or [first[cell]] for cell, measured in times.items()}
+    return _profile(
+        cached_tokens, new_tokens, repeats, {"budget_s": budget_s, "took_s": clock() - start, **(facts or {})}
+    )
+
+
+def _profile(
+    cached_tokens: Sequence[int],
+    new_tokens: Sequence[int],
+    repeats: Mapping[tuple[int, int], Sequence[float]],
+    facts: Mapping[str, Any],
+) -> PrefillProfile:
+    medians = [[median(repeats[cached, new]) for new in new_tokens] for cached in cached_tokens]
+    spreads = [(max(each) - min(each)) / (median(each) or 1.0) for each in repeats.values()]
+    measured = {
+        "repeats": min(map(len, repeats.values())),
+        "medians_s": medians,
+        "spread_share": {"median": median(spreads), "largest": max(spreads)},
+    }
+    return PrefillProfile.measured(cached_tokens, new_tokens, medians, {**facts, **measured})
+
+
+def _series(first: int, last: int) -> list[int]:
+    series = []
+    while first <= last:
+        series.append(first)
+        first *= _FACTOR
+    # Two that are close to each other would measure noise.
+    return [*series, last] if series and last >= 2 * series[-1] else series
+
+
+def _prefixes(last: int, block_size: int) -> list[int]:
+    whole = [tokens // block_size * block_size for tokens in (last // _FACTOR, last)]
+    return sorted({tokens for tokens in whole if tokens > 0})

@@ -1,0 +1,60 @@
+"""Time budget of a piece (HedraRAG section 4.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ragorder.pipelining.running_mean import RunningMean
+
+__all__ = ["Budget", "PieceLimit"]
+
+_LARGEST_OVERHEAD = 0.02
+_FIRST_OVERHEAD_S = 1e-4
+
+
+class PieceLimit(NamedTuple):
+    """Seconds that each core scans in a piece. `whole`: searches are not cut."""
+
+    seconds: float
+    whole: bool
+
+
+class Budget:
+    """How long a piece lasts: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain with the minus that its
+    text means (as printed, with a plus, it has none inside):
+
+        gain(mb) = (search - mb) / 2 - search / mb * overhead
+
+    - `overhead_s`: of a piece beside its scan (β); None: the mean of those measured
+    - the budget grows with the searches that wait for a core, by 1 + waiting / cores
+    - while searches wait, the overhead is at most 2 % of the time
+    - searches are not cut where that gains nothing: shorter than 8 overheads, or than the budget
+
+    Raises ValueError for an overhead that is not positive and finite.
+    """
+
+    def __init__(self, overhead_s: float | None = None) -> None:
+        if overhead_s is not None and not 0 < overhead_s < math.inf:
+            raise ValueError(f"overhead_s must be positive seconds, got {overhead_s}")
+        self._given = overhead_s
+        self._measured = RunningMean(arithmetic_start=True)
+
+    @property
+    def overhead_s(self) -> float:
+        if self._given is not None:
+            return self._given
+        return self._measured.value or _FIRST_OVERHEAD_S
+
+    def learn(self, overhead_s: float) -> None:
+        self._measured.add(max(0.0, overhead_s))
+
+    def limit(self, search_s: float, waiting: int, cores: int) -> PieceLimit:
+        """`search_s`: mean time of a whole search on one core; `waiting`: searches beyond those that have a core."""
+        overhead_s = self.overhead_s
+        seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
+        if waiting:
+            seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)
+        if search_s <= max(8 * overhead_s, seconds):
+            return PieceLimit(max(search_s, seconds), whole=True)
+        return PieceLimit(seconds, whole=False)

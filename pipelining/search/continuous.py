@@ -1,0 +1,306 @@
+"""Searches of one index that join and leave between two pieces (HedraRAG section 4.2)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, Self, get_args
+
+import numpy as np
+
+from ragorder.pipelining.running_mean import RunningMean
+from ragorder.pipelining.search.budget import Budget, PieceLimit
+from ragorder.pipelining.search.costs import ClusterCosts
+from ragorder.pipelining.search.filling import PieceOrder, fill
+from ragorder.pipelining.search.handle import SearchHandle
+from ragorder.pipelining.search.history import History
+from ragorder.pipelining.search.merge import BestResults
+from ragorder.pipelining.search.running import RunningSearch
+from ragorder.pipelining.search.scanner import PieceScanner, one_thread
+from ragorder.pipelining.search.tiers import IndexTiers
+from ragorder.pipelining.staged import Stage
+from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
+from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
+
+__all__ = ["ContinuousIVF"]
+
+# By measurement: a code of one byte, and of the vector as FAISS compares it.
+_BYTE_S, _DIMENSION_S = 1e-10, 4e-10
+
+
+class ContinuousIVF:
+    """Searches an IVF index for many callers at once, a few clusters at a time.
+
+        search = ContinuousIVF(index, nprobe=64)
+        for stage in search.search(queries, k=5): ...          # a StagedSearch, from any thread
+        handle = search.submit(query, k=5, history=history)    # one query; handle.stages(), .result(), .cancel()
+
+    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
+    - `nprobe`: clusters of each search (default: the index's own)
+    - `cores`: that scan a piece (default: FAISS's threads); a piece's clusters are dealt out evenly, one search's too
+    - `order`: "oldest" search first, or "shortest" remaining first, which shortens the mean where lengths differ
+    - `budget`: how long a piece lasts
+    - `patience`: ends a search after a run of so many clusters without a change of its k best: faster, not exact
+    - `tiers`: keeps the clusters used most in a faster place, whose distances may differ by rounding
+    - `thread`: a thread of its own scans while there are searches; without, callers that wait for a stage scan, or that
+      call `advance`
+
+    Without `patience` and `tiers` the last stage equals `index.search`, ties included, whatever else is searched
+    meanwhile. Stages are numbered by clusters scanned; those that are not taken in time are skipped. The index must not
+    change during a search. Raises TypeError for an index whose parts do not add up to its search, ValueError for an
+    untrained one and for bad settings.
+    """
+
+    def __init__(
+        self,
+        index: Any,
+        *,
+        nprobe: int | None = None,
+        cores: int | None = None,
+        order: PieceOrder = "oldest",
+        budget: Budget | None = None,
+        patience: int | None = None,
+        tiers: IndexTiers | None = None,
+        thread: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._index = ClusterIndex(index, "ContinuousIVF")
+        if not self._index.ivf.is_trained:
+            raise ValueError(f"the {type(self._index.ivf).__name__} is not trained: train it, and add its vectors")
+        self._nprobe = read_nprobe(nprobe)
+        cores = load_faiss().omp_get_max_threads() if cores is None else cores
+        if cores < 1:
+            raise ValueError(f"cores must be at least 1, got {cores}")
+        if order not in get_args(PieceOrder):
+            raise ValueError(f"order must be 'oldest' or 'shortest', got {order!r}")
+        if patience is not None and patience < 1:
+            raise ValueError(f"patience must be at least 1 cluster, or None, got {patience}")
+        self.budget = budget or Budget()
+        self.costs = ClusterCosts(_BYTE_S * self._index.ivf.code_size + _DIMENSION_S * self._index.ivf.d)
+        self.pieces = 0
+        self._cores, self._order, self._patience, self._clock = cores, order, patience, clock
+        if tiers is not None:
+            tiers.attach(self._index)
+        self._tiers = tiers
+        self._scanner = PieceScanner(self._index, cores, self.costs, tiers, clock)
+        self._sizes = np.zeros(1, np.int64)
+        self._sized_at = -1
+        self._search_codes = RunningMean(arithmetic_start=True)
+        self._advancing = threading.Lock()
+        self._running: list[RunningSearch] = []
+        self._unprepared: deque[RunningSearch] = deque()
+        self._lock = threading.Lock()
+        self._joining: list[RunningSearch] = []
+        self._closed = self._driven = False
+        self._driver = ThreadPoolExecutor(1, "ragorder-search") if thread else None
+
+    @property
+    def in_flight(self) -> int:
+        """Searches that have not ended."""
+        return len(self._running) + len(self._unprepared) + len(self._joining)
+
+    def search(self, queries: Any, k: int) -> Iterator[Stage]:
+        """See `StagedSearch.search`. Also raises ValueError if k exceeds the vectors of the index, or its `max_codes`
+        or `parallel_mode` rule out parts, and RuntimeError after `close`."""
+        join = self._read(queries, k)
+
+        def stages() -> Iterator[Stage]:
+            handle = join(True)
+            try:
+                yield from handle.stages()
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def search_async(self, queries: Any, k: int) -> AsyncGenerator[Stage, None]:
+        """`search` for an event loop: no thread waits for a stage."""
+        join = self._read(queries, k)
+
+        async def stages() -> AsyncGenerator[Stage, None]:
+            handle = join(True)
+            try:
+                async for stage in handle.stages_async():
+                    yield stage
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def submit(self, query: Any, k: int, *, history: History | None = None, due: bool = True) -> SearchHandle:
+        """A search for one query, of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
+
+        `history`: the earlier searches of this request; its clusters are visited first, and this search joins it.
+        `due=False`: ahead of need, in the time that due searches leave.
+        """
+        row = np.asarray(query)
+        return self._read(row[None] if row.ndim == 1 else row, k, history, one=True)(due)
+
+    def advance(self) -> bool:
+        """Scan one piece. False: no search was left. Errors of FAISS end the search that they belong to."""
+        with self._advancing, one_thread():
+            started_s = self._clock()
+            coarse_s = self._join()
+            if not self._running:
+                return False
+            self._scan_piece()
+            self.pieces += 1
+            self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
+            return True
+
+    def close(self) -> None:
+        """Cancel what is in flight; what is submitted afterwards raises RuntimeError."""
+        with self._lock:
+            self._closed = True
+        self._end_all(SearchHandle.cancel)
+        self._scanner.close()
+        if self._driver is not None:
+            self._driver.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(
+        self, queries: Any, k: int, history: History | None = None, *, one: bool = False
+    ) -> Callable[[bool], SearchHandle]:
+        outer = self._index.core.outer
+        k, rows = read_k(k), read_queries(queries, outer.d)
+        if k > outer.ntotal:
+            raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
+        if one and len(rows) != 1:
+            raise ValueError(f"submit takes one query, got {len(rows)}: use search")
+        self._index.check_settings()
+        slices = self._index.slices(len(rows))
+
+        def join(due: bool) -> SearchHandle:
+            handle = SearchHandle(None if self._driver is not None else self.advance, due=due)
+            self._enter(RunningSearch(handle, rows, k, slices, history, self._patience, self._clock()))
+            return handle
+
+        return join
+
+    def _enter(self, search: RunningSearch) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this search is closed")
+            if self._driver is not None and not self._driven:
+                self._driver.submit(self._drive)
+                self._driven = True
+            self._joining.append(search)
+
+    def _drive(self) -> None:
+        while True:
+            try:
+                while self.advance():
+                    pass
+            except Exception as error:
+                # No caller may wait for a search that is not scanned.
+                self._end_all(partial(SearchHandle.fail, error=error))
+            with self._lock:
+                if not self._joining:
+                    self._driven = False
+                    return
+
+    def _end_all(self, end: Callable[[SearchHandle], object]) -> None:
+        with self._advancing:
+            self._take_joining()
+            for search in (*self._running, *self._unprepared):
+                end(search.handle)
+            self._running = []
+            self._unprepared.clear()
+
+    def _take_joining(self) -> None:
+        with self._lock:
+            self._unprepared += self._joining
+            self._joining = []
+
+    def _join(self) -> float:
+        """Let searches in, and out those that have ended. Returns the seconds spent on finding clusters."""
+        self._take_joining()
+        if any(search.handle.done for search in self._running):
+            self._leave()
+        if not self._unprepared:
+            return 0.0
+        started_s = self._clock()
+        self._measure_sizes()
+        limit = self._limit()
+        while self._unprepared:
+            self._prepare(self._unprepared.popleft())
+            # Of many at once the last ones wait, not all.
+            if self._running and self._clock() - started_s > limit.seconds:
+                break
+        return self._clock() - started_s
+
+    def _leave(self) -> None:
+        for search in self._running:
+            if search.handle.cancelled and not search.handle.due:
+                # What a search ahead of need has found is a hint for the one that is due, and no more.
+                with suppress(Exception):
+                    search.remember(self._index)
+        self._running = [search for search in self._running if not search.handle.done]
+
+    def _prepare(self, search: RunningSearch) -> None:
+        if search.handle.done:
+            return
+        try:
+            search.prepare(self._index, self._sizes, self._index.nprobe(self._nprobe))
+        except Exception as error:
+            search.handle.fail(error)
+        else:
+            self._search_codes.add(search.codes[-1])
+            self._running.append(search)
+
+    def _measure_sizes(self) -> None:
+        # The last place is that of cluster -1: none.
+        ivf = self._index.ivf
+        if self._sized_at != ivf.ntotal:
+            self._sizes = np.fromiter((*map(ivf.get_list_size, range(ivf.nlist)), 0), np.int64, ivf.nlist + 1)
+            self._sized_at = ivf.ntotal
+            if self._tiers is not None:
+                self._tiers.resize(self._sizes)
+
+    def _limit(self) -> PieceLimit:
+        due = sum(search.handle.due for search in self._running)
+        search_s = self.costs.seconds(self._search_codes.value or 0.0)
+        return self.budget.limit(search_s, max(0, due - self._cores), self._cores)
+
+    def _scan_piece(self) -> None:
+        piece = fill(
+            self._running,
+            self._limit(),
+            cores=self._cores,
+            code_s=self.costs.code_s,
+            order=self._order,
+            now_s=self._clock(),
+        )
+        ended = set()
+        for search, stop, best in self._scan(piece):
+            try:
+                if search.advance(stop, best):
+                    ended.add(search)
+                    search.finish(self._index)
+                else:
+                    search.publish(self._index)
+            except Exception as error:
+                ended.add(search)
+                search.handle.fail(error)
+        self._running = [search for search in self._running if search not in ended]
+
+    def _scan(self, piece: list[tuple[RunningSearch, int]]) -> list[tuple[RunningSearch, int, BestResults]]:
+        try:
+            found = self._scanner.scan(piece, self._sizes)
+        except Exception as error:
+            if len(piece) == 1:
+                piece[0][0].handle.fail(error)
+                return []
+            # One of them is at fault.
+            return [each for search in piece for each in self._scan([search])]
+        return [(search, stop, best) for (search, stop), best in zip(piece, found, strict=True)]

@@ -1,0 +1,86 @@
+"""The best results of many queries, merged from parts in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BestResults", "ScannedPart"]
+
+_WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedPart:
+    """What one call found for each of `rows`. `keys`: distances, negative for similarities. `places`: `ids` are places,
+    cluster << 32 | offset."""
+
+    rows: NDArray[np.intp]
+    keys: NDArray[np.float32]
+    ids: NDArray[np.int64]
+    places: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BestResults:
+    """Of each query the best so far, best first; as many are kept as there are columns. Arrays are never changed.
+
+    Keeping one more than asked for tells whether the last place is tied: then only the scan in FAISS's order says which
+    of the equals FAISS keeps.
+    """
+
+    keys: NDArray[np.float32]
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+    @classmethod
+    def none(cls, queries: int, kept: int) -> BestResults:
+        shape = (queries, kept)
+        return cls(np.full(shape, _WORST, np.float32), np.full(shape, -1, np.int64), np.full(shape, -1, np.int64))
+
+    @classmethod
+    def stack(cls, parts: Sequence[BestResults]) -> BestResults:
+        """One below the other, filled up to the most columns."""
+        if len(parts) == 1:
+            return parts[0]
+        stacked = cls.none(sum(len(part.keys) for part in parts), max(part.keys.shape[1] for part in parts))
+        row = 0
+        for part in parts:
+            queries, kept = part.keys.shape
+            rows = slice(row, row + queries)
+            stacked.keys[rows, :kept] = part.keys
+            stacked.ids[rows, :kept] = part.ids
+            stacked.places[rows, :kept] = part.places
+            row += queries
+        return stacked
+
+    def part(self, start: int, stop: int, kept: int) -> BestResults:
+        return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.places[start:stop, :kept])
+
+    def better(self, part: ScannedPart) -> NDArray[np.bool_]:
+        """Which of a part's results belong to the best."""
+        found: NDArray[np.bool_] = part.keys < self.keys[part.rows, -1:]
+        return found
+
+    def tied(self, k: int) -> NDArray[np.intp]:
+        """Queries whose k-th result is as good as the next."""
+        return np.flatnonzero((self.keys[:, k - 1] == self.keys[:, k]) & (self.ids[:, k] != -1))
+
+    def merge(self, rows: NDArray[np.intp], new: BestResults, *, similarity: bool) -> BestResults:
+        """With the results `new`, each one a row, of the queries `rows`. Equals are ordered by id, as FAISS does."""
+        kept = self.keys.shape[1]
+        touched = np.unique(rows)
+        place = np.searchsorted(touched, rows)
+        owner = np.concatenate((np.repeat(np.arange(len(touched)), kept), place))
+        keys = np.concatenate((self.keys[touched].ravel(), new.keys.ravel()))
+        ids = np.concatenate((self.ids[touched].ravel(), new.ids.ravel()))
+        places = np.concatenate((self.places[touched].ravel(), new.places.ravel()))
+        order = np.lexsort((-ids if similarity else ids, keys, owner))
+        first = np.searchsorted(owner[order], np.arange(len(touched)))
+        chosen = order[first[:, None] + np.arange(kept)]
+        merged = BestResults(self.keys.copy(), self.ids.copy(), self.places.copy())
+        merged.keys[touched], merged.ids[touched], merged.places[touched] = keys[chosen], ids[chosen], places[chosen]
+        return merged

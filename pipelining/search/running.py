@@ -1,0 +1,140 @@
+"""A search in progress, as its driver sees it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.search.handle import SearchHandle
+from ragorder.pipelining.search.history import History, PastSearch
+from ragorder.pipelining.search.merge import BestResults
+from ragorder.pipelining.staged import Stage
+from ragorder.pipelining.staged._ivf import ClusterIndex
+
+__all__ = ["RunningSearch"]
+
+
+class RunningSearch:
+    """Some queries that advance together, cluster by cluster: `done` of `total` are scanned.
+
+    `codes[i]` vectors are in the first i clusters, of all queries together.
+    """
+
+    def __init__(
+        self,
+        handle: SearchHandle,
+        queries: NDArray[np.float32],
+        k: int,
+        slices: int,
+        history: History | None,
+        patience: int | None,
+        submitted_s: float,
+    ) -> None:
+        self.handle = handle
+        self.queries = queries
+        self.k = k
+        self.history = history
+        self.submitted_s = submitted_s
+        self.kept = (k if history is None else max(k, history.kept)) + 1
+        self.done = 0
+        self.total = 0
+        self.codes: list[int] = []
+        self.best = BestResults.none(len(queries), self.kept)
+        self._slices = slices
+        self._patience = patience
+        self._changed_at = 0
+        self._changed = False
+
+    @property
+    def left_codes(self) -> int:
+        return self.codes[-1] - self.codes[self.done]
+
+    @property
+    def settled(self) -> int:
+        return self.done - self._changed_at
+
+    def prepare(self, index: ClusterIndex, sizes: NDArray[np.int64], nprobe: int) -> None:
+        """The clusters to scan, in the order of the visit."""
+        self.queries = index.core.transform_queries(self.queries)
+        self._nearest = index.nearest_clusters(self.queries, nprobe, self._slices)
+        self.coarse, self.clusters = self._nearest
+        self.total = nprobe
+        past = None if self.history is None else self.history.similar(self.queries[0])
+        if past is not None:
+            order = past.order(self.clusters[0])
+            self.clusters, self.coarse = self.clusters[:, order], self.coarse[:, order]
+            if (recalled := past.recall(self.queries[0], self.k)) is not None and recalled.ids.shape[1] == self.k:
+                self._publish(index, recalled, similarity=index.similarity)
+        self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
+
+    def end_of_piece(self, codes: float, *, whole: bool) -> int:
+        """The cluster before which a piece with room for so many codes ends: at least one is scanned."""
+        stop = self.total if whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
+        if self._patience is not None:
+            # A run of clusters without change begins and ends at the same places in every interleaving.
+            stop = min(stop, self.done + self._patience - self.done % self._patience)
+        return min(self.total, max(stop, self.done + 1))
+
+    def advance(self, stop: int, best: BestResults) -> bool:
+        """Whether the search has ended."""
+        if (best.ids[:, : self.k] != self.best.ids[:, : self.k]).any():
+            self._changed_at, self._changed = stop, True
+        self.best, self.done = best, stop
+        if stop == self.total:
+            return True
+        if self._patience is None or stop % self._patience:
+            return False
+        ended = not self._changed and bool((self.best.ids[:, self.k - 1] != -1).all())
+        self._changed = False
+        return ended
+
+    def finish(self, index: ClusterIndex) -> None:
+        """The final stage."""
+        distances, ids = self._results(self.best, index.similarity)
+        if self.done == self.total and len(rows := self.best.tied(self.k)):
+            coarse, clusters = self._nearest
+            distances[rows], ids[rows] = index.scan(self.queries[rows], self.k, clusters[rows], coarse[rows])
+        self.remember(index)
+        stage = _stage(index, self.done, self.done, ids, distances, self.settled)
+        self.handle.publish(stage, final=True)
+
+    def publish(self, index: ClusterIndex) -> None:
+        self._publish(index, self.best, similarity=index.similarity)
+
+    def remember(self, index: ClusterIndex) -> None:
+        if self.history is None or not self.done:
+            return
+        found = self.best.ids[0] != -1
+        keys, ids, places = (
+            array[0, found][: self.history.kept] for array in (self.best.keys, self.best.ids, self.best.places)
+        )
+        if len(ids):
+            self.history.add(
+                PastSearch(
+                    query=self.queries[0],
+                    clusters=self.clusters[0, : self.done],
+                    keys=keys,
+                    ids=ids,
+                    places=places,
+                    vectors=index.vectors(places),
+                    reach=float(keys[min(self.k, len(keys)) - 1]),
+                    metric=index.metric,
+                )
+            )
+
+    def _publish(self, index: ClusterIndex, best: BestResults, *, similarity: bool) -> None:
+        distances, ids = self._results(best, similarity)
+        self.handle.publish(_stage(index, self.done, self.total, ids, distances, self.settled), final=False)
+
+    def _results(self, best: BestResults, similarity: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        sign = np.float32(-1 if similarity else 1)
+        return best.keys[:, : self.k] * sign, best.ids[:, : self.k].copy()
+
+
+def _stage(
+    index: ClusterIndex, number: int, stages: int, ids: NDArray[np.int64], distances: NDArray[np.float32], settled: int
+) -> Any:
+    return lambda: Stage(number, stages, index.core.ids(ids), distances, settled)

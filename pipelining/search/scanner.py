@@ -1,0 +1,151 @@
+"""Clusters of one piece, scanned on several cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.search.costs import ClusterCosts
+from ragorder.pipelining.search.merge import BestResults, ScannedPart
+from ragorder.pipelining.search.running import RunningSearch
+from ragorder.pipelining.search.tiers import IndexTiers
+from ragorder.pipelining.search.visits import Visits
+from ragorder.pipelining.staged._faiss import load_faiss
+from ragorder.pipelining.staged._ivf import ClusterIndex
+
+__all__ = ["PieceScanner", "one_thread"]
+
+
+# What it costs to hand a share to another thread.
+_LEAST_SHARE_S = 3e-5
+
+
+class PieceScanner:
+    """Deals a piece's clusters to cores in equal numbers of codes: a search's clusters may go to several.
+
+    FAISS would split by queries. Results are the same for any split. `scan_s` is the time that the last piece spent in
+    FAISS.
+    """
+
+    def __init__(
+        self,
+        index: ClusterIndex,
+        cores: int,
+        costs: ClusterCosts,
+        tiers: IndexTiers | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.costs = costs
+        self.scan_s = 0.0
+        self._index = index
+        self._cores = cores
+        self._tiers = tiers
+        self._clock = clock
+        self._helpers: ThreadPoolExecutor | None = None
+        if cores > 1:
+            self._helpers = ThreadPoolExecutor(cores - 1, "ragorder-scan", lambda: load_faiss().omp_set_num_threads(1))
+
+    def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
+        """The best results of each search after its clusters up to the given one."""
+        searches = [search for search, _ in piece]
+        best = BestResults.stack([search.best for search in searches])
+        parts = self._scan(piece, sizes, best.keys.shape[1])
+        rows, new = self._better(best, parts)
+        if len(rows):
+            best = best.merge(rows, new, similarity=self._index.similarity)
+        bounds = pairwise(np.cumsum([0, *(len(search.queries) for search in searches)]).tolist())
+        return [best.part(start, stop, search.kept) for search, (start, stop) in zip(searches, bounds, strict=True)]
+
+    def close(self) -> None:
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False)
+        if self._tiers is not None:
+            self._tiers.close()
+
+    def _scan(
+        self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64], kept: int
+    ) -> list[ScannedPart]:
+        visits = Visits.of(piece, sizes)
+        self.scan_s = 0.0
+        if not len(visits.rows):
+            return []
+        queries = np.concatenate([search.queries for search, _ in piece])
+        places = any(search.history is not None for search, _ in piece)
+        if self._tiers is None:
+            return self._on_cores(visits, queries, kept, places)
+        core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
+        share = self._tiers.start(visits, queries, kept, core_s)
+        try:
+            if share is None:
+                return self._on_cores(visits, queries, kept, places)
+            parts = self._on_cores(visits.part(~share.chosen), queries, kept, places)
+            try:
+                part, seconds = share.part.result()
+            except Exception as error:
+                self._tiers.fail(error)
+                return parts + self._on_cores(share.visits, queries, kept, places)
+            self.scan_s = max(self.scan_s, seconds)
+            return [*parts, part]
+        finally:
+            if share is not None:
+                wait([share.part])
+            self._tiers.end()
+
+    def _on_cores(self, visits: Visits, queries: NDArray[np.float32], kept: int, places: bool) -> list[ScannedPart]:
+        shares = min(self._cores, int(visits.codes.sum() * self.costs.code_s / max(self.costs.call_s, _LEAST_SHARE_S)))
+        own, *others = visits.deal(max(1, shares)) or (None,)
+        if own is None:
+            return []
+        futures: list[Future[tuple[ScannedPart, int, float]]] = []
+        try:
+            if self._helpers is not None:
+                futures = [self._helpers.submit(self._share, share, queries, kept, places) for share in others]
+            done = [self._share(own, queries, kept, places)]
+        finally:
+            # FAISS writes into arrays of theirs.
+            wait(futures)
+        done.extend(future.result() for future in futures)
+        for _, codes, seconds in done:
+            self.costs.learn(codes, seconds)
+        self.scan_s += max(seconds for _, _, seconds in done)
+        return [part for part, _, _ in done]
+
+    def _share(
+        self, visits: Visits, queries: NDArray[np.float32], kept: int, places: bool
+    ) -> tuple[ScannedPart, int, float]:
+        rows, clusters, coarse = visits.padded()
+        start_s = self._clock()
+        distances, ids = self._index.scan(queries[rows], kept, clusters, coarse, places=places)
+        seconds = self._clock() - start_s
+        keys = -distances if self._index.similarity else distances
+        return ScannedPart(rows, keys, ids, places), int(visits.codes.sum()), seconds
+
+    def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
+        rows, keys, ids, places = [], [], [], []
+        for part in parts:
+            row, column = np.nonzero(best.better(part))
+            found = part.ids[row, column]
+            rows.append(part.rows[row])
+            keys.append(part.keys[row, column])
+            ids.append(self._index.ids_at(found) if part.places else found)
+            places.append(found if part.places else np.full(len(found), -1))
+        if not rows:
+            return np.empty(0, np.intp), best
+        return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(places))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """FAISS stays on the calling thread."""
+    faiss = load_faiss()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)

@@ -1,0 +1,220 @@
+"""Clusters of an index in a faster tier, by use (HedraRAG section 4.4)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.search.costs import ClusterCosts
+from ragorder.pipelining.search.merge import ScannedPart
+from ragorder.pipelining.search.visits import Visits
+from ragorder.pipelining.staged._ivf import ClusterIndex
+
+__all__ = ["ClusterScan", "FastShare", "IndexTiers"]
+
+_logger = logging.getLogger("ragorder")
+
+# Clusters that are held stay unless others are used this much more: moving them costs time.
+_STAY = 1.1
+_TRIALS = 8
+
+
+class ClusterScan(Protocol):
+    """A fast place for the vectors of some clusters. `put` may run in one thread while `scan` reads other clusters in
+    another."""
+
+    @property
+    def metric(self) -> str:
+        """ "L2" or "inner product"."""
+
+    def bytes_of(self, vectors: int, dimensions: int) -> int: ...
+
+    def put(self, cluster: int, vectors: NDArray[np.float32]) -> None: ...
+
+    def drop(self, cluster: int) -> None: ...
+
+    def scan(
+        self, queries: NDArray[np.float32], k: int, clusters: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The k best of each query in its row of `clusters` (-1: none): distances, and places, cluster << 32 | offset;
+        as FAISS, -1 and its worst distance where fewer are found."""
+
+
+@dataclass(frozen=True, slots=True)
+class FastShare:
+    """Visits to clusters that are held, `chosen` of a piece's."""
+
+    visits: Visits
+    chosen: NDArray[np.bool_]
+    part: Future[tuple[ScannedPart, float]]
+
+
+class IndexTiers:
+    """Keeps the clusters that are used most in `fast`, in at most `capacity_bytes`.
+
+        search = ContinuousIVF(index, tiers=IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30))
+
+    A piece's clusters that are held are scanned there, the others on the cores meanwhile, if that is faster by the
+    costs measured. Every `every` pieces clusters are exchanged; they are loaded during pieces, and scanned on the cores
+    until then. A use counts half after `half_life` pieces. For IndexIVFFlat, IndexIVFScalarQuantizer and IndexIVFPQ;
+    distances are those of `fast`, to its rounding. For one `ContinuousIVF`. If `fast` raises, the cores go on alone.
+
+    Vectors that are exchanged for as many others go unnoticed: call `reset` after that. Raises ValueError for sizes
+    below 1.
+    """
+
+    def __init__(
+        self,
+        fast: ClusterScan,
+        capacity_bytes: int,
+        *,
+        every: int = 50,
+        half_life: int = 1000,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        for name, value in (("capacity_bytes", capacity_bytes), ("every", every), ("half_life", half_life)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.capacity_bytes = capacity_bytes
+        self.costs = ClusterCosts(1e-9)
+        self.codes = 0
+        self.fast_codes = 0
+        self._fast = fast
+        self._every = every
+        self._forgetting = 0.5 ** (every / half_life)
+        self._clock = clock
+        self._index: ClusterIndex
+        self._attached = False
+        self._failed = False
+        self._trials = _TRIALS
+        self._pieces = 0
+        self._bytes = self._uses = np.zeros(1)
+        self._held = np.zeros(1, bool)
+        self._to_load: deque[int] = deque()
+        self._loading: Future[None] | None = None
+        self._stop_loading = False
+        self._threads = ThreadPoolExecutor(2, "ragorder-tiers")
+
+    @property
+    def hit_share(self) -> float:
+        """Of the codes scanned so far, those scanned in the fast tier."""
+        return self.fast_codes / self.codes if self.codes else 0.0
+
+    @property
+    def held_bytes(self) -> int:
+        return int(self._bytes[self._held].sum())
+
+    def attach(self, index: ClusterIndex) -> None:
+        """Raises TypeError for an index whose vectors cannot be scanned elsewhere, ValueError for another metric, or if
+        it belongs to a search already."""
+        if self._attached:
+            raise ValueError("these tiers belong to another search: make others")
+        index.check_decoded()
+        if index.metric != self._fast.metric:
+            raise ValueError(
+                f"the fast tier compares by {self._fast.metric}, but the index by {index.metric or 'another metric'}"
+            )
+        self._index, self._attached = index, True
+
+    def resize(self, sizes: NDArray[np.int64]) -> None:
+        """The index has clusters of these sizes, the last place being no cluster; nothing is held any more."""
+        self.reset()
+        dimensions = int(self._index.ivf.d)
+        self._bytes = np.array([self._fast.bytes_of(size, dimensions) for size in sizes.tolist()], float)
+        if len(self._uses) != len(sizes):
+            self._uses = np.zeros(len(sizes))
+        self._held = np.zeros(len(sizes), bool)
+
+    def reset(self) -> None:
+        """Load what is used anew. Not during a search."""
+        for cluster in np.flatnonzero(self._held).tolist():
+            self._drop(cluster)
+        self._to_load.clear()
+
+    def start(self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float) -> FastShare | None:
+        """Begin a piece that would take the cores `slow_s` seconds. Its visits to clusters that are held are scanned;
+        None: the cores are faster. `end` it."""
+        np.add.at(self._uses, visits.clusters, 1)
+        total = int(visits.codes.sum())
+        self.codes += total
+        chosen = self._held[visits.clusters]
+        if self._to_load and not self._failed:
+            self._stop_loading = False
+            self._loading = self._threads.submit(self._load)
+        if self._failed or not chosen.any():
+            return None
+        share = visits.part(chosen)
+        codes = int(share.codes.sum())
+        if self.costs.calls >= self._trials and self.costs.seconds(codes) >= slow_s:
+            return None
+        self.fast_codes += codes
+        return FastShare(share, chosen, self._threads.submit(self._scan, share, queries, k))
+
+    def end(self) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            self._stop_loading = True
+            try:
+                loading.result()
+            except Exception as error:
+                self.fail(error)
+        self._pieces += 1
+        if self._pieces % self._every == 0 and not self._failed:
+            self._exchange()
+
+    def fail(self, error: Exception) -> None:
+        """The cores go on alone."""
+        if not self._failed:
+            self._failed = True
+            _logger.warning("the fast tier of the index is given up: %s", type(error).__name__)
+        self._to_load.clear()
+        for cluster in np.flatnonzero(self._held).tolist():
+            with suppress(Exception):
+                self._drop(cluster)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _scan(self, visits: Visits, queries: NDArray[np.float32], k: int) -> tuple[ScannedPart, float]:
+        rows, clusters, _ = visits.padded()
+        start_s = self._clock()
+        distances, places = self._fast.scan(queries[rows], k, clusters)
+        seconds = self._clock() - start_s
+        self.costs.learn(int(visits.codes.sum()), seconds)
+        return ScannedPart(rows, -distances if self._index.similarity else distances, places, places=True), seconds
+
+    def _load(self) -> None:
+        """At least one cluster, and others until the piece ends: outside of pieces the index may change."""
+        while self._to_load:
+            cluster = self._to_load.popleft()
+            self._fast.put(cluster, self._index.cluster_vectors(cluster))
+            self._held[cluster] = True
+            if self._stop_loading:
+                return
+
+    def _exchange(self) -> None:
+        """The most used clusters per byte: as the work of a visit grows with a cluster's bytes, those visited most."""
+        order = np.argsort(-self._uses * np.where(self._held, _STAY, 1.0), kind="stable")
+        order = order[(self._uses[order] > 0) & (self._bytes[order] > 0) & (self._bytes[order] <= self.capacity_bytes)]
+        chosen = order[np.cumsum(self._bytes[order]) <= self.capacity_bytes]
+        stays = np.zeros(len(self._held), bool)
+        stays[chosen] = True
+        for cluster in np.flatnonzero(self._held & ~stays).tolist():
+            self._drop(cluster)
+        self._to_load = deque(cluster for cluster in chosen.tolist() if not self._held[cluster])
+        self._uses *= self._forgetting
+        # Costs change with what else the device does.
+        self._trials = self.costs.calls + 1
+
+    def _drop(self, cluster: int) -> None:
+        self._held[cluster] = False
+        self._fast.drop(cluster)

@@ -1,0 +1,161 @@
+"""Clusters of a FAISS IVF index, scanned by number."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from operator import index as as_int
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.staged._faiss import SearchResult, load_faiss, unwrap
+
+__all__ = ["ClusterIndex", "Metric", "read_nprobe"]
+
+Metric = Literal["L2", "inner product"]
+
+# Indexes that scan clusters into one heap, with distances that depend only on query, cluster and code.
+_EXACT = {
+    "IndexIVFFlat",
+    "IndexIVFFlatPanorama",
+    "IndexIVFPQ",
+    "IndexIVFScalarQuantizer",
+    "IndexIVFSpectralHash",
+    "IndexIVFRaBitQ",
+    "IndexIVFEDEN",
+    "IndexIVFResidualQuantizer",
+    "IndexIVFLocalSearchQuantizer",
+    "IndexIVFProductResidualQuantizer",
+    "IndexIVFProductLocalSearchQuantizer",
+}
+# Those of them whose distances are to decoded vectors.
+_DECODED = {"IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"}
+_OFFSET = (1 << 32) - 1
+
+
+class ClusterIndex:
+    """A FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform, whose scanned parts add up to its
+    search. `searcher` is the class that errors name. Raises TypeError for any other index."""
+
+    def __init__(self, index: Any, searcher: str) -> None:
+        self.core = unwrap(index)
+        self.ivf = self.core.index
+        _check_type(self.ivf, searcher)
+        self.check_settings()
+        self._faiss = load_faiss()
+        metrics: dict[int, Metric] = {self._faiss.METRIC_L2: "L2", self._faiss.METRIC_INNER_PRODUCT: "inner product"}
+        self.metric = metrics.get(self.ivf.metric_type)
+        self.similarity: bool = self._faiss.is_similarity_metric(self.ivf.metric_type)
+
+    def check_decoded(self) -> None:
+        """Raises TypeError unless a search's distances are those to the vectors that codes stand for."""
+        name = type(self.ivf).__name__
+        if name not in _DECODED or getattr(self.ivf, "polysemous_ht", False):
+            raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
+
+    def check_settings(self) -> None:
+        """Raises ValueError if `max_codes` or `parallel_mode` rule out parts."""
+        name = type(self.ivf).__name__
+        if self.ivf.max_codes:
+            raise ValueError(f"{name} has max_codes={self.ivf.max_codes}, a limit across stages: set it to 0")
+        if self.ivf.parallel_mode not in (0, 3):
+            raise ValueError(
+                f"{name} has parallel_mode={self.ivf.parallel_mode}, where ties are random: set it to 0 or 3"
+            )
+
+    def nprobe(self, nprobe: int | None) -> int:
+        """As asked for, or the index's own; at most all clusters."""
+        return min(int(self.ivf.nlist), int(self.ivf.nprobe) if nprobe is None else nprobe)
+
+    def slices(self, queries: int) -> int:
+        """FAISS cuts queries into as many slices: distances to many centroids at once differ in their last bits."""
+        if queries > 1 and self.ivf.parallel_mode == 0:
+            return min(int(self._faiss.omp_get_max_threads()), queries)
+        return 1
+
+    def nearest_clusters(self, queries: NDArray[np.float32], nprobe: int, slices: int) -> SearchResult:
+        if slices == 1:
+            distances, clusters = self.ivf.quantizer.search(queries, nprobe)
+            return distances, clusters
+        bounds = pairwise(len(queries) * number // slices for number in range(slices + 1))
+        parts = [self.ivf.quantizer.search(queries[start:stop], nprobe) for start, stop in bounds]
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    def scan(
+        self,
+        queries: NDArray[np.float32],
+        k: int,
+        clusters: NDArray[np.int64],
+        coarse: NDArray[np.float32],
+        *,
+        selector: Any = None,
+        places: bool = False,
+    ) -> SearchResult:
+        """The k best of each query in its row of `clusters` (-1: none). `places`: cluster << 32 | offset, not ids."""
+        faiss = self._faiss
+        queries, coarse = np.ascontiguousarray(queries), np.ascontiguousarray(coarse)
+        clusters = np.ascontiguousarray(clusters)
+        distances = np.empty((len(queries), k), np.float32)
+        ids = np.empty((len(queries), k), np.int64)
+        chosen = {} if selector is None else {"sel": selector}
+        # FAISS's Python wrapper takes no parameters, and would need the index's nprobe changed.
+        self.ivf.search_preassigned_c(
+            len(queries),
+            faiss.swig_ptr(queries),
+            k,
+            faiss.swig_ptr(clusters),
+            faiss.swig_ptr(coarse),
+            faiss.swig_ptr(distances),
+            faiss.swig_ptr(ids),
+            places,
+            faiss.SearchParametersIVF(nprobe=clusters.shape[1], **chosen),
+        )
+        return distances, ids
+
+    def ids_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        lists = self.ivf.invlists
+        ids = (lists.get_single_id(place >> 32, place & _OFFSET) for place in places.tolist())
+        return np.fromiter(ids, np.int64, len(places))
+
+    def cluster_vectors(self, cluster: int) -> NDArray[np.float32]:
+        faiss, lists, size = self._faiss, self.ivf.invlists, self.ivf.get_list_size(cluster)
+        vectors = np.empty((size, self.ivf.d), np.float32)
+        if size:
+            numbers, codes = np.full(size, cluster, np.int64), lists.get_codes(cluster)
+            try:
+                self.ivf.decode_vectors(size, codes, faiss.swig_ptr(numbers), faiss.swig_ptr(vectors))
+            finally:
+                lists.release_codes(cluster, codes)
+        return vectors
+
+    def vectors(self, places: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """As the index encodes them; None if it cannot decode."""
+        vectors = np.empty((len(places), self.ivf.d), np.float32)
+        try:
+            for vector, place in zip(vectors, places.tolist(), strict=True):
+                self.ivf.reconstruct_from_offset(place >> 32, place & _OFFSET, self._faiss.swig_ptr(vector))
+        except RuntimeError:
+            return None
+        return vectors
+
+
+def read_nprobe(nprobe: int | None) -> int | None:
+    if nprobe is not None and as_int(nprobe) < 1:
+        raise ValueError(f"nprobe must be at least 1, got {nprobe}")
+    return nprobe
+
+
+def _check_type(ivf: Any, searcher: str) -> None:
+    name = type(ivf).__name__
+    if name in _EXACT and not (name == "IndexIVFRaBitQ" and ivf.rabitq.nb_bits > 1):
+        return
+    if name == "IndexIVFRaBitQ":
+        advice = "with more than one bit it passes over codes by the best so far; use RaBitQ with one bit"
+    elif not isinstance(ivf, load_faiss().IndexIVF):
+        advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
+    elif "FastScan" in name:
+        advice = "it keeps others of its many ties; use the index without fast scan"
+    else:
+        advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
+    raise TypeError(f"{searcher} cannot search {name} in stages exactly: {advice}, or search it without stages")

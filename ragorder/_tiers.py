@@ -1,0 +1,86 @@
+"""Tiers of an orderer's engine, from its settings: where blocks are, and what loading them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragorder.settings import Settings
+from ragorder.trie.residency import LRUResidency, Place, Places, Pool
+from ragorder.trie.search import Price, PricedPaths
+from ragorder.trie.tree import KnowledgeTree
+
+if TYPE_CHECKING:
+    from ragorder.kernels.profile import PrefillProfile
+
+__all__ = ["EngineTiers"]
+
+_HISTORY_NODES = 65_536
+
+
+class EngineTiers:
+    """Raises ValueError if the profile cannot be read."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._profile = None if settings.profile is None else _read_profile(settings.profile)
+        self._several = settings.capacity_tokens is not None and bool(settings.host_tokens or settings.disk_tokens)
+
+    @property
+    def unpriced(self) -> bool:
+        """Tiers and a profile are given, but not what a load costs."""
+        return self._several and self._profile is not None and not self._profile.loads
+
+    def make_pool(self) -> Pool:
+        """An empty one for all scopes, which decides what the engine holds: by the tiers' policy, or of a single tier
+        what was used last."""
+        settings = self._settings
+        held_tokens = settings.held_tokens
+        options = held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first
+        if not self._several or held_tokens is None:
+            return Pool(*options)
+        # The optional backend: not imported for an engine with one tier.
+        from ragorder.kernels.mirror import MirroredTier, TieredPool, TierMirror
+        from ragorder.kernels.policies import History, Tier, make_policy
+        from ragorder.kernels.profile import LINEAR
+
+        sizes = settings.capacity_tokens, settings.host_tokens, settings.disk_tokens
+        tiers = [
+            MirroredTier(place, tokens, Tier(make_policy(settings.tier_policy), History(_HISTORY_NODES)))
+            for place, tokens in zip(Place, sizes, strict=True)
+            if tokens
+        ]
+        write_through = settings.tier_copies == "computed"
+        mirror = TierMirror(tiers, write_through=write_through, profile=self._profile or LINEAR)
+        return TieredPool(mirror, held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first)
+
+    def residency(self, name: Hashable, tree: KnowledgeTree, pool: Pool) -> LRUResidency:
+        """Of a scope, in the pool."""
+        if self._several:
+            from ragorder.kernels.mirror import TieredPool, TieredResidency
+
+            if isinstance(pool, TieredPool):
+                return TieredResidency(tree, pool, name)
+        return LRUResidency(tree, pool)
+
+    def places(self, residency: LRUResidency) -> Places | None:
+        """None for an engine with one tier."""
+        several = self._several or self._price is not None
+        return residency if several and isinstance(residency, Places) else None
+
+    def priced(self, places: Places | None) -> PricedPaths | None:
+        """None where cached paths are compared in tokens."""
+        if places is None or self._price is None or self._settings.search != "best":
+            return None
+        return PricedPaths(self._settings.search_budget, self._price, places.loads)
+
+    @property
+    def _price(self) -> Price | None:
+        return self._profile.with_loads if self._profile is not None and self._profile.loads else None
+
+
+def _read_profile(path: Path) -> PrefillProfile:
+    from ragorder.kernels.profile import PrefillProfile
+
+    return PrefillProfile.from_file(path)

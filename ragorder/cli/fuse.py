@@ -1,0 +1,385 @@
+"""The command `ragorder fuse`: documents' KV computed before it is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from sys import maxsize
+from typing import TYPE_CHECKING, Any
+
+import click
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ragorder.cli.fuse_stats import stats
+from ragorder.cli.options import (
+    Command,
+    CommandGroup,
+    Decorator,
+    ParamType,
+    ProfileSource,
+    build,
+    given,
+    option,
+    options_from,
+    section,
+)
+from ragorder.cli.output import log_shown
+from ragorder.cli.serve_engine import take_model
+from ragorder.document import Document
+from ragorder.jsonl import JSONLines, JSONLinesError
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.preprocessing.neighbours import make_neighbours, neighbours
+from ragorder.kernels.preprocessing.settings import PreprocessingSettings
+from ragorder.prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from ragorder.kernels.preprocessing.builder import FusionBuilder
+    from ragorder.kernels.preprocessing.plan import SourceDocument
+
+__all__ = ["fuse"]
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+_EXAMPLE = '{"id": "a", "text": "…"}'
+_ENGINE = (
+    "block_size",
+    "max_model_len",
+    "device_tokens",
+    "max_batch_tokens",
+    "profile",
+    "profile_budget_s",
+    "dtype",
+    "device",
+)
+_PROMPT = ("system", "document_template")
+# Of a disk tier for the build, so that new documents evict none of it at once.
+_SPARE = 1.25
+_GIB = 1 << 30
+
+_corpus = click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+_folder = click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+
+
+class CorpusLine(BaseModel):
+    """A document; other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str = Field(min_length=1)
+    text: str
+    title: str | None = None
+
+
+class Shard(ParamType[tuple[int, int]]):
+    """i/n: the part i of n."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value[0], value[1]
+        found = re.fullmatch(r"([0-9]+)/([0-9]+)", value)
+        number, parts = (int(found[1]), int(found[2])) if found is not None else (0, 0)
+        if not 1 <= number <= parts:
+            self.fail(f"{value!r} is no part: write 1/4 for the first of four", param, ctx)
+        return number, parts
+
+
+def _engine_options(*names: str) -> Decorator:
+    return options_from(
+        EngineSettings,
+        *names,
+        dtype={"metavar": "NAME"},
+        device={"metavar": "NAME"},
+        profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
+    )
+
+
+_model = option(
+    "--model",
+    required=True,
+    metavar="FOLDER|NAME|random",
+    help="The model that will be served, as for `ragorder serve`.",
+)
+_moved_model = option("--model", metavar="FOLDER|NAME", help="Where the build's model is now.")
+_source = {
+    "metavar": "NAME[:ARGUMENT]",
+    "help": f"How neighbours are found. {neighbours.help}.",
+}
+_shard = option("--shard", type=Shard(), metavar="i/n", default=(1, 1), help="Compute part i of n only.")
+
+
+@click.group(cls=CommandGroup, context_settings=_HELP)
+def fuse() -> None:
+    """Compute documents' KV before it is asked for, each in the sight of similar documents.
+
+    FusionRAG, section 3.1. `ragorder serve --engine torch --reuse fused` takes documents from such a folder.
+    """
+
+
+@fuse.command("build", cls=Command, context_settings=_HELP)
+@_corpus
+@option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="The build's folder.",
+)
+@_shard
+@option("--resume", is_flag=True, help="Go on with a build that was interrupted.")
+@section(
+    "Neighbours",
+    options_from(PreprocessingSettings, "neighbours"),
+    option("--neighbours-by", default="embedding", show_default=True, **_source),
+)
+@section(
+    "Prompt, as in the requests",
+    option("--system", metavar="TEXT", help="System prompt. [default: that of PromptBuilder]"),
+    option(
+        "--document-template",
+        metavar="TEXT",
+        help="A document in the prompt, with {id}, {text} and {title}. [default: that of PromptBuilder]",
+    ),
+    option("--salt", metavar="TENANT", help="The tenant whose requests may use it: their cache_salt. [default: none]"),
+)
+@section(
+    "Model", _model, _engine_options(*_ENGINE), options_from(PreprocessingSettings, "batch_documents", "host_bytes")
+)
+def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool, **options: Any) -> None:
+    """Compute the KV of a corpus' documents into a folder.
+
+    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}, of which the title may be missing. The
+    folder is a disk tier: `ragorder serve --engine torch --reuse fused --disk-path FOLDER` takes documents from it,
+    wherever they stand in a prompt. Interrupted, it goes on with --resume.
+
+    The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
+    """
+    recipe = given(options) | {"model": _resolved(options["model"])}
+    with _opened(out, recipe) as (builder, read):
+        documents = read(corpus)
+        if not builder.facts:
+            with _working("choosing neighbours"):
+                builder.plan(documents, {"recipe": _as_json(recipe)})
+        elif not resume:
+            raise click.UsageError(
+                f"{out} has a build: go on with --resume, extend it with `ragorder fuse add`, or name another folder"
+            )
+        else:
+            _check_recipe(builder.facts.get("recipe", {}), _as_json(recipe), out)
+            if not builder.is_planned(documents):
+                raise click.UsageError(
+                    f"the build in {out} is of other documents: use `ragorder fuse add`, or name another folder"
+                )
+            _say_damaged(builder)
+        _compute(builder, shard)
+        _say_ready(builder, recipe)
+
+
+@fuse.command(cls=Command, context_settings=_HELP)
+@_folder
+@_corpus
+@option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS. [default: as the build]"})
+@option("--refresh", is_flag=True, help="Also compute documents anew whose neighbours are others now.")
+@_moved_model
+@_engine_options("device_tokens", "device")
+def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
+    """Add the documents of CORPUS to the build in FOLDER.
+
+    Known ids whose text has changed are replaced; all others stay. A command that was interrupted is simply run again.
+    """
+    recipe = _recipe_of(folder) | given(options)
+    with _opened(folder, recipe) as (builder, read):
+        documents = read(corpus)
+        with _working("choosing neighbours"):
+            changed = builder.add(documents)
+            stale = builder.refresh() if refresh else len(builder.stale())
+        click.echo(f"{changed:,} of {len(documents):,} documents are new or changed", err=True)
+        if stale:
+            click.echo(
+                f"{stale:,} documents have other neighbours now{'' if refresh else ': --refresh computes them anew'}",
+                err=True,
+            )
+        _compute(builder, (1, 1))
+        _say_ready(builder, recipe)
+
+
+@fuse.command(cls=Command, context_settings=_HELP)
+@_folder
+@click.argument("ids", nargs=-1, required=True, metavar="ID…")
+def remove(folder: Path, ids: Sequence[str]) -> None:
+    """Remove documents and their KV from the build in FOLDER.
+
+    Documents that were computed in the sight of them stay, and so does what a server has added to the folder: its KV of
+    prompts that contain them.
+    """
+    with _errors():
+        from ragorder.kernels.preprocessing.manifest import Manifest
+        from ragorder.kernels.preprocessing.removal import remove_documents
+        from ragorder.kernels.store import ChunkStore
+
+        with closing(Manifest.of(folder)) as known:
+            named = known.facts["identity"]
+        with closing(ChunkStore(folder, maxsize, named)) as store, closing(Manifest(folder)) as manifest:
+            remove_documents(manifest, store, ids)
+            click.echo(f"{len(set(ids)):,} documents removed, {len(manifest):,} left")
+
+
+fuse.add_command(stats)
+
+
+@contextmanager
+def _opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
+    """The builder of a folder, and a function that reads a corpus for it."""
+    with _errors():
+        from ragorder.kernels.engine.loading import load_tokenizer
+        from ragorder.kernels.preprocessing.builder import FusionBuilder
+
+        options = dict(recipe)
+        choice = make_neighbours(options.pop("neighbours_by"))
+        salt = options.pop("salt", None)
+        prompt = {name: options.pop(name) for name in _PROMPT if name in options}
+        settings = build(
+            PreprocessingSettings, {n: options.pop(n) for n in PreprocessingSettings.model_fields if n in options}
+        )
+        model = take_model(options)
+        tokenizer = load_tokenizer(model)
+        if tokenizer is None:
+            raise click.UsageError(f"--model {model}: documents cannot be tokenised: the folder has no tokenizer")
+        prompts = PromptBuilder(**prompt, tokenizer=tokenizer)
+        engine = build(EngineSettings, {"profile": "auto"} | options)
+        with (
+            log_shown("ragorder.profile", "Profile"),
+            FusionBuilder.load(model, folder, prompts.prefix_ids, choice, settings, engine, salt=salt) as builder,
+        ):
+            yield builder, lambda corpus: _read(corpus, prompts)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    from ragorder.kernels.store import StoreRefusedError
+
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(str(error)) from None
+    except (JSONLinesError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _read(corpus: Path, prompts: PromptBuilder) -> list[SourceDocument]:
+    from ragorder.kernels.preprocessing.plan import SourceDocument
+
+    lines = JSONLines(corpus, example=_EXAMPLE)
+    numbers: dict[str, int] = {}
+    documents: list[SourceDocument] = []
+    with _working(f"reading {corpus.name}"):
+        for number, line in lines.read(CorpusLine):
+            if line.id in numbers:
+                raise lines.error(
+                    number, f"the id {line.id!r} occurs twice, first in line {numbers[line.id]}: drop or rename one"
+                )
+            numbers[line.id] = number
+            document = Document(line.id, line.text, metadata={"title": line.title or ""})
+            documents.append(SourceDocument(line.id, line.text, prompts.document_ids(document)))
+    if not documents:
+        raise lines.error(1, f"the file holds no documents: a line looks like {_EXAMPLE}")
+    return documents
+
+
+def _compute(builder: FusionBuilder, shard: tuple[int, int]) -> None:
+    estimate = builder.estimate(shard)
+    click.echo(
+        f"{estimate.documents:,} documents to compute, {estimate.tokens:,} tokens: {estimate.bytes:,} bytes",
+        err=True,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("documents", total=estimate.bytes)
+        for number, built in enumerate(builder.build(shard), 1):
+            bar.update(task, advance=built.bytes, description=f"document {number:,} of {estimate.documents:,}")
+
+
+def _say_damaged(builder: FusionBuilder) -> None:
+    with _working("checking what is there"):
+        builder.verify()
+    if damaged := sum(builder.damaged.values()):
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in builder.damaged.items())
+        click.echo(f"{damaged:,} damaged ({reasons}): computed again", err=True)
+
+
+def _say_ready(builder: FusionBuilder, recipe: Mapping[str, Any]) -> None:
+    left = builder.estimate()
+    size = builder.size
+    click.echo(
+        f"{len(builder) - left.documents:,} of {len(builder):,} documents are in {builder.folder}: {size:,} bytes"
+    )
+    if left.documents:
+        click.echo(f"{left.documents:,} are missing")
+    else:
+        identical = "".join(
+            f" {_flag(name)} {recipe[name]}" for name in ("block_size", "dtype", "device") if name in recipe
+        )
+        needed = max(1, -(-int(_SPARE * size) // _GIB))
+        click.echo(
+            f"ragorder serve --engine torch --model {recipe['model']}{identical} --reuse fused "
+            f"--disk-path {builder.folder} --disk-bytes {needed}GiB"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@contextmanager
+def _working(on: str) -> Iterator[None]:
+    with Console(stderr=True).status(on):
+        yield
+
+
+def _resolved(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in recipe.items()}
+
+
+def _recipe_of(folder: Path) -> dict[str, Any]:
+    with _errors():
+        from ragorder.kernels.preprocessing.manifest import Manifest
+
+        with closing(Manifest.of(folder)) as manifest:
+            recipe: dict[str, Any] = manifest.facts.get("recipe", {})
+    if not recipe:
+        raise click.ClickException(f"{folder} was not built by `ragorder fuse build`: extend it as it was made")
+    return recipe
+
+
+# What may differ between a build and its continuation: where and how fast it is computed.
+_FREE = {
+    "model",
+    "device",
+    "device_tokens",
+    "host_bytes",
+    "profile",
+    "profile_budget_s",
+}
+
+
+def _check_recipe(made: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+    for name in sorted((made.keys() | asked.keys()) - _FREE):
+        if made.get(name) != asked.get(name):
+            was, wanted = made.get(name, "unset"), asked.get(name, "unset")
+            raise click.UsageError(
+                f"the build in {folder} has {_flag(name)} {was!r}, not {wanted!r}: give the same, or another folder"
+            )

@@ -1,0 +1,267 @@
+"""The profile that a vLLM server with tiers awaits: measured over HTTP by `ragorder serve --tiers`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.far_server import BLOCK, FarServer
+
+pytest.importorskip("httpx2")
+pytest.importorskip("prometheus_client")
+
+from ragorder.adapters.http_client import ServerError
+from ragorder.adapters.vllm.load import requests_on
+from ragorder.adapters.vllm.server_profile import profile_server
+from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile, note_profile, prefill_costs
+from ragorder.adapters.vllm_tiers.settings import TierSettings
+from ragorder.cli import main
+from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.kernels.profile_cache import ProfileCache
+
+KEY = "0123456789abcdef01234567"
+PROFILE = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))
+METRIC = 'vllm:ragorder_profile{{engine="0",key="{key}",model_name="far"}} 0.0\n'
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileCache:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return ProfileCache()
+
+
+@pytest.fixture
+def far() -> Iterator[FarServer]:
+    """A server whose tiers await a profile, which its metrics say from the first request on."""
+    with FarServer() as server:
+        server.models = [{"id": "far", "max_model_len": 513}]
+        idle = server.pages["/metrics"]
+        server.pages["/metrics"] = idle + METRIC.format(key=KEY)
+        yield server
+
+
+class TestProfileServer:
+    def test_measures_what_the_engine_awaits_once(self, far: FarServer, cache: ProfileCache) -> None:
+        profile = profile_server(far.base_url, budget_s=2)
+        assert profile is not None
+        assert profile == cache.find(KEY)
+        assert profile.new_tokens == (16, 64, 256)
+        assert profile.cached_tokens == (0, 64, 256)
+        assert (profile.facts["model"], profile.facts["block_size"]) == ("far", BLOCK)
+        lengths = {len(body["prompt"]) for body in far.bodies}
+        assert lengths <= {cached + new for cached in (0, 64, 256) for new in (0, 16, 64, 256)}
+        assert all(body["max_tokens"] == 1 for body in far.bodies)
+        sent = len(far.bodies)
+        assert profile_server(far.base_url) == profile
+        assert len(far.bodies) == sent
+
+    def test_waits_for_an_engine_that_has_made_no_step_yet(
+        self, far: FarServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        page = far.page
+        monkeypatch.setattr(
+            far,
+            "page",
+            lambda path: (page(path) or "").replace("vllm:ragorder_", "none:") if not far.bodies else page(path),
+        )
+        assert profile_server(far.base_url, budget_s=1) == cache.find(KEY)
+
+    def test_leaves_other_servers_alone(
+        self, far: FarServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.server_profile._PUBLISHED_S", 0.1)
+        far.pages["/metrics"] = ""
+        assert profile_server(far.base_url) is None
+        assert len(far.bodies) == 1
+        assert not cache.folder.exists()
+
+    @pytest.mark.parametrize("key", ["../../etc/passwd", "x" * 24, "0" * 23])
+    def test_takes_no_key_that_is_none(
+        self, far: FarServer, cache: ProfileCache, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.server_profile._PUBLISHED_S", 0.1)
+        far.pages["/metrics"] = METRIC.format(key=key)
+        assert profile_server(far.base_url) is None
+
+    def test_does_not_measure_the_load_of_others(self, far: FarServer, cache: ProfileCache) -> None:
+        far.pages["/metrics"] += (
+            'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
+        )
+        with pytest.raises(ServerError, match="is busy"):
+            profile_server(far.base_url)
+        assert cache.find(KEY) is None
+
+    def test_needs_the_count_of_cached_tokens(self, far: FarServer, cache: ProfileCache) -> None:
+        far.reports = False
+        with pytest.raises(ServerError, match="--enable-prompt-tokens-details"):
+            profile_server(far.base_url)
+
+    def test_does_not_take_a_prefix_for_cached_that_is_not(self, far: FarServer, cache: ProfileCache) -> None:
+        far.forgets = lambda number: True
+        with pytest.raises(ServerError, match="that the server had been sent just before it had 0 cached"):
+            profile_server(far.base_url)
+        far.forgets = lambda number: number % 7 == 0
+        assert profile_server(far.base_url, budget_s=1) is not None
+
+
+def test_requests_on_a_server() -> None:
+    assert requests_on('vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting 3.0\n') == 5
+    assert requests_on("vllm:num_requests_running_total 2.0\n") is None
+
+
+class TestAwaited:
+    def test_costs_the_same_for_each_token_until_it_is_measured(self, tmp_path: Path) -> None:
+        now = [0.0]
+        cache = ProfileCache(tmp_path)
+        awaited = AwaitedProfile(KEY, cache, lambda: now[0])
+        assert (awaited.measured, awaited.cost(0, 10)) == (False, LINEAR.cost(0, 10))
+        cache.keep(KEY, PROFILE)
+        assert awaited.cost(0, 10) == LINEAR.cost(0, 10), "the folder is not read for every request"
+        now[0] = 5.0
+        assert awaited.cost(0, 10) == PROFILE.cost(0, 10)
+        cache.path(KEY).unlink()
+        now[0] = 100.0
+        assert (awaited.measured, awaited.cost(0, 20)) == (True, PROFILE.cost(0, 20))
+
+    def test_reports_a_damaged_file_once_and_reads_the_next(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ticks = iter(range(0, 1000, 10))
+        cache = ProfileCache(tmp_path)
+        cache.path(KEY).write_text("{")
+        awaited = AwaitedProfile(KEY, cache, lambda: float(next(ticks)))
+        for _ in range(3):
+            assert awaited.cost(0, 10) == LINEAR.cost(0, 10)
+        assert caplog.text.count("the profile is not used") == 1
+        cache.keep(KEY, PROFILE)
+        assert awaited.cost(0, 10) == PROFILE.cost(0, 10)
+
+    def test_is_there_from_the_start_if_it_was_measured_before(self, cache: ProfileCache) -> None:
+        cache.keep(KEY, PROFILE)
+        costs = prefill_costs(TierSettings(host_bytes=1, profile="auto"), {"ragorder_profile": KEY})
+        assert isinstance(costs, AwaitedProfile)
+        assert costs.measured
+
+    @pytest.mark.parametrize("profile", [None, "none"])
+    def test_is_not_awaited_by_those_who_decline(self, cache: ProfileCache, profile: str | None) -> None:
+        cache.keep(KEY, PROFILE)
+        assert prefill_costs(TierSettings(host_bytes=1, profile=profile), {"ragorder_profile": KEY}) is LINEAR
+
+    def test_a_file_is_read(self, tmp_path: Path) -> None:
+        PROFILE.to_file(tmp_path / "p.json")
+        settings = TierSettings(host_bytes=1, profile=tmp_path / "p.json")
+        assert prefill_costs(settings, {"ragorder_profile": KEY}) == PROFILE
+        with pytest.raises(ValueError, match=r"q\.json"):
+            prefill_costs(TierSettings(host_bytes=1, profile=tmp_path / "q.json"), {})
+
+    def test_has_another_key_for_another_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm_tiers.awaited_profile.this_machine", lambda: {"device": "a GPU"})
+        changes: list[dict[str, Any]] = [
+            {},
+            {"model": "other"},
+            {"dtype": "float16"},
+            {"tensor_parallel_size": 2},
+            {"block_size": 32},
+            {"max_num_batched_tokens": 512},
+        ]
+        keys = [key_of(**changed) for changed in changes]
+        assert len(set(keys)) == len(keys)
+        assert key_of() == keys[0]
+
+    def test_does_not_stop_an_engine_that_has_no_key(self, caplog: pytest.LogCaptureFixture) -> None:
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+        note_profile(config)
+        assert config.kv_transfer_config.kv_connector_extra_config == {}
+        assert "give --profile FILE" in caplog.text
+        settings = TierSettings(host_bytes=1, profile="auto")
+        assert prefill_costs(settings, {}) is LINEAR
+
+
+def key_of(**changed: Any) -> str:
+    values = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 1,
+        "block_size": 16,
+        "max_num_batched_tokens": 64,
+    }
+    values |= changed
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=values["model"],
+            dtype=values["dtype"],
+            enforce_eager=True,
+            hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2}),
+        ),
+        parallel_config=SimpleNamespace(
+            world_size=1, tensor_parallel_size=values["tensor_parallel_size"], pipeline_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(block_size=values["block_size"], cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=values["max_num_batched_tokens"]),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+    )
+    note_profile(config)
+    return str(config.kv_transfer_config.kv_connector_extra_config["ragorder_profile"])
+
+
+class TestServe:
+    @pytest.fixture
+    def serve(self, far: FarServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        """Runs `ragorder serve` up to the moment from which it would serve."""
+        pytest.importorskip("starlette")
+        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
+
+        def serve(*options: str) -> Any:
+            command = ["serve", "--upstream", far.base_url, "--port", "0", *options]
+            return CliRunner().invoke(main, command)
+
+        return serve
+
+    def test_measures_at_the_first_start_with_tiers(
+        self, far: FarServer, cache: ProfileCache, serve: Callable[..., Any]
+    ) -> None:
+        assert serve().exit_code == serve("--tiers", "--profile", "none").exit_code == 0
+        assert far.bodies == []
+        first, second = (serve("--tiers", "--profile-budget", "1") for _ in range(2))
+        assert (first.exit_code, second.exit_code) == (0, 0), first.output
+        assert f"Profile: measuring prefill times of {far.base_url}" in first.stderr
+        assert str(cache.path(KEY)) in first.stderr
+        assert "Profile:" not in second.stderr
+
+    def test_starts_without(self, far: FarServer, cache: ProfileCache, serve: Callable[..., Any]) -> None:
+        far.reports = False
+        done = serve("--tiers", "--profile", "auto")
+        assert done.exit_code == 0
+        assert "prefill times are not measured, every token counts the same there" in done.stderr
+
+    def test_has_no_use_for_a_file_without_load_times(self, serve: Callable[..., Any], tmp_path: Path) -> None:
+        PROFILE.to_file(tmp_path / "p.json")
+        done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
+        assert (done.exit_code, "an option of `ragorder tiers config`" in " ".join(done.stderr.split())) == (2, True)
+        assert "ragorder profile --loads" in " ".join(done.stderr.split())
+
+    def test_orders_by_a_file_with_load_times_and_measures_nothing(
+        self, far: FarServer, serve: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        replace(PROFILE, loads={"host": 1e-6}).to_file(tmp_path / "p.json")
+        done = serve("--tiers", "--profile", str(tmp_path / "p.json"), "--host-tokens", "10k")
+        assert done.exit_code == 0, done.output
+        assert far.bodies == []
+
+    def test_names_a_file_that_is_no_profile(self, serve: Callable[..., Any], tmp_path: Path) -> None:
+        (tmp_path / "p.json").write_text("{}")
+        done = serve("--tiers", "--profile", str(tmp_path / "p.json"))
+        assert (done.exit_code, "p.json: this is not a prefill profile" in " ".join(done.stderr.split())) == (2, True)
+
+
+def test_a_log_shows_no_content(far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    profile_server(far.base_url, budget_s=1)
+    assert json.dumps(far.bodies[-1]["prompt"][:4])[1:-1] not in caplog.text

@@ -1,0 +1,176 @@
+"""`ragorder fuse`: a corpus' KV built into a folder, extended, reduced and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.commands import run_command
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ragorder import Document, PromptBuilder
+from ragorder.cli import main
+from ragorder.kernels.preprocessing.manifest import Manifest
+
+fuse = partial(run_command, main, "fuse", env={"COLUMNS": "120"})
+TEXTS = ["The cat sleeps.", "Interest rates were raised.", "A parser never looks back.", "Glaciers carve valleys."]
+
+
+def write(path: Path, lines: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def documents(count: int = 4) -> list[dict[str, str]]:
+    return [{"id": f"d{number}", "text": text, "title": "t"} for number, text in enumerate(TEXTS[:count])]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write(tmp_path / "corpus.jsonl", documents())
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    return write(tmp_path / "graph.jsonl", [{"id": f"d{n}", "neighbours": [f"d{n + 1}", "d0"]} for n in range(4)])
+
+
+@pytest.fixture
+def options(model_folder: Path, graph: Path, tmp_path: Path) -> list[Any]:
+    return [
+        *("--model", model_folder, "--out", tmp_path / "kv", "--neighbours-by", f"graph:{graph}", "--neighbours", 2),
+        *("--profile", "none", "--device-tokens", 2048, "--device", "cpu"),
+    ]
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    done = fuse("stats", folder, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def refusal(*arguments: Any) -> str:
+    done = fuse(*arguments)
+    assert done.exit_code != 0
+    return done.stderr
+
+
+def test_a_build_is_made_shown_extended_and_reduced(corpus: Path, options: list[Any], tmp_path: Path) -> None:
+    kv = tmp_path / "kv"
+    done = fuse("build", corpus, *options)
+    assert done.exit_code == 0, done.output
+    assert "4 documents to compute" in done.stderr
+    assert f"4 of 4 documents are in {kv}" in done.stdout
+    assert f"--reuse fused --disk-path {kv} --disk-bytes 1GiB" in done.stdout
+    shown = figures(kv)
+    assert (shown["documents"], shown["stored"], shown["missing"], shown["other_chunks"]) == (4, 4, 0, 1)
+    assert shown["bytes"] / shown["tokens"] == shown["bytes_per_token"] > shown["token_bytes"]
+    assert "with KV on the disk" in fuse("stats", kv).stdout
+
+    changed = [documents()[1] | {"text": "Rates were lowered."}, {"id": "d4", "text": "New."}, documents()[2]]
+    done = fuse("add", kv, write(tmp_path / "more.jsonl", changed))
+    assert done.exit_code == 0, done.output
+    assert "2 of 3 documents are new or changed" in done.stderr
+    assert "other neighbours now: --refresh computes them anew" in done.stderr
+    assert figures(kv)["documents"] == figures(kv)["stored"] == 5
+    done = fuse("add", kv, tmp_path / "more.jsonl", "--refresh")
+    assert done.exit_code == 0 and "0 of 3 documents are new" in done.stderr
+    assert "other neighbours" not in fuse("add", kv, tmp_path / "more.jsonl").stderr
+
+    done = fuse("remove", kv, "d1", "d4")
+    assert done.stdout == "2 documents removed, 3 left\n"
+    assert figures(kv)["documents"] == figures(kv)["stored"] == 3
+    assert "no document 'd1': nothing was removed" in refusal("remove", kv, "d0", "d1")
+
+
+def test_documents_are_those_of_the_prompt(
+    corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    template = "{title}: {text}\n"
+    tenant = ["--salt", "tenant", "--max-batch-tokens", 7, "--host-bytes", 0]
+    done = fuse("build", corpus, *options, *tenant, "--system", "Say.", "--document-template", template)
+    assert done.exit_code == 0, done.output
+    prompts = PromptBuilder("Say.", document_template=template, tokenizer=AutoTokenizer.from_pretrained(model_folder))
+    expected = [Document(each["id"], each["text"], metadata={"title": "t"}) for each in documents()]
+    manifest = Manifest.of(tmp_path / "kv")
+    assert [list(each.token_ids) for each in manifest] == [list(prompts.document_ids(each)) for each in expected]
+    assert manifest.facts["prefix_tokens"] == prompts.prefix_tokens
+    manifest.close()
+
+
+def test_a_build_is_gone_on_with_only_if_it_is_the_same(corpus: Path, options: list[Any], tmp_path: Path) -> None:
+    assert fuse("build", corpus, *options, "--shard", "1/2", "--batch-documents", 1).exit_code == 0
+    assert figures(tmp_path / "kv")["missing"] == 2
+    assert "has a build: go on with --resume" in refusal("build", corpus, *options)
+    again = ["--resume", "--batch-documents", 1]
+    assert "--system 'unset', not 'X'" in refusal("build", corpus, *options, *again, "--system", "X")
+    other = write(tmp_path / "other.jsonl", documents(3))
+    assert "is of other documents: use `ragorder fuse add`" in refusal("build", other, *options, *again)
+    done = fuse("build", corpus, *options, *again)
+    assert done.exit_code == 0 and "2 documents to compute" in done.stderr
+    path = next((tmp_path / "kv" / "chunks").glob("??/*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    done = fuse("build", corpus, *options, *again)
+    assert "1 damaged (1 checksum): computed again" in done.stderr
+    assert figures(tmp_path / "kv")["missing"] == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([{"text": "x"}], 'corpus.jsonl:1: "id" is missing: add it'),
+        ([{"id": "a", "text": "x"}, {"id": "", "text": "x"}], 'corpus.jsonl:2: "id" must not be empty'),
+        ([{"id": "a", "text": "x"}, {"id": 2, "text": "x"}], 'corpus.jsonl:2: "id" must be a string, not an integer'),
+        ([{"id": "a", "text": "x"}] * 2, "corpus.jsonl:2: the id 'a' occurs twice, first in line 1"),
+        ([], "the file holds no documents"),
+        ([{"id": "a", "text": "word " * 3000}], "document 'a' has more than"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_named(
+    corpus: Path, options: list[Any], lines: list[Any], problem: str, tmp_path: Path
+) -> None:
+    write(corpus, lines)
+    assert problem in refusal("build", corpus, *options)
+    assert list((tmp_path / "kv").glob("chunks/??/*")) == []
+
+
+def test_a_disk_that_is_too_small_is_said_with_the_size_needed(
+    corpus: Path, options: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4096, f_frsize=1))
+    said = " ".join(refusal("build", corpus, *options).split())
+    assert "has 4,096 bytes free, and the KV of 4 documents" in said and "make room" in said
+
+
+def test_what_is_no_build_or_another_models_is_said(corpus: Path, options: list[Any], tmp_path: Path) -> None:
+    for command in (["stats", tmp_path], ["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
+        assert "has no build: name the folder of one" in refusal(*command)
+    assert fuse("build", corpus, *options).exit_code == 0
+    said = refusal("build", corpus, *options, "--resume", "--dtype", "float32")
+    assert "another model, or of the same one set up differently" in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (["--shard", "3/2"], "write 1/4 for the first of four"),
+        (["--shard", "x"], "write 1/4 for the first of four"),
+        (["--neighbours-by", "friends"], "must be one of 'embedding', 'graph', 'log', 'vectors'"),
+        (["--neighbours-by", "log:/nowhere"], "/nowhere: No such file"),
+        (["--document-template", "{question}"], "document_template"),
+        (["--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_options_are_named(corpus: Path, options: list[Any], wrong: list[str], problem: str) -> None:
+    assert problem in refusal("build", corpus, *options, *wrong)

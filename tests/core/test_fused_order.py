@@ -1,0 +1,164 @@
+"""Orders for an engine that takes documents over from wherever it has computed them (FusionRAG)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer
+from ragorder._fused import FusedReuse
+from ragorder.eval.data.workloads import make_workload
+from ragorder.ordering import Reuse
+from ragorder.settings import Settings
+from ragorder.trie.residency import Loads
+from ragorder.trie.search import PricedPaths
+from ragorder.trie.tree import KnowledgeTree, Node
+
+DOCUMENTS = [Document(f"d{number}", f"d{number}", tokens=64) for number in range(12)]
+
+
+@dataclass
+class FusingEngine:
+    """What the embedded engine does with a fused request, without a model or a limit of memory."""
+
+    paths: set[tuple[str, ...]] = field(default_factory=set)
+    copies: set[str] = field(default_factory=set)
+
+    def serve(self, documents: Sequence[Document]) -> list[Reuse]:
+        ids = tuple(document.id for document in documents)
+        exact = 0
+        while exact < len(ids) and ids[: exact + 1] in self.paths:
+            exact += 1
+        reuse: list[Reuse] = ["exact"] * exact
+        reuse += ["fused" if each in self.copies else "computed" for each in ids[exact:]]
+        kept = exact
+        while kept < len(ids) and reuse[kept] == "computed":
+            kept += 1
+        self.paths.update(ids[: end + 1] for end in range(kept))
+        self.copies.update(ids[:kept])
+        return reuse
+
+
+def fusing(**options: object) -> Orderer:
+    return Orderer(reuse="fused", capacity_tokens=None, suffix_tokens=0, strict=True, **options)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=30))
+def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]]) -> None:
+    orderer, engine = fusing(), FusingEngine()
+    for numbers in requests:
+        documents = [DOCUMENTS[number] for number in numbers]
+        ordering = orderer.order(documents)
+        assert sorted(ordering.permutation) == list(range(len(documents)))
+        assert ordering.reuse == engine.serve(ordering.documents)
+        assert ordering.prefix_documents == ordering.reuse.count("exact")
+        assert ordering.documents_end == 64 * len(documents)
+        ordering.confirm(ordering.cached_tokens, prompt_tokens=64 * len(documents))
+        ordering.discard()
+    assert orderer.tree_size == len(engine.paths)
+
+
+def test_documents_to_compute_follow_the_prefix_and_others_stay_as_ranked() -> None:
+    orderer = fusing()
+    orderer.order(DOCUMENTS[:3]).confirm()
+    ordering = orderer.order([DOCUMENTS[number] for number in (2, 1, 5, 0, 6)])
+    assert [document.id for document in ordering.documents] == ["d0", "d1", "d2", "d5", "d6"]
+    ordering.confirm()
+    ordering = orderer.order([DOCUMENTS[number] for number in (6, 7, 5, 0, 2)])
+    assert [document.id for document in ordering.documents] == ["d0", "d7", "d6", "d5", "d2"]
+    assert ordering.reuse == ["exact", "computed", "fused", "fused", "fused"]
+
+
+def test_after_a_build_all_others_are_taken_over() -> None:
+    orderer = fusing(copies="all")
+    ordering = orderer.order(DOCUMENTS[:5])
+    assert ordering.reuse == ["fused"] * 5
+    assert list(ordering.permutation) == list(range(5))
+    assert orderer.tree_size == 0
+
+
+def test_what_the_engine_has_evicted_is_computed() -> None:
+    orderer = Orderer(reuse="fused", capacity_tokens=4 * 64, suffix_tokens=0, strict=True)
+    orderer.order(DOCUMENTS[:4]).confirm()
+    orderer.order(DOCUMENTS[4:8]).confirm()
+    assert orderer.order(DOCUMENTS[:4]).reuse == ["computed"] * 4
+
+
+def test_an_exact_engine_takes_nothing_over() -> None:
+    orderer = Orderer(capacity_tokens=None, strict=True)
+    orderer.order(DOCUMENTS[:3]).confirm()
+    ordering = orderer.order([DOCUMENTS[2], DOCUMENTS[9], DOCUMENTS[0]])
+    assert ordering.fused == ()
+    assert ordering.reuse == ["exact", "computed", "computed"]
+
+
+def test_guards_hold_in_fused_requests() -> None:
+    orderer = fusing(keep_first=1)
+    orderer.order(DOCUMENTS[:4]).confirm()
+    ordering = orderer.order([DOCUMENTS[number] for number in (3, 9, 0)])
+    assert ordering.documents[0] is DOCUMENTS[3]
+    assert ordering.reuse == ["fused", "computed", "fused"] or ordering.reuse == ["fused", "fused", "computed"]
+
+
+class OnDisk:
+    """A documents' path that lies on the disk, and everything else on the device."""
+
+    def __init__(self, path: Sequence[Node]) -> None:
+        self.path = set(path)
+
+    def loads(self, node: Node) -> Loads:
+        return Loads(0, node.blocks if node in self.path else 0)
+
+    def serve(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(("load_s", "followed"), [(0.1, 2), (0.5, 0)])
+def test_a_path_is_followed_if_its_loads_cost_less_than_what_is_computed_anew(load_s: float, followed: int) -> None:
+    """A token computed takes a second, and a fifth of those taken over are."""
+    tree = KnowledgeTree(16, indexed=True)
+    on_disk = tree.insert(["a", "b"], [64, 64], [0, 1])
+    elsewhere = [*tree.insert(["c", "a"], [64, 64], [0, 1]), *tree.insert(["d", "b"], [64, 64], [0, 1])]
+    for stamp, node in enumerate([*on_disk, *elsewhere], 1):
+        node.missing, node.stamp = 0, stamp
+    places = OnDisk(on_disk)
+    fused = FusedReuse(Settings(reuse="fused", recompute=0.2), tree)
+    rest = fused.rest(["a", "b"], [64, 64], places)
+    assert rest.loads == {"a": (0, 0), "b": (0, 0)}
+    assert rest.new_tokens(0) == pytest.approx(25.6)
+    assert rest.new_tokens(64) == pytest.approx(12.8)
+    paths = PricedPaths(100, lambda _, new, host, disk: new + load_s * disk, places.loads)
+    assert paths.improve(on_disk[-1], tree, {"a": 0, "b": 1}, rest).end == 64 * followed
+
+
+def test_what_lies_on_the_disk_alone_is_loaded_either_way() -> None:
+    tree = KnowledgeTree(16, indexed=True)
+    path = tree.insert(["a", "b"], [64, 64], [0, 1])
+    for stamp, node in enumerate(path, 1):
+        node.missing, node.stamp = 0, stamp
+    places = OnDisk(path)
+    rest = FusedReuse(Settings(reuse="fused", recompute=0.2), tree).rest(["a", "b", "c"], [64, 64, 64], places)
+    assert rest.loads == {"a": (0, 64), "b": (0, 64)}
+    assert rest.new_tokens(128) == 64
+    paths = PricedPaths(100, lambda _, new, host, disk: new + 100 * disk, places.loads)
+    assert paths.improve(path[-1], tree, {"a": 0, "b": 1, "c": 2}, rest) is path[-1]
+
+
+def test_most_of_a_zipf_workload_is_reused() -> None:
+    workload = make_workload("zipf10", 0, requests=600)
+    reused = {}
+    for reuse in ("exact", "fused"):
+        orderer = Orderer(reuse=reuse, capacity_tokens=None, strict=True)  # type: ignore[arg-type]
+        tokens = 0
+        for ranking in workload.rankings:
+            ordering = orderer.order([workload.documents[number] for number in ranking])
+            kinds = ordering.reuse
+            tokens += sum(
+                d.token_count for d, kind in zip(ordering.documents, kinds, strict=True) if kind != "computed"
+            )
+            ordering.confirm()
+        reused[reuse] = tokens
+    assert reused["fused"] > 1.5 * reused["exact"]

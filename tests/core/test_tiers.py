@@ -1,0 +1,190 @@
+"""Engines with tiers: what is predicted of them, and orders that save seconds instead of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.price import orderer_of, serve, sizes_of
+
+from ragorder import DegradedWarning, Document, Orderer
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.experiments.replacement import (
+    A10G,
+    SYSTEM_TOKENS,
+    DocumentStream,
+    TwoTiers,
+    stream_of_trace,
+)
+from ragorder.kernels.profile import PrefillProfile
+
+LOADS = {"host": 1.5e-4, "disk": 1e-3}
+"""Seconds a token; computing one takes 2.2e-4 s and more."""
+
+
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefill times with slow loads, as a file of `ragorder profile`."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    replace(A10G, loads=LOADS).to_file(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["mix8", "zipf10"])
+def stream(request: pytest.FixtureRequest) -> DocumentStream:
+    return stream_of_trace(trace_of_workload(make_workload(request.param, 0), 400))
+
+
+class TestPredictions:
+    @pytest.mark.parametrize("policy", ["lru", "pgdsf", "forecast"])
+    def test_the_simulated_engine_loads_what_is_predicted(
+        self, stream: DocumentStream, profile: Path, policy: str
+    ) -> None:
+        """What the tiers hold and where: the mirror evicts as they do."""
+        device, host = sizes_of(stream)
+        tiers = TwoTiers(device, host, policy, 65_536, PrefillProfile.from_file(profile))
+        found: list[tuple[int, int, int]] = []
+        orderer = orderer_of(
+            stream,
+            capacity_tokens=SYSTEM_TOKENS + device,
+            host_tokens=host,
+            tier_policy=policy,
+            tier_copies="evicted",
+            profile=profile,
+        )
+        serve(
+            stream,
+            orderer,
+            tiers,
+            lambda ordering, served: found.append((ordering.host_tokens, served.host_tokens, served.cached_tokens)),
+        )
+        cached = sum(tokens for _, _, tokens in found)
+        assert sum(loaded for _, loaded, _ in found) > 0.05 * cached, "otherwise nothing is tested"
+        assert sum(abs(predicted - loaded) for predicted, loaded, _ in found) <= 0.01 * cached
+
+    def test_loads_are_part_of_the_cached_tokens(self) -> None:
+        orderer = Orderer(capacity_tokens=48, host_tokens=480, disk_tokens=4800, block_size=16, suffix_tokens=0)
+        first, second = Document("a", text="a", tokens=32), Document("b", text="b", tokens=32)
+        for documents in ([first], [second]):
+            orderer.order(documents).confirm()
+        ordering = orderer.order([first])
+        assert (ordering.cached_tokens, ordering.host_tokens, ordering.disk_tokens) == (32, 32, 0)
+        ordering.confirm()
+        again = orderer.order([first])
+        assert (again.cached_tokens, again.host_tokens, again.disk_tokens) == (32, 0, 0), "it is on the device now"
+
+    def test_what_only_the_disk_has_is_cached(self) -> None:
+        orderer = Orderer(capacity_tokens=32, host_tokens=32, disk_tokens=4800, block_size=16, suffix_tokens=0)
+        documents = [Document(name, text=name, tokens=32) for name in "abcde"]
+        for document in documents:
+            orderer.order([document]).confirm()
+        ordering = orderer.order(documents[:1])
+        assert (ordering.cached_tokens, ordering.host_tokens, ordering.disk_tokens) == (32, 0, 32)
+
+    def test_a_preview_and_a_batch_plan_move_nothing(self) -> None:
+        orderer = Orderer(capacity_tokens=48, host_tokens=320, block_size=16, suffix_tokens=0)
+        documents = [Document(name, text=name, tokens=32) for name in "ab"]
+        for document in documents:
+            orderer.order([document]).confirm()
+        orderer.preview(documents[:1])
+        orderer.order_batch([documents[:1]])
+        assert orderer.order(documents[1:]).host_tokens == 0
+        assert orderer.order(documents[:1]).host_tokens == 32
+
+
+class TestOneTier:
+    @pytest.mark.parametrize("loads", [{}, LOADS])
+    def test_orders_are_those_without_a_profile(
+        self, stream: DocumentStream, tmp_path: Path, loads: dict[str, float]
+    ) -> None:
+        replace(A10G, loads=loads).to_file(tmp_path / "profile.json")
+        priced = orderer_of(stream, capacity_tokens=30_000, profile=tmp_path / "profile.json")
+        plain = orderer_of(stream, capacity_tokens=30_000)
+        for documents in stream.requests:
+            orderings = [orderer.order(documents) for orderer in (plain, priced)]
+            assert orderings[0].documents == orderings[1].documents
+            assert orderings[0].cached_tokens == orderings[1].cached_tokens
+            for ordering in orderings:
+                ordering.confirm()
+
+    def test_a_device_that_holds_everything_decides_as_one_tier(self, stream: DocumentStream, profile: Path) -> None:
+        """Nothing is loaded, and so no price differs: the same documents, token for token."""
+        capacity = stream.working_set_tokens + SYSTEM_TOKENS
+        plain = orderer_of(stream, capacity_tokens=capacity)
+        priced = orderer_of(stream, capacity_tokens=capacity, host_tokens=capacity, profile=profile)
+        for documents in stream.requests:
+            orderings = [orderer.order(documents) for orderer in (plain, priced)]
+            assert orderings[0].documents == orderings[1].documents
+            assert orderings[1].host_tokens == 0
+            for ordering in orderings:
+                ordering.confirm()
+
+
+class TestOrders:
+    def test_a_short_path_on_the_device_beats_a_longer_one_on_disk(self, profile: Path) -> None:
+        """It takes 1 ms to load a token from the disk, and less to compute it."""
+        orderers = {
+            name: Orderer(
+                capacity_tokens=300, host_tokens=0, disk_tokens=3000, block_size=1, suffix_tokens=0, profile=given
+            )
+            for name, given in {"tokens": None, "seconds": profile}.items()
+        }
+        a, b, c, d = (
+            Document(name, text=name, tokens=count) for name, count in zip("abcd", (100, 80, 90, 200), strict=True)
+        )
+        orders = {}
+        for name, orderer in orderers.items():
+            for documents in ([a, b], [c], [d]):
+                orderer.order(documents).confirm()
+            ordering = orderer.order([b, c, a])
+            orders[name] = [document.id for document in ordering.documents]
+            assert (ordering.disk_tokens == 0) == (name == "seconds")
+        assert orders["tokens"] == ["a", "b", "c"]
+        assert orders["seconds"][0] == "c"
+
+    @given(st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=12))
+    def test_documents_are_a_permutation(self, profile: Path, requests: list[list[int]]) -> None:
+        orderer = Orderer(
+            key=lambda document: document,
+            tokens=lambda document: 7 * document,
+            capacity_tokens=64,
+            host_tokens=128,
+            disk_tokens=192,
+            block_size=4,
+            suffix_tokens=3,
+            profile=profile,
+            strict=True,
+        )
+        for number, documents in enumerate(requests):
+            ordering = orderer.order(documents, scope=str(number % 2))
+            assert sorted(ordering.documents) == sorted(documents)
+            assert ordering.host_tokens + ordering.disk_tokens <= ordering.cached_tokens
+            if number % 3:
+                ordering.confirm()
+            else:
+                ordering.discard()
+
+    def test_guards_hold(self, profile: Path) -> None:
+        orderer = Orderer(
+            capacity_tokens=40, host_tokens=400, block_size=1, suffix_tokens=0, keep_first=1, profile=profile
+        )
+        a, b, c = (Document(name, text=name, tokens=30) for name in "abc")
+        for documents in ([b, a], [c]):
+            orderer.order(documents).confirm()
+        assert orderer.order([a, b, c]).documents[0] is a
+
+
+class TestProfiles:
+    def test_a_profile_without_loads_is_said_to_be_of_no_use(self, tmp_path: Path) -> None:
+        A10G.to_file(tmp_path / "profile.json")
+        with pytest.warns(DegradedWarning, match="ragorder profile"):
+            orderer = Orderer(host_tokens=1000, profile=tmp_path / "profile.json")
+        assert len(orderer.degraded) == 1
+
+    def test_a_profile_that_cannot_be_read_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no-such"):
+            Orderer(host_tokens=1000, profile=tmp_path / "no-such.json")

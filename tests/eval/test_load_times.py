@@ -1,0 +1,148 @@
+"""Load times of a server's tiers, on a server that is none: a cache of three tiers behind HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.far_server import BLOCK, FarServer
+
+pytest.importorskip("httpx2")
+pytest.importorskip("prometheus_client")
+
+from ragorder.cli import main
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.experiments.profiling.loads import measure_loads
+from ragorder.eval.experiments.profiling.measuring import find_profiled
+from ragorder.kernels.profile import PrefillProfile
+
+DEVICE_BLOCKS = 100
+"""As the far server's metrics say."""
+
+FREE = PrefillProfile((0,), (16,), ((0.0,),), {"engine": "far", "model": "far"})
+
+
+class TieredServer(FarServer):
+    """Keeps all blocks that were computed in each of its tiers, least recently used first out, and takes `load_s` for a
+    token that it loads."""
+
+    def __init__(self, host_blocks: int, *, disk: bool, load_s: dict[str, float] | None = None) -> None:
+        super().__init__()
+        sizes = {"device": DEVICE_BLOCKS, "host": host_blocks, "disk": 1 << 20 if disk else 0}
+        self.tiers: dict[str, OrderedDict[Any, None]] = {tier: OrderedDict() for tier, size in sizes.items() if size}
+        self.sizes = sizes
+        self.load_s = load_s or {}
+        self.hits: Counter[str] = Counter()
+        self.queried = 0
+
+    def cached_tokens(self, body: dict[str, Any]) -> int:
+        prompt, salt = body["prompt"], body["cache_salt"]
+        heads = [(salt, tuple(prompt[:end])) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+        found = []
+        for head in heads[: (len(prompt) - 1) // BLOCK]:
+            source = next((tier for tier, held in self.tiers.items() if head in held), None)
+            if source is None:
+                break
+            found.append(source)
+        for tier, held in self.tiers.items():
+            for head in reversed(heads):
+                held[head] = None
+                held.move_to_end(head)
+            while len(held) > self.sizes[tier]:
+                held.popitem(last=False)
+        with self._lock:
+            self.bodies.append(body)
+            self.queried += len(prompt)
+            self.hits.update({tier: BLOCK * count for tier, count in Counter(found).items()})
+        time.sleep(sum(BLOCK * self.load_s.get(tier, 0.0) for tier in found))
+        return BLOCK * len(found)
+
+    def page(self, path: str) -> str | None:
+        if path != "/metrics":
+            return super().page(path)
+        hits = "vllm:prompt_tokens_cached_by_source_total"
+        lines = [f'{hits}{{source="{tier}"}} {self.hits[tier]}' for tier in self.tiers]
+        lines.append(f"vllm:prefix_cache_queries_total {self.queried}")
+        for tier, held in self.tiers.items() if self.queried else ():
+            lines.append(f'vllm:ragorder_chunks{{tier="{tier}"}} {len(held)}')
+            lines.append(f'vllm:ragorder_capacity_bytes{{tier="{tier}"}} {self.sizes[tier]}')
+        return "\n".join([str(super().page(path)).strip(), *lines, ""])
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    def serve(host_blocks: int, **options: Any) -> TieredServer:
+        return stack.enter_context(TieredServer(host_blocks, **options))
+
+    with ExitStack() as stack:
+        yield serve
+
+
+def test_the_tiers_of_a_server_are_told_apart(serve: Any) -> None:
+    far = serve(400, disk=True, load_s={"host": 1e-4, "disk": 4e-4})
+    profile = measure_loads(find_profiled(far.base_url), FREE, repeats=2)
+    assert set(profile.loads) == {"host", "disk"}
+    # Waiting takes at least as long as it was told to, and the tiers differ by more than the machine's noise.
+    assert profile.loads["host"] >= 1e-4
+    assert profile.loads["disk"] >= profile.loads["host"] + 1e-4
+    assert profile.facts["load_missing"] == []
+    assert len(profile.facts["load_samples_s_per_token"]["host"]) >= 2
+    assert profile.facts["engine"] == "far"
+    assert PrefillProfile.from_json(profile.as_json()) == profile
+
+
+def test_only_tiers_that_the_server_has_are_measured(serve: Any) -> None:
+    far = serve(1 << 20, disk=False)
+    profile = measure_loads(find_profiled(far.base_url), FREE, repeats=1)
+    assert set(profile.loads) == {"host"}
+
+
+def test_no_two_prompts_share_anything(serve: Any) -> None:
+    far = serve(1 << 20, disk=False)
+    measure_loads(find_profiled(far.base_url), FREE, repeats=2, seed=5)
+    salts = Counter(body["cache_salt"] for body in far.bodies)
+    assert sorted(salts.values())[-3:] == [1, 2, 2], "only the probed prompts were sent twice"
+
+
+def test_what_does_not_come_back_in_time_is_missing(serve: Any) -> None:
+    far = serve(1 << 20, disk=True)
+    profile = measure_loads(find_profiled(far.base_url), FREE, repeats=1, limit_s=0.3)
+    assert "disk" not in profile.loads
+    assert "disk" in profile.facts["load_missing"]
+
+
+def test_a_server_without_tiers_is_refused(serve: Any) -> None:
+    with FarServer() as far, pytest.raises(EngineError, match="not that of a vLLM server"):
+        measure_loads(find_profiled(far.base_url), FREE)
+
+
+class TestTheCommand:
+    def profile(self, far: FarServer, tmp_path: Path, *options: str) -> Any:
+        command = ["profile", "--base-url", far.base_url, "--cached", "0", "--new", "16", "--repeats", "1"]
+        return CliRunner().invoke(main, [*command, "-o", str(tmp_path / "p.json"), *options])
+
+    def test_writes_load_times_into_the_profile(self, serve: Any, tmp_path: Path) -> None:
+        far = serve(400, disk=True, load_s={"host": 1e-4, "disk": 4e-4})
+        done = self.profile(far, tmp_path, "--loads")
+        assert done.exit_code == 0, done.output
+        assert "loading from host: " in done.output
+        assert set(PrefillProfile.from_file(tmp_path / "p.json").loads) == {"host", "disk"}
+
+    def test_says_which_are_missing(self, serve: Any, tmp_path: Path) -> None:
+        done = self.profile(serve(1 << 20, disk=True), tmp_path, "--loads", "--loads-limit", "200ms")
+        assert done.exit_code == 0
+        assert "raise --loads-limit" in done.output
+
+    def test_measures_none_unless_asked(self, serve: Any, tmp_path: Path) -> None:
+        assert self.profile(serve(400, disk=True), tmp_path).exit_code == 0
+        assert PrefillProfile.from_file(tmp_path / "p.json").loads == {}
+
+    def test_needs_a_running_server(self, tmp_path: Path) -> None:
+        done = CliRunner().invoke(main, ["profile", "--loads", "-o", str(tmp_path / "p.json")])
+        assert (done.exit_code, "give --base-url" in done.output) == (2, True)

@@ -1,0 +1,299 @@
+"""Documents' copies by content: which is used where a document stands behind others than it was computed behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ragorder.kernels.cache import (
+    Contents,
+    DiskSettings,
+    KnowledgeCache,
+    Rank,
+    Segment,
+    TierTokens,
+    Whereabouts,
+    content_of,
+    segments_of,
+)
+from ragorder.kernels.cache.contents import _FEWEST
+from ragorder.kernels.paging import BlockPool, KVShape
+from ragorder.kernels.store.variants import variant_key
+
+SHAPE = KVShape(layers=1, kv_heads=1, head_dim=2, block_size=4)
+SYSTEM = [1, 2, 3, 4, 5]
+A, B, C, D = ([10 * place + each for each in range(6)] for place in range(1, 5))
+
+
+def path_of(*documents: list[int], system: list[int] = SYSTEM, salt: str | None = None) -> tuple[Segment, ...]:
+    tokens = [*system, *(token for document in documents for token in document), 0]
+    ends = [len(system)] if system else []
+    for document in documents:
+        ends.append((ends[-1] if ends else 0) + len(document))
+    return segments_of(tokens, ends, salt=salt, prefix_tokens=len(system))
+
+
+class TestAContent:
+    def test_is_the_same_wherever_a_document_stands(self) -> None:
+        first, second = path_of(A, B), path_of(C, B, A)
+        assert first[1].content == second[3].content == content_of(SYSTEM, A)
+        assert first[2].content == second[2].content == content_of(SYSTEM, B)
+        assert len({segment.content for segment in second}) == 4
+
+    def test_is_the_key_directly_behind_the_system_prompt(self) -> None:
+        assert path_of(A)[1].content == path_of(A)[1].key
+        assert path_of(B, A)[2].content == path_of(A)[1].key
+        assert path_of(A, system=[])[0].content == path_of(A, system=[])[0].key == content_of([], A)
+
+    def test_is_of_one_system_prompt_and_one_tenant(self) -> None:
+        contents = {
+            path[-1].content
+            for path in (path_of(A), path_of(A, system=[9]), path_of(A, system=[]), path_of(A, salt="a"), path_of(B))
+        }
+        assert len(contents) == 5
+        assert content_of(SYSTEM, A, salt="a") == path_of(B, A, salt="a")[-1].content
+
+    def test_is_of_marked_documents_only(self) -> None:
+        tokens = list(range(40))
+        assert not any(segment.content for segment in segments_of(tokens, [5, 20]))
+        assert not any(segment.content for segment in segments_of(tokens, [], chunk_tokens=8, prefix_tokens=0))
+        assert not segments_of(tokens, [5, 20], prefix_tokens=5)[0].content
+        assert segments_of(tokens, [5, 20], prefix_tokens=5)[1].content
+
+
+def where(key: bytes, parent: bytes | None = None, start: int = 5) -> Whereabouts:
+    return Whereabouts(key, parent, start, 6)
+
+
+class TestContents:
+    @pytest.fixture
+    def contents(self) -> Contents:
+        self.gone: set[bytes] = set()
+        return Contents(lambda key: key not in self.gone)
+
+    def test_prefer_a_preprocessed_copy_then_one_of_its_own(self, contents: Contents) -> None:
+        contents.add(b"a", where(b"S/b/a", b"S/b"), Rank.ELSEWHERE)
+        assert contents.cover([b"a", b"b"]) == [where(b"S/b/a", b"S/b"), None]
+        contents.add(b"a", where(b"a", b"S"), Rank.STANDALONE)
+        assert contents.cover([b"a"]) == [where(b"a", b"S")]
+        contents.add(b"a", where(b"a+", b"S"), Rank.PREPROCESSED)
+        assert contents.cover([b"a"]) == [where(b"a+", b"S")]
+
+    def test_prefer_the_longest_run_that_saw_itself(self, contents: Contents) -> None:
+        for content in (b"a", b"b", b"c"):
+            contents.add(content, where(content, b"S"), Rank.STANDALONE)
+        contents.add(b"b", where(b"x/b", b"x"), Rank.ELSEWHERE)
+        contents.add(b"c", where(b"x/b/c", b"x/b"), Rank.ELSEWHERE)
+        found = contents.cover([b"a", b"b", b"c", b"a"])
+        assert [each and each.key for each in found] == [b"a", b"x/b", b"x/b/c", b"a"]
+        assert [each and each.key for each in contents.cover([b"c", b"b"])] == [b"c", b"b"]
+
+    def test_a_preprocessed_copy_ends_a_run(self, contents: Contents) -> None:
+        contents.add(b"a", where(b"a", b"S"), Rank.STANDALONE)
+        contents.add(b"b", where(b"a/b", b"a"), Rank.ELSEWHERE)
+        contents.add(b"b", where(b"b+", b"S"), Rank.PREPROCESSED)
+        assert [each and each.key for each in contents.cover([b"a", b"b"])] == [b"a", b"b+"]
+
+    def test_forget_what_no_tier_holds(self, contents: Contents) -> None:
+        contents.add(b"a", where(b"a"), Rank.STANDALONE)
+        contents.add(b"a", where(b"x/a", b"x"), Rank.ELSEWHERE)
+        self.gone = {b"a"}
+        assert contents.cover([b"a"]) == [where(b"x/a", b"x")]
+        assert len(contents) == 1
+        self.gone = {b"a", b"x/a"}
+        assert contents.cover([b"a"]) == [None]
+        assert len(contents) == 0
+
+    def test_do_not_grow_with_what_is_gone(self, contents: Contents) -> None:
+        for number in range(10 * _FEWEST):
+            key = number.to_bytes(4, "big")
+            contents.add(key, where(key), Rank.STANDALONE)
+            if number % 10:
+                self.gone.add(key)
+        assert len(contents) <= 2 * _FEWEST + 2
+        alive = [key for number in range(0, 10 * _FEWEST, 10) if (key := number.to_bytes(4, "big"))]
+        assert all(contents.cover(alive))
+
+
+def compute(cache: KnowledgeCache, path: tuple[Segment, ...]) -> None:
+    """As a request that computes what is missing."""
+    tokens = sum(segment.tokens for segment in path)
+    lease = cache.acquire(path)
+    cache.extend(lease, tokens + 1)
+    for position in range(lease.cached_tokens, tokens + 1):
+        cache.pool.kv[lease.block_table[position // 4], :, :, position % 4] = float(position)
+    cache.commit(lease, tokens)
+    cache.release(lease)
+
+
+class TestALease:
+    @pytest.fixture
+    def cache(self) -> KnowledgeCache:
+        cache = KnowledgeCache(SHAPE, device_blocks=64, host_blocks=64)
+        compute(cache, path_of(A))
+        compute(cache, path_of(B, C))
+        return cache
+
+    def test_borrows_what_was_computed_elsewhere(self, cache: KnowledgeCache) -> None:
+        path = path_of(B, A, C, D)
+        lease = cache.acquire(path, borrow=True)
+        assert lease.cached_tokens == 11
+        cache.extend(lease, 40)
+        assert [(each.start, each.tokens, each.copy.node.start) for each in lease.borrowed] == [(11, 6, 5), (17, 6, 11)]
+        assert cache.give_back(lease) == (12, 0, 0)
+        assert lease.borrowed == []
+        assert cache.stats().device.hit_tokens == 5 + 11 + 12
+        cache.release(lease)
+        cache.clear()
+        assert cache.pool.used_blocks == 0
+
+    def test_does_not_without_being_asked_to(self, cache: KnowledgeCache) -> None:
+        lease = cache.acquire(path_of(B, A))
+        assert lease.borrowed == []
+        cache.release(lease)
+
+    def test_keeps_what_it_borrows_until_it_is_given_back(self, cache: KnowledgeCache) -> None:
+        lease = cache.acquire(path_of(D, A), borrow=True)
+        assert lease.cached_tokens == 5
+        [borrowed] = lease.borrowed
+        compute(cache, path_of([99] * 230))
+        assert borrowed.copy.resident
+        cache.extend(lease, 20)
+        cache.give_back(lease)
+        assert borrowed.copy.entry is not None and not borrowed.copy.entry.pins
+        cache.release(lease)
+
+    def test_loads_it_from_the_host(self, cache: KnowledgeCache) -> None:
+        compute(cache, path_of([99] * 245))
+        assert cache.find_elsewhere(path_of(D, A)) == (0, 6, 0)
+        lease = cache.acquire(path_of(D, A), borrow=True)
+        cache.extend(lease, 20)
+        [borrowed] = lease.borrowed
+        held = cache.pool.kv[borrowed.copy.blocks][:, 0, 0, :, 0, 0].flatten()
+        assert held[1:7].tolist() == [5, 6, 7, 8, 9, 10]
+        assert cache.give_back(lease) == (0, 6, 0)
+        cache.release(lease)
+
+    def test_computes_what_has_no_room_beside_it(self) -> None:
+        cache = KnowledgeCache(SHAPE, device_blocks=9)
+        compute(cache, path_of(A))
+        lease = cache.acquire(path_of(D, A, B, C), borrow=True)
+        # 29 tokens take 8 of the 9 blocks.
+        assert lease.borrowed == []
+        cache.extend(lease, 30)
+        cache.release(lease)
+
+    def test_waits_for_the_step_that_computes_it(self, cache: KnowledgeCache) -> None:
+        first = cache.acquire(path_of(D))
+        cache.extend(first, 12)
+        cache.commit(first, 11)
+        second = cache.acquire(path_of(A, D), borrow=True)
+        assert not second.ready
+        cache.mark_computed(first)
+        assert second.ready
+        cache.extend(second, 20)
+        assert [each.start for each in second.borrowed] == [11]
+        cache.release(first)
+        cache.release(second)
+
+    def test_forgets_what_a_failed_step_was_to_compute(self, cache: KnowledgeCache) -> None:
+        first = cache.acquire(path_of(D))
+        cache.extend(first, 12)
+        cache.commit(first, 11)
+        second = cache.acquire(path_of(A, D), borrow=True)
+        cache.discard(first)
+        assert second.ready
+        assert second.borrowed == []
+        cache.release(second)
+
+    def test_is_ended_whatever_it_has_borrowed(self, cache: KnowledgeCache) -> None:
+        for end in (cache.release, cache.discard):
+            end(cache.acquire(path_of(D, A, C), borrow=True))
+        lease = cache.acquire(path_of(D, A), borrow=True)
+        cache.clear()
+        cache.extend(lease, 20)
+        assert lease.borrowed == []
+        cache.release(lease)
+        assert cache.pool.used_blocks == 0
+
+    def test_the_same_document_twice(self, cache: KnowledgeCache) -> None:
+        lease = cache.acquire(path_of(D, A, A), borrow=True)
+        cache.extend(lease, 30)
+        assert [each.start for each in lease.borrowed] == [11, 17]
+        cache.give_back(lease)
+        cache.release(lease)
+        cache.clear()
+        assert cache.pool.used_blocks == 0
+
+
+def adopted(cache: KnowledgeCache, document: list[int], value: float = 7.0) -> tuple[bytes, bool]:
+    """A document's KV of this value, taken up as made in the sight of others; its key, and whether there was room."""
+    system, segment = path_of(document)
+    key = variant_key(segment.content, b"neighbours:x")
+    kv = BlockPool(SHAPE, len(SHAPE.covering(5, len(document))))
+    kv.kv.fill_(value)
+    return key, cache.adopt(segment.content, Whereabouts(key, system.key, 5, len(document)), kv)
+
+
+def borrowed_rows(cache: KnowledgeCache, document: list[int]) -> tuple[list[float], TierTokens]:
+    """The KV that a request with this document behind another one gets, and from where."""
+    lease = cache.acquire(path_of(D, document), borrow=True)
+    cache.extend(lease, 18)
+    [borrowed] = lease.borrowed
+    rows = cache.pool.kv[borrowed.copy.blocks][:, 0, 0, :, 0, 0].flatten()[1 : 1 + len(document)].tolist()
+    tokens = cache.give_back(lease)
+    cache.release(lease)
+    return rows, tokens
+
+
+class TestAnAdoptedCopy:
+    def test_is_borrowed_before_others_and_is_no_prefix(self) -> None:
+        cache = KnowledgeCache(SHAPE, device_blocks=32)
+        compute(cache, path_of(A))
+        assert adopted(cache, A) == (adopted(cache, A)[0], True)
+        assert cache.find(path_of(A)) == (11, 0, 0)
+        assert borrowed_rows(cache, A) == ([7.0] * 6, (6, 0, 0))
+        adopted(cache, B)
+        assert cache.find(path_of(B)) == (5, 0, 0)
+        assert borrowed_rows(cache, B) == ([7.0] * 6, (6, 0, 0))
+        cache.clear()
+        assert cache.pool.used_blocks == 0
+
+    def test_stays_as_it_was_first(self) -> None:
+        cache = KnowledgeCache(SHAPE, device_blocks=32)
+        adopted(cache, A, 7.0)
+        adopted(cache, A, 8.0)
+        assert borrowed_rows(cache, A)[0] == [7.0] * 6
+
+    def test_moves_over_the_tiers_and_is_found_after_a_restart(self, tmp_path: Path) -> None:
+        disk = DiskSettings(tmp_path / "disk", 1 << 20)
+        cache = KnowledgeCache(SHAPE, device_blocks=8, host_blocks=2, disk=disk, identity="m", policy="lru")
+        adopted(cache, A)
+        compute(cache, path_of([99] * 20))
+        assert borrowed_rows(cache, A) == ([7.0] * 6, (0, 6, 0))
+        for document in (B, C, D, [70] * 6, [80] * 6):
+            compute(cache, path_of(document))
+        cache.close()
+        cache = KnowledgeCache(SHAPE, device_blocks=8, disk=disk, identity="m")
+        assert borrowed_rows(cache, A) == ([7.0] * 6, (0, 0, 6))
+        cache.close()
+
+    def test_needs_room_beside_what_is_in_use(self) -> None:
+        cache = KnowledgeCache(SHAPE, device_blocks=4)
+        lease = cache.acquire(path_of(A))
+        cache.extend(lease, 12)
+        assert adopted(cache, B)[1] is False
+        assert cache.find_elsewhere(path_of(D, B)) == (0, 0, 0)
+        cache.release(lease)
+        assert adopted(cache, B)[1] is True
+
+    def test_has_the_blocks_that_cover_it(self) -> None:
+        cache = KnowledgeCache(SHAPE, device_blocks=8)
+        system, segment = path_of(A)
+        copy = Whereabouts(variant_key(segment.content, b"x"), system.key, 5, 6)
+        for kv in (BlockPool(SHAPE, 1), BlockPool(KVShape(2, 1, 2, 4), 2)):
+            with pytest.raises(ValueError, match="6 tokens from 5 on are not in"):
+                cache.adopt(segment.content, copy, kv)

@@ -1,0 +1,490 @@
+"""The embedded engine on a device that fails: answers are a cold engine's, or errors that say so (RAGCache 6)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.rings import length
+from support.small_engine import BLOCK, Make, ask, block_bytes, difference, greedy, run, small_tiers, tokens
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ragorder.kernels.engine import Completion, DeviceLostError, Fusion, Request, RequestRefusedError, TieredEngine
+from ragorder.kernels.engine.recovery import fault_of
+
+WORD = "Zanzibar"
+
+
+class Faults:
+    """Failures of an engine's device: `next` has those of the next steps, None for a step that succeeds."""
+
+    def __init__(self, engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.next: list[str | None] = []
+        self.count = 0
+        self.batches: list[int] = []
+        self._engine = engine
+        self._forward = engine._runner.forward
+        self._compute = engine._runner.compute
+        monkeypatch.setattr(engine._runner, "forward", self.forward)
+        monkeypatch.setattr(engine._runner, "compute", self.compute)
+        self.kind: str | None = None
+
+    def compute(self, chunks: Any) -> Any:
+        self.kind = self.next.pop(0) if self.next else None
+        self.count += self.kind is not None
+        self.batches.append(sum(chunk.tokens for chunk in chunks))
+        answer = self._compute(chunks)
+        if self.kind == "after sampling":
+            raise RuntimeError(WORD)
+        return answer
+
+    def forward(self, *arguments: Any) -> Any:
+        if self.kind == "memory":
+            raise torch.OutOfMemoryError(WORD)
+        if self.kind == "before":
+            raise RuntimeError(WORD)
+        logits = self._forward(*arguments)
+        if self.kind == "after":
+            # Nothing on the device is what it was.
+            self._engine._cache.pool.kv.fill_(float("nan"))
+            raise RuntimeError(WORD)
+        return logits
+
+
+KINDS = ["before", "after", "after sampling", "memory"]
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[TieredEngine], Faults]:
+    return lambda engine: Faults(engine, monkeypatch)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("ragorder.kernels.engine.sequence.perf_counter", clock)
+    return clock
+
+
+def streamed(engine: TieredEngine) -> dict[int, tuple[list[int], str, Completion]]:
+    """Tokens and text as the updates brought them, and the completion."""
+    told: dict[int, tuple[list[int], str]] = {}
+    done = {}
+    while engine.has_unfinished:
+        for update in engine.step():
+            ids, text = told.get(update.request_id, ([], ""))
+            told[update.request_id] = ([*ids, *update.token_ids], text + update.text)
+            if update.completion is not None:
+                done[update.request_id] = (*told[update.request_id], update.completion)
+    return done
+
+
+class TestAFailedStep:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("good_steps", [0, 1, 4])
+    def test_is_computed_again_and_no_token_is_lost_or_repeated(
+        self, make: Make, plain: Any, faults: Callable[..., Faults], kind: str, good_steps: int
+    ) -> None:
+        engine = make(max_batch_tokens=64)
+        broken = faults(engine)
+        shared = tokens(40, 1)
+        requests = [ask([shared], tokens(9, seed), max_tokens=6) for seed in range(3)]
+        ids = [engine.add(request) for request in requests]
+        broken.next = [*[None] * good_steps, kind]
+        done = streamed(engine)
+        assert broken.count == 1
+        for request_id, request in zip(ids, requests, strict=True):
+            ids_told, _, completion = done[request_id]
+            assert ids_told == list(completion.token_ids) == greedy(plain, request)
+            assert difference(completion, plain, request) <= 1e-4
+        assert engine.stats().failed_steps == 1
+        assert engine.stats().finished == {"length": 3}
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_draws_the_same_tokens_again(self, make: Make, faults: Callable[..., Faults], kind: str) -> None:
+        requests = [ask([], tokens(20, seed), max_tokens=8, temperature=1.0, seed=seed) for seed in range(3)]
+        expected = [completion.token_ids for completion in make().generate(requests)]
+        engine = make()
+        broken = faults(engine)
+        broken.next = [kind, None, kind, None, None, kind]
+        assert [completion.token_ids for completion in engine.generate(requests)] == expected
+        assert broken.count == 3
+
+    def test_keeps_what_host_and_disk_hold(
+        self, make: Make, plain: Any, model: Any, tmp_path: Path, faults: Callable[..., Faults]
+    ) -> None:
+        engine = make(**small_tiers(model, tmp_path, 8), replicate_nodes=0)
+        documents = [tokens(90, seed) for seed in range(4)]
+        for document in documents:
+            engine.generate([ask([document], tokens(9, 3))])
+        faults(engine).next = ["after"]
+        request = ask([tokens(20, 77)], tokens(9, 3))
+        assert difference(engine.generate([request])[0], plain, request) <= 1e-4
+        found = {}
+        for document in reversed(documents[:3]):
+            request = ask([document], tokens(9, 4))
+            [completion] = engine.generate([request])
+            assert difference(completion, plain, request) <= 1e-4
+            found[completion.cached] = completion
+        assert {cached.total for cached in found} == {90}
+        assert {bool(cached.host) for cached in found} == {True, False}
+
+    def test_leaves_nothing_of_the_device_but_replicas(
+        self, make: Make, plain: Any, model: Any, faults: Callable[..., Faults]
+    ) -> None:
+        engine = make(host_bytes=64 * block_bytes(model), replicate_nodes=1)
+        often, once = ask([tokens(40, 1)], tokens(9, 3)), ask([tokens(40, 2)], tokens(9, 3))
+        engine.generate([often])
+        engine.generate([often])
+        engine.generate([once])
+        faults(engine).next = ["after"]
+        engine.generate([ask([], tokens(9, 5))])
+        cached = []
+        for request in (often, once):
+            [completion] = engine.generate([request])
+            assert difference(completion, plain, request) <= 1e-4
+            cached.append(completion.cached)
+        assert cached == [(0, 40, 0), (0, 0, 0)]
+
+    def test_reports_as_cached_what_was_of_use(self, make: Make, faults: Callable[..., Faults]) -> None:
+        """What the failure took away was not."""
+        engine = make()
+        request = ask([tokens(40, 1)], tokens(9, 3), max_tokens=3)
+        engine.generate([request])
+        broken = faults(engine)
+        broken.next = ["before"]
+        assert engine.generate([request])[0].cached.total == 0
+        broken.next = [None, "before"]
+        assert engine.generate([request])[0].cached.total == 40
+
+    def test_while_others_load_wait_and_decode(
+        self, make: Make, plain: Any, model: Any, faults: Callable[..., Faults]
+    ) -> None:
+        engine = make(device_tokens=16 * BLOCK, host_bytes=64 * block_bytes(model), max_batch_tokens=24, max_requests=3)
+        documents = [tokens(90, seed) for seed in range(3)]
+        for document in documents:
+            engine.generate([ask([document], tokens(9, 3))])
+        broken = faults(engine)
+        requests = [ask([], tokens(4, 5), max_tokens=20)]
+        requests += [ask([document], tokens(9, 6), max_tokens=5) for document in documents]
+        ids = [engine.add(request) for request in requests]
+        broken.next = [None, "after", None, "after"]
+        done = streamed(engine)
+        for request_id, request in zip(ids, requests, strict=True):
+            assert done[request_id][0] == greedy(plain, request)
+
+    def test_names_no_content(
+        self, make: Make, faults: Callable[..., Faults], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make(max_retries=0)
+        faults(engine).next = ["before"]
+        with caplog.at_level(logging.DEBUG, "ragorder"):
+            [completion] = engine.generate([ask([], tokens(9, 1))])
+        assert "the model's forward failed (RuntimeError in test_engine_faults.py" in (completion.error or "")
+        assert WORD not in caplog.text + (completion.error or "")
+
+
+class TestRetries:
+    @pytest.mark.parametrize("retries", [0, 1, 3])
+    def test_are_bounded(self, make: Make, plain: Any, faults: Callable[..., Faults], retries: int) -> None:
+        engine = make(max_retries=retries)
+        request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=3)
+        broken = faults(engine)
+        broken.next = ["before"] * (retries + 1)
+        [failed] = engine.generate([request])
+        assert failed.finish_reason == "error"
+        assert (f"its retries ({retries} of them: max_retries)" in (failed.error or "")) == (retries > 0)
+        broken.next = ["before"] * retries
+        [served] = engine.generate([request])
+        assert list(served.token_ids) == greedy(plain, request)
+        stats = engine.stats()
+        assert (stats.failed_steps, stats.retries) == (2 * retries + 1, 2 * retries)
+        assert stats.finished == {"error": 1, "length": 1}
+
+    def test_of_one_bad_request_spare_the_others(self, make: Make, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From its second failure on a request is computed by itself, until that has succeeded."""
+        engine = make()
+        requests = [ask([tokens(30, seed)], tokens(9, seed), max_tokens=4) for seed in range(8)]
+        ids = [engine.add(request) for request in requests]
+        compute = engine._runner.compute
+
+        def fails_with_the_fifth(chunks: Any) -> Any:
+            if any(chunk.sequence.request_id == ids[4] for chunk in chunks):
+                raise RuntimeError(WORD)
+            return compute(chunks)
+
+        monkeypatch.setattr(engine._runner, "compute", fails_with_the_fifth)
+        done = run(engine)
+        assert [done[each].finish_reason for each in ids] == ["length"] * 4 + ["error"] + ["length"] * 3
+        for request_id, request in zip(ids, requests, strict=True):
+            if request_id != ids[4]:
+                assert list(done[request_id].token_ids) == greedy(plain, request)
+
+    @pytest.mark.parametrize("error", [ValueError, TypeError, NotImplementedError, RecursionError])
+    def test_are_not_for_errors_that_would_come_again(self, error: type[Exception]) -> None:
+        assert fault_of(error(WORD)) == "other"
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("x"),
+            MemoryError(),
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        ],
+    )
+    def test_know_a_shortage_of_memory(self, error: Exception) -> None:
+        assert fault_of(error) == "memory"
+
+
+class TestAShortageOfMemory:
+    def test_halves_the_step_until_it_suffices(self, make: Make, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = make(max_batch_tokens=512)
+        batches = []
+        compute = engine._runner.compute
+
+        def needs_room(chunks: Any) -> Any:
+            batches.append(sum(chunk.tokens for chunk in chunks))
+            if batches[-1] > 20:
+                raise torch.OutOfMemoryError(WORD)
+            return compute(chunks)
+
+        monkeypatch.setattr(engine._runner, "compute", needs_room)
+        requests = [ask([tokens(60, seed)], tokens(9, seed), max_tokens=2) for seed in range(4)]
+        for completion, request in zip(engine.generate(requests), requests, strict=True):
+            assert list(completion.token_ids) == greedy(plain, request)
+        assert batches[:5] == [276, 138, 69, 34, 17]
+        assert max(batches[4:]) == 17
+        stats = engine.stats()
+        assert (stats.failed_steps, stats.retries, stats.finished) == (4, 0, {"length": 4})
+
+    def test_keeps_what_earlier_steps_have_cached(self, make: Make, faults: Callable[..., Faults]) -> None:
+        engine = make()
+        engine.generate([ask([tokens(40, 1)], tokens(9, 2))])
+        faults(engine).next = ["memory"]
+        [completion] = engine.generate([ask([tokens(40, 1)], tokens(9, 3))])
+        assert completion.cached.device == 40
+
+    def test_is_over_after_a_while(
+        self, make: Make, faults: Callable[..., Faults], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.kernels.engine.scheduler._STEPS_TO_GROW", 3)
+        engine = make(max_batch_tokens=64)
+        broken = faults(engine)
+        broken.next = ["memory"]
+        engine.generate([ask([], tokens(400, 1))])
+        assert broken.batches == [64, 32, 32, 32, 64, 64, 64, 64, 48]
+
+    def test_for_one_token_is_a_failure(self, make: Make, faults: Callable[..., Faults]) -> None:
+        engine = make(max_retries=2)
+        faults(engine).next = ["memory"] * 9
+        [completion] = engine.generate([ask([], tokens(9, 1))])
+        assert completion.finish_reason == "error"
+        assert "OutOfMemoryError" in (completion.error or "")
+        # 9, 4, 2 tokens, and one token three times.
+        assert engine.stats().failed_steps == 6
+
+
+class TestALostDevice:
+    @pytest.fixture
+    def lost(self, make: Make, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TieredEngine:
+        """The context of the device is gone: whatever is asked of it fails."""
+        engine = make(device_tokens=8 * BLOCK, disk_path=tmp_path / "kv", disk_bytes=1 << 24)
+        for seed in range(3):
+            engine.generate([ask([tokens(90, seed)], tokens(9, 3))])
+        engine._cache._tiers.drain()
+        engine._cache._disk.wait()
+
+        def gone(*_: Any) -> Any:
+            raise RuntimeError(WORD)
+
+        for name in ("compute", "recover"):
+            monkeypatch.setattr(engine._runner, name, gone)
+        return engine
+
+    def test_ends_all_and_says_so(self, lost: TieredEngine, caplog: pytest.LogCaptureFixture) -> None:
+        request = ask([tokens(40, 1)], tokens(9, 2))
+        with pytest.raises(DeviceLostError, match="start another process"):
+            lost.generate([request])
+        for call in (lambda: lost.add(request), lost.step, lambda: lost.generate([request])):
+            with pytest.raises(DeviceLostError, match="start another process"):
+                call()
+        assert not lost._sequences
+        assert WORD not in caplog.text
+
+    def test_leaves_the_disk_to_the_next_engine(
+        self, lost: TieredEngine, make: Make, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(DeviceLostError):
+            lost.generate([ask([tokens(40, 1)], tokens(9, 2))])
+
+        def gone() -> None:
+            raise RuntimeError(WORD)
+
+        monkeypatch.setattr(lost._cache._tiers, "drain", gone)
+        with pytest.raises(RuntimeError):
+            lost.close()
+        engine = make(device_tokens=8 * BLOCK, disk_path=tmp_path / "kv", disk_bytes=1 << 24)
+        request = ask([tokens(90, 0)], tokens(9, 2))
+        [completion] = engine.generate([request])
+        assert completion.cached == (0, 0, 90)
+        assert difference(completion, plain, request) <= 1e-4
+
+
+class TestADeadline:
+    def test_ends_a_request_and_frees_its_blocks(self, make: Make, plain: Any, clock: Clock) -> None:
+        engine = make()
+        hurried = Request(tokens(20, 1), deadline_s=2.0, sampling=ask([], [1], max_tokens=50).sampling)
+        patient = ask([], tokens(20, 2), max_tokens=5)
+        ids = [engine.add(hurried), engine.add(patient)]
+        for _ in range(3):
+            engine.step()
+            clock.now += 1.0
+        done = run(engine)
+        assert done[ids[0]].finish_reason == "timeout"
+        assert done[ids[0]].error == ("its deadline of 2 s has passed after 3 tokens: allow more, or ask for less")
+        expected = greedy(plain, Request(hurried.token_ids, sampling=hurried.sampling))
+        assert list(done[ids[0]].token_ids) == expected[:3]
+        assert list(done[ids[1]].token_ids) == greedy(plain, patient)
+        assert engine.stats().finished == {"timeout": 1, "length": 1}
+        engine.clear_cache()
+        assert engine._cache.pool.used_blocks == 0
+
+    def test_is_kept_by_what_waits_too(self, make: Make, clock: Clock) -> None:
+        engine = make(max_requests=1, deadline_s=5.0)
+        engine.add(ask([], tokens(20, 1), max_tokens=30))
+        waiting = engine.add(ask([], tokens(20, 2)))
+        engine.step()
+        clock.now = 5.1
+        ended = {update.request_id: update.completion for update in engine.step()}
+        completion = ended[waiting]
+        assert completion is not None
+        assert (completion.finish_reason, completion.token_ids) == ("timeout", ())
+        assert "after 0 tokens" in (completion.error or "")
+        assert not engine.has_unfinished
+
+    @pytest.mark.parametrize(
+        ("engines", "own", "effective"), [(None, 3.0, 3.0), (3.0, None, 3.0), (3.0, 9.0, 3.0), (9.0, 3.0, 3.0)]
+    )
+    def test_is_the_earlier_of_the_engines_and_the_requests(
+        self, make: Make, clock: Clock, engines: float | None, own: float | None, effective: float
+    ) -> None:
+        engine = make(deadline_s=engines)
+        request = ask([], tokens(20, 1), max_tokens=100)
+        engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=own))
+        clock.now = effective
+        assert engine.step()[-1].completion is None
+        clock.now = effective + 0.1
+        completion = engine.step()[-1].completion
+        assert completion is not None
+        assert completion.finish_reason == "timeout"
+
+    def test_holds_while_the_device_fails(self, make: Make, faults: Callable[..., Faults], clock: Clock) -> None:
+        engine = make(max_retries=1000)
+        request = ask([], tokens(20, 1), max_tokens=5)
+        engine.add(Request(request.token_ids, sampling=request.sampling, deadline_s=2.5))
+        broken = faults(engine)
+        broken.next = ["before"] * 1000
+        while engine.has_unfinished:
+            updates = engine.step()
+            clock.now += 1.0
+        assert updates[-1].completion is not None
+        assert updates[-1].completion.finish_reason == "timeout"
+        assert broken.count == 3
+
+    @pytest.mark.parametrize("deadline_s", [0, -1.0, float("nan")])
+    def test_that_cannot_be_is_refused(self, make: Make, deadline_s: float) -> None:
+        with pytest.raises(RequestRefusedError, match="deadline_s"):
+            make().add(Request(tokens(9, 1), deadline_s=deadline_s))
+
+
+@pytest.mark.parametrize("reuse", ["exact", "fused"])
+def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
+    reuse: str,
+    make: Make,
+    model: Any,
+    tmp_path: Path,
+    faults: Callable[..., Faults],
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,000 failures in `make test-all`: answers are those of an engine without a failure and with nothing cached, in
+    time, or errors that name the retries or the deadline. Where documents' KV is approximate, they are only answers."""
+    # Memory is short far more often here than steps could grow again.
+    monkeypatch.setattr("ragorder.kernels.engine.scheduler._STEPS_TO_GROW", 2)
+    random = Random(11)
+    failures = length(1000, 30)
+    documents = [tokens(random.randint(10, 60), 100 + number) for number in range(9)]
+    kinds = [
+        ask(
+            random.sample(documents, random.randint(1, 3)),
+            tokens(random.randint(1, 9), 200 + number),
+            random.choice((None, "a tenant")),
+            max_tokens=random.randint(1, 8),
+            temperature=random.choice((0.0, 1.0)),
+            seed=number,
+        )
+        for number in range(40)
+    ]
+    cold = make(host_bytes=0)
+    expected = []
+    for request in kinds:
+        cold.clear_cache()
+        expected += [completion.token_ids for completion in cold.generate([request])]
+    engine = make(**small_tiers(model, tmp_path, 24), max_batch_tokens=90, max_requests=4, reuse=reuse)
+    approximate = Fusion(0.3, "random")
+    fusions = ["exact", Fusion(select="all"), approximate] if reuse == "fused" else [None]
+    broken = faults(engine)
+    asked: dict[int, tuple[int, float, float, bool]] = {}
+    told: dict[int, list[int]] = {}
+    ends: list[str] = []
+    while broken.count < failures or engine.has_unfinished:
+        if broken.count < failures and len(engine._sequences) < 8:
+            for _ in range(random.choice((0, 0, 1, 3))):
+                kind, deadline_s = random.randrange(len(kinds)), random.choice((8.0, 60.0, 1e6, 1e6))
+                request = kinds[kind]
+                given = replace(request, keep_logits=False, deadline_s=deadline_s, fusion=random.choice(fusions))
+                asked[engine.add(given)] = (kind, deadline_s, clock.now, given.fusion != approximate)
+        broken.next = [random.choice(KINDS) if broken.count < failures and random.random() < 0.15 else None]
+        for update in engine.step():
+            told.setdefault(update.request_id, []).extend(update.token_ids)
+            completion = update.completion
+            if completion is None:
+                continue
+            kind, deadline_s, since, exact = asked[update.request_id]
+            ends.append(completion.finish_reason)
+            assert told[update.request_id] == list(completion.token_ids)
+            if completion.finish_reason == "error":
+                assert "so did its retries (3 of them: max_retries)" in (completion.error or "")
+            elif completion.finish_reason == "timeout":
+                assert deadline_s < clock.now - since <= deadline_s + 1
+                assert "its deadline of" in (completion.error or "")
+            else:
+                assert completion.token_ids == expected[kind] or not exact
+                assert clock.now - since <= deadline_s
+            if completion.finish_reason in ("error", "timeout") and exact:
+                assert completion.token_ids == expected[kind][: len(completion.token_ids)]
+        clock.now += 1.0
+    assert broken.count == failures
+    assert len(ends) == len(asked)
+    assert ends.count("length") > 0.5 * len(ends)
+    assert ends.count("timeout") > 0
+    assert engine.stats().cached.host > 0
+    assert (engine.stats().fused.total > 0) == (reuse == "fused")
+    engine.clear_cache()
+    assert engine._cache.pool.used_blocks == engine._cache._host.pool.used_blocks == 0

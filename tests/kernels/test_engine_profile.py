@@ -1,0 +1,159 @@
+"""The embedded engine measures its prefill times at the first start, and serves afterwards as if it had not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, prefill_times
+from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.kernels.profile_cache import ProfileCache
+
+VOCABULARY = 256
+REQUEST = Request(list(range(100)), (40, 80), Sampling(max_tokens=4, ignore_eos=True), keep_logits=True)
+
+Make = Callable[..., TieredEngine]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return ProfileCache().folder
+
+
+@pytest.fixture
+def make(model: Any) -> Iterator[Make]:
+    engines = []
+
+    def made(**settings: Any) -> TieredEngine:
+        options = {"device_tokens": 512, "host_bytes": 1 << 20, "verify": False, "profile": "auto"} | settings
+        engines.append(TieredEngine(copy.deepcopy(model), settings=EngineSettings(**options)))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        engine.close()
+
+
+def profile_of(engine: TieredEngine) -> PrefillProfile:
+    assert engine._cache._profile is engine.profile
+    return engine.profile
+
+
+def test_is_measured_at_the_first_start_alone(
+    make: Make, profiles: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "ragorder.profile")
+    first = profile_of(make())
+    assert first.facts["engine"].startswith("ragorder ")
+    assert max(first.cached_tokens) + max(first.new_tokens) <= 512
+    assert len(first.new_tokens) > 1
+    assert all(tokens % 16 == 0 for tokens in first.cached_tokens)
+    assert "once for this model and machine (at most 10 s)" in caplog.text
+    monkeypatch.setattr(prefill_times, "measure_short_profile", None)
+    assert profile_of(make()) == first
+    assert [path.suffix for path in sorted(profiles.iterdir())] == [".json", ".lock"]
+
+
+def test_is_another_one_for_what_changes_the_times(make: Make, profiles: Path) -> None:
+    settings: list[dict[str, Any]] = [{}, {"block_size": 32}, {"dtype": "bfloat16"}, {"device_tokens": 256}]
+    for number, changed in enumerate(settings, 1):
+        make(**changed, profile_budget_s=0.5)
+        assert len(list(profiles.glob("*.json"))) == number
+    make(host_bytes=0, policy="lru", max_requests=3)
+    assert len(list(profiles.glob("*.json"))) == len(settings), "the size of a tier changes no prefill"
+
+
+def test_leaves_the_cache_empty_and_the_answers_alike(make: Make) -> None:
+    plain, measured = make(profile=None), make()
+    assert profile_of(plain) is LINEAR
+    assert measured.stats() == plain.stats()
+    assert measured._cache.pool.used_blocks == 0
+    for _ in range(2):
+        (expected,), (got,) = (engine.generate([REQUEST]) for engine in (plain, measured))
+        assert got.token_ids == expected.token_ids
+        assert got.cached == expected.cached
+        assert torch.equal(got.logits, expected.logits)
+
+
+def test_the_disk_of_an_engine_without_one_is_its_own(make: Make, tmp_path: Path) -> None:
+    shape = {"disk_path": tmp_path / "disk", "disk_bytes": 1 << 24, "host_bytes": 1 << 16}
+    for chosen in (None, "auto"):
+        engine = make(**shape, profile=chosen)
+        assert not engine.stats().cache.disk.refused
+        assert engine.stats().cache.disk.capacity_bytes
+        first, second = (identity(each._model.model, each._model.shape) for each in (engine, make(profile=None)))
+        assert first == second
+        engine.close()
+
+
+@pytest.mark.parametrize("chosen", [None, "none"])
+def test_none_measures_nothing(make: Make, profiles: Path, chosen: str | None) -> None:
+    assert profile_of(make(profile=chosen)) is LINEAR
+    assert not profiles.exists()
+
+
+def test_a_library_measures_only_if_asked_to() -> None:
+    assert EngineSettings().profile is None
+
+
+def test_a_file_is_read(make: Make, profiles: Path, tmp_path: Path) -> None:
+    written = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))
+    written.to_file(tmp_path / "auto.json")
+    assert profile_of(make(profile=tmp_path / "auto.json")) == written
+    assert not profiles.exists()
+    with pytest.raises(ValueError, match=r"nowhere\.json"):
+        make(profile=tmp_path / "nowhere.json")
+
+
+def test_its_costs_are_those_of_the_nodes(make: Make) -> None:
+    engine = make()
+    engine.generate([REQUEST])
+    profile, tier = profile_of(engine), engine._cache._device.tier
+    costs = [tier.get(key).cost for key in tier.victims()]
+    assert costs == [profile.cost(0, 100)] * 2
+    assert profile.cost(0, 100) != LINEAR.cost(0, 100)
+
+
+def test_a_start_survives_a_measurement_that_fails(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(prefill_times, "BlockPool", fail)
+    engine = make()
+    assert profile_of(engine) is LINEAR
+    assert "every token counts the same" in caplog.text
+    assert engine.generate([REQUEST])[0].error is None
+
+
+def test_long_prefills_are_measured_in_the_steps_of_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: set[int] = set()
+    pack = prefill_times.pack
+
+    def counted(pieces: Any, *rest: Any) -> Any:
+        lengths.update(len(piece.token_ids) for piece in pieces)
+        return pack(pieces, *rest)
+
+    monkeypatch.setattr(prefill_times, "pack", counted)
+    profile = profile_of(make(max_batch_tokens=32))
+    assert max(lengths) == 32 < max(profile.new_tokens)

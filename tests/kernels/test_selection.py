@@ -1,0 +1,153 @@
+"""Selections: which of the tokens taken over are computed anew."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from ragorder.kernels.fusion import selection
+from ragorder.kernels.fusion.selection import SELECTIONS, SelectionFacts, make_selection
+
+# The measurement by which a selection goes, if by one.
+MEASURED = {"query": "attention", "deviation": "deviation", "inter": "inter"}
+FILLING = sorted(set(SELECTIONS) - {"all", "none"})
+
+
+def facts(*lengths: int, start: int = 20, gap: int = 0, seed: int = 0, **scores: list[float]) -> SelectionFacts:
+    """Documents of these lengths behind a system prompt, with `gap` tokens between them that were not taken over."""
+    spans = []
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length + gap
+    reused = [position for begin, end in spans for position in range(begin, end)]
+    measured: dict[str, Any] = {name: torch.zeros(len(reused)) for name in MEASURED.values()}
+    measured |= {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
+    return SelectionFacts(torch.tensor(reused, dtype=torch.int64), spans, **measured, seed=seed)
+
+
+def chosen(name: str, prompt: SelectionFacts, budget: int) -> list[int]:
+    found = make_selection(name).choose(prompt, budget)
+    assert found.dtype == torch.int64
+    return found.tolist()
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> SelectionFacts:
+    lengths = draw(st.lists(st.integers(1, 12), max_size=5))
+    count = sum(lengths)
+    score = st.floats(width=32) | st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf])
+    scores = {name: draw(st.lists(score, min_size=count, max_size=count)) for name in MEASURED.values()}
+    start, gap, seed = draw(st.integers(0, 40)), draw(st.integers(0, 5)), draw(st.integers(0, 2**64))
+    return facts(*lengths, start=start, gap=gap, seed=seed, **scores)
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+class TestEverySelection:
+    @given(prompt=prompts(), budget=st.integers(-3, 70))
+    def test_gives_tokens_taken_over_in_order_and_always_the_same(
+        self, name: str, prompt: SelectionFacts, budget: int
+    ) -> None:
+        found = chosen(name, prompt, budget)
+        assert found == sorted(set(found))
+        assert set(found) <= set(prompt.reused.tolist())
+        assert found == chosen(name, prompt, budget)
+
+    @given(prompt=prompts(), budget=st.integers(0, 70), more=st.integers(0, 20))
+    def test_adds_to_its_tokens_with_a_larger_budget(
+        self, name: str, prompt: SelectionFacts, budget: int, more: int
+    ) -> None:
+        assert set(chosen(name, prompt, budget)) <= set(chosen(name, prompt, budget + more))
+
+    def test_says_what_has_to_be_measured(self, name: str) -> None:
+        needs = make_selection(name).needs
+        assert needs == {"query": "question", "deviation": "two layers", "inter": "copies"}.get(name, "nothing")
+        unmeasured = SelectionFacts(torch.arange(20, 30), [(20, 30)])
+        if needs == "nothing":
+            make_selection(name).choose(unmeasured, 3)
+        else:
+            with pytest.raises(ValueError, match=f"{MEASURED[name]} was not measured"):
+                make_selection(name).choose(unmeasured, 3)
+
+
+@pytest.mark.parametrize("name", FILLING)
+@given(prompt=prompts(), budget=st.integers(-3, 70))
+def test_the_budget_is_spent_and_no_more(name: str, prompt: SelectionFacts, budget: int) -> None:
+    assert len(chosen(name, prompt, budget)) == min(max(0, budget), len(prompt.reused))
+
+
+@pytest.mark.parametrize(("name", "fact"), MEASURED.items())
+class TestSelectionsByAMeasurement:
+    def test_the_highest_are_chosen_whatever_their_document(self, name: str, fact: str) -> None:
+        prompt = facts(3, 3, **{fact: [0.1, 0.9, 0.2, 0.8, 0.3, 0.7]})
+        assert chosen(name, prompt, 3) == [21, 23, 25]
+        assert chosen(name, prompt, 1) == [21]
+
+    def test_others_do_not_matter(self, name: str, fact: str) -> None:
+        others = {other: [1.0, 0.0, 0.0, 0.0] for other in MEASURED.values() if other != fact}
+        assert chosen(name, facts(4, **{fact: [0.0, 0.0, 0.0, 1.0]}, **others), 1) == [23]
+
+    def test_of_equal_ones_the_first_are_chosen(self, name: str, fact: str) -> None:
+        prompt = facts(200, **{fact: [0.5] * 100 + [0.7] + [0.5] * 99})
+        assert chosen(name, prompt, 4) == [20, 21, 22, 120]
+
+    def test_tokens_between_documents_are_never_chosen(self, name: str, fact: str) -> None:
+        prompt = facts(2, 2, gap=5, **{fact: [1.0, 2.0, 3.0, 4.0]})
+        assert chosen(name, prompt, 3) == [21, 27, 28]
+
+    def test_what_is_no_number_comes_last(self, name: str, fact: str) -> None:
+        prompt = facts(4, **{fact: [math.nan, -math.inf, -1.0, math.inf]})
+        assert chosen(name, prompt, 2) == [22, 23]
+
+
+class TestHead:
+    def test_each_document_gives_as_many_of_its_first_tokens(self) -> None:
+        assert chosen("head", facts(5, 5, 5), 6) == [20, 21, 25, 26, 30, 31]
+
+    def test_what_is_left_over_goes_to_the_first_documents(self) -> None:
+        assert chosen("head", facts(5, 5, 5), 5) == [20, 21, 25, 26, 30]
+
+    def test_what_a_short_document_leaves_goes_to_the_others(self) -> None:
+        assert chosen("head", facts(1, 5, 5), 7) == [20, 21, 22, 23, 26, 27, 28]
+
+    def test_documents_need_not_be_adjacent(self) -> None:
+        assert chosen("head", facts(3, 3, gap=10), 4) == [20, 21, 33, 34]
+
+
+class TestRandom:
+    def test_another_prompt_gives_other_tokens(self) -> None:
+        draws = {tuple(chosen("random", facts(100, seed=seed), 10)) for seed in range(20)}
+        assert len(draws) == 20
+
+    def test_every_token_is_as_likely(self) -> None:
+        counts = Counter(position for seed in range(4000) for position in chosen("random", facts(5, 5, seed=seed), 3))
+        assert set(counts) == set(range(20, 30))
+        # 1200 expected, with a standard deviation of 29.
+        assert all(abs(count - 1200) < 150 for count in counts.values())
+
+
+def test_full_reuse_and_full_attention_ignore_the_budget() -> None:
+    assert chosen("none", facts(5), 5) == []
+    assert chosen("all", facts(5), 0) == [20, 21, 22, 23, 24]
+
+
+def test_each_file_has_one_selection() -> None:
+    files = {path.stem for path in Path(selection.__path__[0]).glob("*.py")} - {"__init__", "base"}
+    assert set(SELECTIONS) == files
+
+
+def test_an_unknown_name_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"selection must be one of .*'query'.*did you mean 'query'"):
+        make_selection("qery")
+
+
+def test_a_measurement_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"deviation is \(3,\): give \(4,\)"):
+        SelectionFacts(torch.arange(4), [(0, 4)], deviation=torch.zeros(3))

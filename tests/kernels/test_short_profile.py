@@ -1,0 +1,236 @@
+"""The short profile of a first start: what is measured within its budget, and the cache that spares the second one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder.cache_folder import cache_folder
+from ragorder.kernels.policies import Tier, make_policy
+from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.kernels.profile_cache import ProfileCache, profile_key
+from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
+
+
+class FakeEngine:
+    """Its prefills take overhead + new x token + new x (cached + new / 2) x attention, on a clock of its own."""
+
+    def __init__(self, overhead_s: float = 0.01, token_s: float = 1e-4, attention_s: float = 1e-8) -> None:
+        self.now = 0.0
+        self.cells: list[tuple[int, int]] = []
+        self._costs = overhead_s, token_s, attention_s
+
+    def time_s(self, cached: int, new: int) -> float:
+        overhead, token, attention = self._costs
+        return overhead + new * token + new * (cached + new / 2) * attention
+
+    def prefill_s(self, cached: int, new: int) -> float:
+        self.cells.append((cached, new))
+        seconds = self.time_s(cached, new)
+        self.now += seconds
+        return seconds
+
+    def profile(self, **options: Any) -> PrefillProfile:
+        options = {"longest_tokens": LONGEST_TOKENS, "block_size": 16} | options
+        return measure_short_profile(self.prefill_s, clock=lambda: self.now, **options)
+
+
+class TestShortProfile:
+    @given(
+        overhead=st.floats(1e-6, 0.1),
+        token=st.floats(1e-6, 1e-2),
+        attention=st.floats(0, 1e-6),
+        longest=st.integers(64, 100_000),
+        budget=st.floats(1, 60),
+    )
+    def test_keeps_to_its_budget(
+        self, overhead: float, token: float, attention: float, longest: int, budget: float
+    ) -> None:
+        engine = FakeEngine(overhead, token, attention)
+        engine.profile(longest_tokens=longest, budget_s=budget)
+        assert engine.now <= max(budget, engine.time_s(0, 16) * 2) + 1e-9
+        assert all(cached + new <= min(longest, LONGEST_TOKENS) for cached, new in engine.cells)
+        assert all(cached % 16 == 0 for cached, _ in engine.cells)
+
+    def test_of_a_fast_engine_has_every_length_up_to_half_a_prompt_and_five_repeats(self) -> None:
+        engine = FakeEngine()
+        profile = engine.profile(longest_tokens=4096, facts={"engine": "fake"})
+        assert profile.new_tokens == (16, 64, 256, 1024, 2048)
+        assert profile.cached_tokens == (0, 512, 2048)
+        assert (profile.facts["engine"], profile.facts["repeats"]) == ("fake", 5)
+        for cached in (0, 512, 2048):
+            for new in profile.new_tokens:
+                assert profile(cached, new) == pytest.approx(engine.time_s(cached, new))
+
+    def test_of_a_slow_engine_is_the_shortest_prefill_alone(self) -> None:
+        engine = FakeEngine(overhead_s=30.0)
+        profile = engine.profile()
+        assert engine.cells == [(0, 16), (0, 16)]
+        assert (profile.cached_tokens, profile.new_tokens) == ((0,), (16,))
+
+    def test_takes_the_median_and_does_not_count_what_is_set_up_once(self) -> None:
+        engine = FakeEngine(attention_s=0.0)
+        seen: dict[tuple[int, int], int] = {}
+
+        def prefill_s(cached: int, new: int) -> float:
+            seen[cached, new] = seen.get((cached, new), 0) + 1
+            # The first of each length, and another one.
+            return engine.prefill_s(cached, new) + (5.0 if seen[cached, new] in (1, 3) else 0.0)
+
+        profile = measure_short_profile(prefill_s, longest_tokens=512, block_size=16, clock=lambda: engine.now)
+        for cached in profile.cached_tokens:
+            for new in profile.new_tokens:
+                assert profile(cached, new) == pytest.approx(engine.time_s(cached, new))
+
+    def test_with_it_pgdsf_is_not_gdsf(self) -> None:
+        measured = FakeEngine().profile()
+        cheap, dear = measured.cost(0, 4000), measured.cost(4000, 20)
+        assert dear > 3 * cheap
+        evicted = {}
+        for policy in ("pgdsf", "gdsf"):
+            for name, profile in (("measured", measured), ("linear", LINEAR)):
+                tier = Tier(make_policy(policy))
+                for key, cost in (("dear", profile.cost(4000, 20)), ("cheap", profile.cost(0, 4000))):
+                    tier.insert(key)
+                    tier.use([key], cost=cost, computed=[key])
+                evicted[policy, name] = tier.evict(1)
+        assert evicted == {
+            ("pgdsf", "measured"): ["cheap"],
+            ("pgdsf", "linear"): ["dear"],
+            ("gdsf", "measured"): ["dear"],
+            ("gdsf", "linear"): ["dear"],
+        }
+
+
+IDENTITY = {"engine": "test", "model": "m", "device": "a CPU", "threads": 2}
+KEY = profile_key(IDENTITY)
+PROFILE = PrefillProfile((0, 16), (1, 2), ((1.0, 2.0), (1.5, 2.5)), {"engine": "test"})
+
+
+def unexpected() -> PrefillProfile:
+    raise AssertionError("measured again")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def _measured_by_process(folder: Path, log: Path) -> PrefillProfile:
+    def measure() -> PrefillProfile:
+        with log.open("a") as file:
+            file.write("measured\n")
+        time.sleep(0.5)
+        return PROFILE
+
+    return ProfileCache(folder).find_or_measure(KEY, measure)
+
+
+class TestCache:
+    def test_measures_once_for_a_key(self, tmp_path: Path) -> None:
+        cache = ProfileCache(tmp_path / "new" / "folder")
+        assert cache.find(KEY) is None
+        assert cache.find_or_measure(KEY, lambda: PROFILE) == PROFILE
+        again = ProfileCache(cache.folder).find_or_measure(profile_key(dict(reversed(IDENTITY.items()))), unexpected)
+        assert again == PROFILE
+        assert again.facts == {"engine": "test", "key": KEY}
+
+    @pytest.mark.parametrize("change", [{"model": "n"}, {"threads": 1}, {"more": None}])
+    def test_measures_for_each_identity(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        cache = ProfileCache(tmp_path)
+        cache.keep(KEY, PROFILE)
+        assert cache.find_or_measure(profile_key(IDENTITY | change), lambda: LINEAR) == LINEAR
+        assert cache.find(KEY) == PROFILE
+
+    @pytest.mark.parametrize(("spread", "warned"), [(0.1, False), (0.4, True)])
+    def test_warns_of_the_times_of_a_busy_machine(
+        self, tmp_path: Path, spread: float, warned: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        facts = {"spread_share": {"median": spread, "largest": spread}}
+        ProfileCache(tmp_path).keep(KEY, PrefillProfile((0,), (1, 2), ((1.0, 2.0),), facts))
+        assert any("differ by 40%, as on a busy machine" in said for said in warnings(caplog)) == warned
+
+    def test_keeps_load_times(self, tmp_path: Path) -> None:
+        with_loads = PrefillProfile((0,), (1, 2), ((1.0, 2.0),), loads={"host": 1e-6})
+        assert ProfileCache(tmp_path).keep(KEY, with_loads) == with_loads
+        assert ProfileCache(tmp_path).find(KEY) == with_loads
+
+    def test_does_not_take_another_keys_file(self, tmp_path: Path) -> None:
+        cache, other = ProfileCache(tmp_path), profile_key({})
+        cache.keep(KEY, PROFILE)
+        cache.path(KEY).rename(cache.path(other))
+        assert cache.find(other) is None
+
+    def test_has_files_as_the_command_writes_them(self, tmp_path: Path) -> None:
+        cache = ProfileCache(tmp_path)
+        cache.keep(KEY, PROFILE)
+        assert PrefillProfile.from_file(cache.path(KEY)) == PROFILE
+
+    def test_reads_what_a_later_version_has_added(self, tmp_path: Path) -> None:
+        cache = ProfileCache(tmp_path)
+        cache.keep(KEY, PROFILE)
+        path = cache.path(KEY)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"loads": {"host": 1e-6}}))
+        assert cache.find(KEY) == PROFILE
+
+    @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff", b'{"format": "ragorder-prefill-profile"}'])
+    def test_measures_again_after_damage(self, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+        cache = ProfileCache(tmp_path)
+        cache.keep(KEY, PROFILE)
+        cache.path(KEY).write_bytes(damage)
+        assert cache.find_or_measure(KEY, lambda: PROFILE) == PROFILE
+        assert any("the profile is not used" in said for said in warnings(caplog))
+        assert cache.find_or_measure(KEY, unexpected) == PROFILE
+
+    def test_does_without_a_folder(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "file").write_text("no folder")
+        cache = ProfileCache(tmp_path / "file")
+        for _ in range(2):
+            assert cache.find_or_measure(KEY, lambda: PROFILE) == PROFILE
+        assert len([said for said in warnings(caplog) if "the profile is not kept" in said]) == 2
+
+    def test_does_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nowhere() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", nowhere)
+        assert ProfileCache().find(KEY) is None
+        assert ProfileCache().find_or_measure(KEY, lambda: PROFILE) == PROFILE
+
+    def test_leaves_nothing_of_a_write_that_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+        cache = ProfileCache(tmp_path)
+        assert cache.keep(KEY, PROFILE) == PROFILE
+        assert list(tmp_path.iterdir()) == []
+        assert "No space left on device" in warnings(caplog)[0]
+
+    def test_processes_that_start_together_measure_once(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        with ProcessPoolExecutor(3, mp_context=get_context("fork")) as processes:
+            running = [processes.submit(_measured_by_process, tmp_path / "profiles", log) for _ in range(3)]
+            assert [each.result() for each in running] == [PROFILE] * 3
+        assert log.read_text() == "measured\n"
+
+    def test_does_not_wait_for_a_process_that_hangs(self, tmp_path: Path) -> None:
+        cache = ProfileCache(tmp_path)
+        with cache._lock(KEY, 1.0):
+            assert cache.find_or_measure(KEY, lambda: PROFILE, patience_s=0.1) == PROFILE
+
+    def test_is_in_the_users_cache_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert ProfileCache().folder == cache_folder() / "profiles" == tmp_path / "ragorder" / "profiles"

@@ -1,0 +1,146 @@
+"""What a fused request must compute, by transformers alone: stale keys and values with some rows computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from ragorder.kernels.engine import Fusion, Request, Sampling
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A document that stands at `start`, and was computed behind the tokens `behind`."""
+
+    start: int
+    tokens: Sequence[int]
+    behind: Sequence[int]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.start, self.start + len(self.tokens)
+
+
+def prompt_of(
+    system: Sequence[int],
+    documents: Sequence[Sequence[int]],
+    question: Sequence[int],
+    *,
+    fusion: Fusion | Literal["exact"] | None = None,
+    salt: str | None = None,
+    **sampling: Any,
+) -> Request:
+    """A request whose documents are marked behind a system prompt."""
+    tokens = [*system, *(token for document in documents for token in document), *question]
+    ends = list(accumulate(map(len, documents), initial=len(system)))[1:]
+    options = Sampling(**{"max_tokens": 1} | sampling)
+    return Request(tokens, ends, options, salt, keep_logits=True, prefix_tokens=len(system), fusion=fusion)
+
+
+def fused_logits(
+    plain: Any,
+    tokens: Sequence[int],
+    taken: Sequence[Taken],
+    anew: Sequence[int],
+    last: Sequence[tuple[int, int]] = (),
+) -> Any:
+    """Of the last token: all positions are computed but those of `taken`, of which those in `anew` are.
+
+    With the spans of all documents in `last` these are computed as though their document came last.
+    """
+    missing = set(range(len(tokens)))
+    layers = _empty_cache(plain, len(tokens))
+    for document in taken:
+        begin, end = document.span
+        missing -= set(range(begin, end))
+        source = len(document.behind)
+        with torch.no_grad():
+            cache = plain(torch.tensor([[*document.behind, *document.tokens]]), use_cache=True).past_key_values
+        for (keys, values), layer in zip(layers, cache.layers, strict=True):
+            keys[:, :, begin:end] = _turned(plain, layer.keys[:, :, source:], begin - source)
+            values[:, :, begin:end] = layer.values[:, :, source:]
+    rows = sorted(missing | set(anew))
+    hidden = torch.arange(len(tokens))[None] > torch.tensor(rows)[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[None, None]
+    moved = _Moved(plain, rows, anew, last)
+    before = plain.config._attn_implementation
+    transformers.AttentionInterface.register("as if last", moved.attend)
+    try:
+        if last:
+            plain.set_attn_implementation("as if last")
+        with torch.no_grad():
+            found = plain(
+                input_ids=torch.tensor([[tokens[row] for row in rows]]),
+                position_ids=torch.tensor([rows]),
+                attention_mask=mask,
+                past_key_values=_Scattered(layers, rows),
+                use_cache=True,
+            )
+    finally:
+        plain.set_attn_implementation(before)
+    return found.logits[0, -1]
+
+
+class _Moved:
+    """Dense attention in which some rows see all documents, at the distances of a prompt with their own at the end."""
+
+    def __init__(self, plain: Any, rows: list[int], anew: Sequence[int], documents: Sequence[tuple[int, int]]) -> None:
+        self._plain = plain
+        self._rows = rows
+        self._anew = set(anew)
+        self._documents = documents
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        scores = query @ key.transpose(-1, -2) * scaling + mask
+        end_of_all = self._documents[-1][1]
+        for place, row in enumerate(self._rows):
+            if row not in self._anew:
+                continue
+            begin, end = next(span for span in self._documents if span[0] <= row < span[1])
+            scores[:, :, place] = float("-inf")
+            own = query[:, :, place : place + 1]
+            for first, stop, move in (
+                (0, begin, end_of_all - end),
+                (begin, row + 1, 0),
+                (end, end_of_all, end_of_all - begin),
+            ):
+                turned = _turned(self._plain, own, move)
+                found = turned @ key[:, :, first:stop].transpose(-1, -2) * scaling
+                scores[:, :, place : place + 1, first:stop] = found
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+class _Scattered(transformers.DynamicCache):  # type: ignore[misc]
+    """Writes new rows at their positions, and shows all."""
+
+    def __init__(self, layers: list[tuple[Any, Any]], rows: list[int]) -> None:
+        super().__init__()
+        self._kv = layers
+        self._rows = rows
+
+    def update(self, keys: Any, values: Any, layer: int, *_: Any, **__: Any) -> Any:
+        for held, new in zip(self._kv[layer], (keys, values), strict=True):
+            held[:, :, self._rows] = new
+        return self._kv[layer]
+
+
+def _empty_cache(plain: Any, length: int) -> list[tuple[Any, Any]]:
+    config = plain.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = (1, config.num_key_value_heads, length, head_dim)
+    return [(torch.zeros(size), torch.zeros(size)) for _ in range(config.num_hidden_layers)]
+
+
+def _turned(plain: Any, keys: Any, by: int) -> Any:
+    """Keys (1, heads, T, D) moved `by` positions, in double precision."""
+    angles = by * plain.model.rotary_emb.inv_freq.double()
+    first, second = keys.double().chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).float()

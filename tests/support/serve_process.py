@@ -1,0 +1,54 @@
+"""`ragorder serve` in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+__all__ = ["ServeProcess", "launching"]
+
+
+@dataclass
+class ServeProcess:
+    popen: subprocess.Popen[str]
+    url: str
+
+    def stop(self, signum: int = signal.SIGTERM) -> str:
+        """What it said on standard error, when it has ended."""
+        self.popen.send_signal(signum)
+        return self.popen.communicate(timeout=60)[1]
+
+
+P = TypeVar("P", bound=ServeProcess)
+
+
+@contextmanager
+def launching(
+    kind: Callable[[subprocess.Popen[str], str], P], *command: str, **environment: str
+) -> Iterator[Callable[..., P]]:
+    """Starts this command, with more options and variables, and returns a process once it serves. All are killed at the
+    end of the block."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(*options: str, **variables: str) -> P:
+        found = {**os.environ, **environment, **variables}
+        popen = subprocess.Popen([*command, *options], text=True, stderr=subprocess.PIPE, env=found)
+        started.append(popen)
+        assert popen.stderr is not None
+        lines = []
+        for line in popen.stderr:
+            if served := re.search(r"Serving on (http://\S+)/v1", line):
+                return kind(popen, served[1])
+            lines.append(line)
+        raise AssertionError("".join(lines))
+
+    yield launch
+    for popen in started:
+        popen.kill()
+        popen.communicate()

@@ -1,0 +1,165 @@
+"""Pool: the scopes of one engine are evicted in one order; a damaged or forgotten one harms no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragorder.trie.residency import FeedbackResidency, Lease, LRUResidency, Pool
+from ragorder.trie.tree import KnowledgeTree
+
+BLOCK = 16
+
+
+def make(pool: Pool, count: int = 2) -> list[LRUResidency]:
+    return [LRUResidency(KnowledgeTree(BLOCK), pool) for _ in range(count)]
+
+
+def start(residency: LRUResidency | FeedbackResidency, documents: str, blocks: int = 2) -> Lease:
+    path = residency.tree.insert(documents, [blocks * BLOCK] * len(documents), range(len(documents)))
+    return residency.lease(path, 0)
+
+
+def serve(residency: LRUResidency, documents: str, blocks: int = 2) -> None:
+    residency.release(start(residency, documents, blocks))
+
+
+def held(residency: LRUResidency) -> int:
+    return sum(node.blocks - node.missing for node in residency.tree.walk())
+
+
+class TestOneOrderOfUse:
+    def test_the_least_recently_used_blocks_go_first_whoever_holds_them(self) -> None:
+        pool = Pool(10 * BLOCK, BLOCK)
+        one, other = make(pool)
+        serve(one, "ab")
+        serve(other, "cd")
+        serve(one, "e")
+        assert (held(one), held(other), pool.used_blocks) == (6, 4, 10)
+        serve(other, "f", blocks=1)
+        assert (held(one), held(other)) == (5, 5), "block by block, from the tail"
+        serve(one, "ab")
+        assert (held(one), held(other)) == (6, 4), "then the next one's"
+        assert pool.used_blocks == 10
+
+    def test_requests_in_flight_are_pinned_for_all(self) -> None:
+        pool = Pool(10 * BLOCK, BLOCK)
+        one, other = make(pool)
+        lease = start(one, "abc")
+        for documents in "defghi":
+            serve(other, documents)
+        assert lease.open
+        assert (held(one), held(other)) == (6, 4)
+
+    def test_if_only_requests_in_flight_are_left_the_oldest_of_all_counts_as_served(self) -> None:
+        pool = Pool(10 * BLOCK, BLOCK)
+        one, other = make(pool)
+        oldest, second, newest = start(one, "abc"), start(other, "de"), start(one, "f")
+        assert (oldest.open, second.open, newest.open) == (False, True, True)
+        assert pool.used_blocks == 10
+        one.release(oldest)
+        assert (held(one), held(other)) == (6, 4)
+
+    def test_nodes_are_bounded_together(self) -> None:
+        pool = Pool(None, BLOCK, max_nodes=5)
+        one, other = make(pool)
+        serve(one, "ab")
+        serve(other, "cde")
+        serve(other, "f")
+        assert (one.tree.size, other.tree.size, pool.nodes) == (0, 4, 4)
+        assert pool.emptied == [one]
+
+
+class TestForgotten:
+    def test_what_a_forgotten_scope_held_takes_room_until_it_is_the_oldest(self) -> None:
+        pool = Pool(10 * BLOCK, BLOCK)
+        one, other = make(pool)
+        serve(one, "abc")
+        serve(other, "d")
+        one.close()
+        assert (pool.used_blocks, pool.nodes) == (8, 1)
+        serve(other, "ef")
+        assert (held(other), pool.used_blocks) == (6, 10)
+        serve(other, "gh")
+        assert (held(other), pool.used_blocks) == (10, 10)
+
+    def test_without_a_capacity_nothing_is_left_of_it(self) -> None:
+        pool = Pool(None, BLOCK)
+        (one,) = make(pool, 1)
+        for _ in range(3_000):
+            serve(one, "ab")
+            one.close()
+            (one,) = make(pool, 1)
+            assert (pool.used_blocks, pool.nodes, len(pool.holders)) == (0, 0, 0)
+        assert len(pool.log) <= 1_025
+
+    def test_its_request_ends_without_effect(self) -> None:
+        pool = Pool(10 * BLOCK, BLOCK)
+        one, other = make(pool)
+        lease = start(one, "abc")
+        one.close()
+        serve(other, "de")
+        assert pool.used_blocks == 10
+        one.cancel(lease)
+        assert pool.used_blocks == 10
+        serve(other, "fgh")
+        assert pool.used_blocks == held(other) == 10
+
+    @pytest.mark.parametrize("counted", [True, False])
+    def test_one_that_an_interrupt_left_damaged_is_forgotten_when_its_turn_comes(self, counted: bool) -> None:
+        pool = Pool(10 * BLOCK, BLOCK)
+        one, other, third = make(pool, 3)
+        serve(one, "ab")
+        serve(other, "cd")
+        one.whole = False
+        one.used_blocks += 3
+        if not counted:
+            pool.used_blocks += 3
+        serve(third, "ef")
+        assert one.closed and not other.closed and not third.closed
+        assert (held(other), held(third)) == (4, 4)
+        assert pool.used_blocks <= 10
+        serve(third, "gh")
+        assert pool.used_blocks == held(other) + held(third) == 10
+
+
+class TestFeedback:
+    def test_a_loss_is_one_of_all_scopes_once_a_hit_was_confirmed(self) -> None:
+        pool = Pool(100 * BLOCK, BLOCK)
+        one, other = make(pool)
+        corrected = FeedbackResidency(other)
+        serve(one, "ab")
+        serve(other, "cd")
+        for reported in (8 * BLOCK, 0):
+            lease = start(corrected, "cdx")
+            assert lease.cached_tokens == (4 if reported else 6) * BLOCK
+            corrected.release(lease, reported)
+        assert (held(one), held(other)) == (0, 6)
+        assert pool.used_blocks == 6 + 4, "others have its room"
+
+    def test_before_it_is_the_loss_of_the_one_that_reports_it(self) -> None:
+        pool = Pool(100 * BLOCK, BLOCK)
+        one, other = make(pool)
+        corrected = FeedbackResidency(other)
+        serve(one, "ab")
+        serve(other, "ef")
+        serve(other, "cd")
+        for _ in range(3):
+            corrected.release(start(corrected, "cd"), 0)
+            assert (held(one), held(other)) == (4, 4), "what was not in use is gone"
+        assert pool.used_blocks == 4 + 4 + 4
+
+
+class TestCopy:
+    def test_others_keep_their_room_and_their_turn(self) -> None:
+        pool = Pool(12 * BLOCK, BLOCK)
+        one, other, third = make(pool, 3)
+        serve(one, "ab")
+        serve(other, "cd")
+        pinned = start(third, "e")
+        copy = one.copy()
+        serve(copy, "fg")
+        assert (held(copy), copy.pool.used_blocks) == (6, 10), "two of its own are gone, and none of the others'"
+        serve(copy, "hi")
+        assert (held(copy), copy.pool.used_blocks) == (8, 10), "now those of the second"
+        assert pinned.open
+        assert (held(one), held(other), held(third), pool.used_blocks) == (4, 4, 2, 10), "and nothing of this is real"

@@ -1,0 +1,173 @@
+"""Block pool that follows the engine's KV events."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ragorder.trie.residency.base import Lease
+from ragorder.trie.residency.blocks import Content, EngineBlocks
+from ragorder.trie.residency.pool import Holder, Pool
+from ragorder.trie.tree import Node
+
+__all__ = ["FollowedPool", "Follower"]
+
+_MAX_PENDING = 1024
+
+
+class Follower(Holder, Protocol):
+    """A residency whose nodes have known contents."""
+
+    def settle(self, node: Node, content: Content) -> None:
+        """A block of a node was stored or removed."""
+
+    def resynchronise(self) -> None:
+        """Blocks may have gone without events."""
+
+    def in_doubt(self, node: Node) -> bool:
+        """Whether the engine may still hold what the mirror has evicted of a node."""
+
+    def reconsider(self, node: Node) -> None:
+        """The engine has made its room: what it still holds of a node stays."""
+
+    def truncate(self, node: Node, kept_blocks: int) -> None: ...
+
+
+class _Pending(NamedTuple):
+    """Expected evictions for a request in flight; `marker`: content of a block that it will fill."""
+
+    lease: Lease
+    marker: Content | None
+    displaced: list[tuple[Follower, Node]]
+
+
+class FollowedPool(Pool):
+    """The mirror of the block pool, corrected block by block by the engine's events.
+
+    Events are late: the mirror predicts what requests that the engine has not begun will fill and displace. Nodes that
+    they displace are `doomed`: they stay in their trees, hidden, until the engine has begun the request.
+    """
+
+    def __init__(
+        self,
+        capacity_tokens: int | None,
+        block_size: int,
+        max_nodes: int = 1_000_000,
+        partial_blocks_first: bool = True,
+        *,
+        blocks: EngineBlocks,
+    ) -> None:
+        super().__init__(capacity_tokens, block_size, max_nodes, partial_blocks_first)
+        self.blocks = blocks
+        self.changed: dict[Content, None] = {}
+        self.watched: dict[Content, tuple[Follower, Node]] = {}
+        # With their stamps.
+        self.doomed: dict[Node, tuple[Follower, int]] = {}
+        self.displaced: list[tuple[Follower, Node]] = []
+        self.pending: list[_Pending] = []
+        self.nominal_capacity_blocks = self.capacity_blocks
+        # What nodes of requests in flight have lost: they may fill it again until the request ends.
+        self._unsettled: dict[Content, None] = {}
+        self._generation = blocks.generation
+        self._epoch = blocks.epoch
+        self._ended = False
+
+    def watch(self, holder: Follower, node: Node, content: Content) -> None:
+        self.watched[content] = holder, node
+        self.blocks.watch(content, self)
+
+    def unwatch(self, node: Node, content: Content) -> None:
+        place = self.watched.get(content)
+        if place is not None and place[1] is node:
+            del self.watched[content]
+            self.blocks.unwatch(content, self)
+
+    def follow(self, current: Holder) -> None:
+        """Apply the engine's news to all trees; `current` is being changed."""
+        if self._generation != self.blocks.generation:
+            self._resynchronise(current)
+        changed = self.changed
+        if not (changed or self._ended):
+            return
+        # An interrupt may lose news of another scope: then all are looked up anew.
+        generation, self._generation = self._generation, -1
+        while changed:
+            content, _ = changed.popitem()
+            place = self.watched.get(content)
+            # Doomed nodes are resolved separately.
+            if place is None or place[1] in self.doomed:
+                continue
+            holder, node = place
+            if self.blocks.holds(content) and not node.missing:
+                continue
+            if node.leases:
+                self._unsettled[content] = None
+            else:
+                self.change(holder, current, holder.settle, node, content)
+        self._resolve(current)
+        self._generation = generation
+
+    def end(self) -> None:
+        """A request has ended."""
+        self._ended = True
+        self.changed |= self._unsettled
+        self._unsettled.clear()
+
+    def expect_events(self, lease: Lease, marker: Content | None, current: Holder) -> None:
+        """What was displaced for a request is in doubt until the engine holds `marker`, or the request has ended."""
+        displaced = [(holder, node) for holder, node in self.displaced if not holder.closed and holder.in_doubt(node)]
+        if displaced:
+            self.pending.append(_Pending(lease, marker, displaced))
+        self.displaced = []
+        if len(self.pending) > _MAX_PENDING:
+            self._drop([node for _, node in self.pending.pop(0).displaced], current)
+
+    def _resolve(self, current: Holder) -> None:
+        self._ended = False
+        heard = [pending.marker is not None and self.blocks.holds(pending.marker) for pending in self.pending]
+        # An answer may precede its events; those of a request that began later follow them.
+        last = len(heard) - heard[::-1].index(True) if any(heard) else 0
+        waiting = []
+        for number, pending in enumerate(self.pending):
+            begun = heard[number] or (not pending.lease.open and (number < last or pending.marker is None))
+            if not begun:
+                waiting.append(pending)
+                continue
+            # Parents were displaced after their children.
+            for holder, node in reversed(pending.displaced):
+                self.change(holder, current, holder.reconsider, node)
+            self._drop([node for _, node in pending.displaced], current)
+        self.pending = waiting
+
+    def _drop(self, nodes: list[Node], current: Holder) -> None:
+        for node in nodes:
+            if node in self.doomed:
+                holder, _ = self.doomed[node]
+                self.change(holder, current, holder.truncate, node, 0)
+
+    def _overflow(self, current: Holder) -> bool:
+        if self.nodes > self.max_nodes:
+            if self.doomed:
+                self._drop(list(self.doomed), current)
+                return True
+        elif self.used_blocks <= self.nominal_capacity_blocks:
+            # Other clients must have given room back.
+            self.capacity_blocks = self.used_blocks
+            return True
+        return super()._overflow(current)
+
+    def _resynchronise(self, current: Holder) -> None:
+        blocks = self.blocks
+        epoch, generation, self._generation = blocks.epoch, blocks.generation, -1
+        if self._epoch != epoch:
+            for holder, lease in list(self.in_flight):
+                self.change(holder, current, holder.cancel, lease)
+            self._epoch = epoch
+        self._drop(list(self.doomed), current)
+        self.pending.clear()
+        self.capacity_blocks = self.nominal_capacity_blocks
+        for content, (_, node) in self.watched.items():
+            if node.leases and not blocks.holds(content):
+                self._unsettled[content] = None
+        for follower in dict.fromkeys(holder for holder, _ in self.watched.values()):
+            self.change(follower, current, follower.resynchronise)
+        self._generation = generation

@@ -1,0 +1,292 @@
+"""Mirror of an engine's block pool, shared by the residencies of its scopes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import count, takewhile
+from sys import maxsize
+from typing import Protocol, TypeVar, TypeVarTuple
+
+from ragorder.trie.residency.base import Lease
+from ragorder.trie.tree import KnowledgeTree, Node
+
+__all__ = ["Holder", "Pool", "UseEntry"]
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+_MAX_IN_FLIGHT = 1024
+
+
+class Holder(Protocol):
+    """A residency in a pool: the blocks of one scope.
+
+    `counted_nodes` and `counted_blocks` are its shares of the pool's totals. `whole` is False while it changes, and
+    after an error or an interrupt in a change; it is `closed` once its scope is forgotten.
+    """
+
+    tree: KnowledgeTree
+    used_blocks: int
+    counted_nodes: int
+    counted_blocks: int
+    whole: bool
+    closed: bool
+
+    def evict(self, use: UseEntry, blocks: int) -> bool:
+        """At most `blocks` of what `use` was the last to use; False if nothing of that is left."""
+
+    def release(self, lease: Lease) -> None: ...
+
+    def cancel(self, lease: Lease) -> None: ...
+
+
+class UseEntry:
+    """A served request in the log: its deepest node, and the blocks after it still held.
+
+    Without `holder` these are blocks of other clients or of forgotten scopes.
+    """
+
+    __slots__ = ("holder", "node", "stamp", "suffix_blocks")
+
+    def __init__(self, holder: Holder | None, node: Node, stamp: int, suffix_blocks: int) -> None:
+        self.holder = holder
+        self.node = node
+        self.stamp = stamp
+        self.suffix_blocks = suffix_blocks
+
+    def skip_evicted(self) -> Node:
+        node = self.node
+        while not node.stamp and node.parent is not None:
+            node = self.node = node.parent
+        return node
+
+    @property
+    def live(self) -> bool:
+        if self.holder is None:
+            return self.suffix_blocks > 0
+        return not self.holder.closed and (self.suffix_blocks > 0 or self.skip_evicted().stamp == self.stamp)
+
+    @property
+    def blocks(self) -> int:
+        """Those that nothing has used since."""
+        blocks = self.suffix_blocks
+        node: Node | None = self.skip_evicted()
+        while node is not None and node.stamp == self.stamp and not node.leases:
+            blocks += node.blocks - node.missing
+            node = node.parent
+        return blocks
+
+
+class Pool:
+    """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
+
+        pool = Pool(262_144, block_size=16)
+        residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
+
+    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds all trees together regardless. Blocks of
+    requests in flight are not evicted. Partly filled blocks are evicted first with `partial_blocks_first` (vLLM 0.32),
+    else in their turn.
+
+    The order of use is a log with an entry for each served request, oldest first; entries with an older stamp than
+    their node's are skipped. Stamps are unique over all trees.
+    """
+
+    def __init__(
+        self,
+        capacity_tokens: int | None,
+        block_size: int,
+        max_nodes: int = 1_000_000,
+        partial_blocks_first: bool = True,
+    ) -> None:
+        self.unlimited = capacity_tokens is None
+        self.capacity_blocks = maxsize if capacity_tokens is None else capacity_tokens // block_size
+        self.max_nodes = max_nodes
+        self.partial_blocks_first = partial_blocks_first
+        self.clock = count(1)
+        self.used_blocks = self.evicted_blocks = self.nodes = 0
+        self.log: deque[UseEntry] = deque()
+        self.in_flight: deque[tuple[Holder, Lease]] = deque()
+        self.holders: dict[Holder, None] = {}
+        # Those that have lost everything to others, for their owner to forget.
+        self.emptied: list[Holder] = []
+        # Of the engine's reports: losses that are applied here; the capacity that other mirrors may know of.
+        self.losses: int | None = None
+        self.passed_on_blocks = self.capacity_blocks
+        self._others_blocks = 0
+        self._log_limit = 1024
+
+    def copy(self, holder: Holder, copy: Holder, copies: Mapping[Node, Node]) -> Pool:
+        """A pool for the copy of a holder, whose nodes' copies are `copies`. Others keep what all the rest hold."""
+        pool = Pool(None, 1, self.max_nodes, self.partial_blocks_first)
+        pool.clock = self.clock
+        for use in self.log:
+            if use.holder is not holder:
+                if use.live:
+                    pool._add_others(use.stamp, use.blocks)
+                continue
+            # A node outside the tree has no copy: only its request's suffix is held.
+            node = copies.get(use.skip_evicted(), copy.tree.root)
+            pool.log.append(UseEntry(copy, node, use.stamp, use.suffix_blocks))
+        pool.in_flight.extend(
+            (copy, lease.copy(copies)) for each, lease in self.in_flight if each is holder and lease.open
+        )
+        pool.unlimited = self.unlimited
+        if not self.unlimited:
+            others_in_flight = self.used_blocks - holder.counted_blocks - pool.used_blocks
+            pool.capacity_blocks = self.capacity_blocks - others_in_flight
+        pool.count(copy)
+        return pool
+
+    def begin(self, holder: Holder, lease: Lease) -> None:
+        """A request is in flight, and counted in the holder."""
+        self.count(holder)
+        in_flight = self.in_flight
+        in_flight.append((holder, lease))
+        while not in_flight[0][1].open:
+            in_flight.popleft()
+        if len(in_flight) > _MAX_IN_FLIGHT:
+            self.finish_oldest(holder)
+        if self.used_blocks > self.capacity_blocks or self.nodes > self.max_nodes:
+            self.make_room(holder, lease)
+
+    def append(self, use: UseEntry) -> None:
+        log = self.log
+        log.append(use)
+        if len(log) > self._log_limit:
+            self.log = deque(use for use in log if use.live)
+            self._log_limit = 2 * len(self.log) + 1024
+
+    def count(self, holder: Holder) -> None:
+        """Add what has changed in a holder to the totals."""
+        if holder.closed:
+            return
+        blocks, nodes = holder.used_blocks, holder.tree.size
+        if not holder.counted_blocks:
+            self.holders[holder] = None
+        self.used_blocks += blocks - holder.counted_blocks
+        self.nodes += nodes - holder.counted_nodes
+        holder.counted_blocks, holder.counted_nodes = blocks, nodes
+
+    def make_room(self, current: Holder, lease: Lease | None = None) -> None:
+        """Evict until the bounds hold; `current` is being changed, and so not whole, for its request `lease`."""
+        while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.nodes > self.max_nodes:
+            if self.log:
+                self._evict_oldest(excess if excess > 0 else maxsize, current)
+            elif not self._overflow(current):
+                return
+
+    def finish_oldest(self, current: Holder) -> bool:
+        """Count the oldest request in flight as served; False without one."""
+        while self.in_flight:
+            holder, lease = self.in_flight[0]
+            pinned = lease.open and not holder.closed
+            if pinned:
+                self.change(holder, current, holder.release, lease)
+            # Only now: after an interrupt it would be pinned for ever.
+            self.in_flight.popleft()
+            if pinned:
+                return True
+        return False
+
+    def change(
+        self, holder: Holder, current: Holder, work: Callable[[*Arguments], T], *arguments: *Arguments
+    ) -> T | None:
+        """Do work on a holder, and count what has changed. A holder that an earlier change has left damaged is
+        forgotten, unless it is the `current` one: then, and for a closed one, the result is None."""
+        if not holder.whole and not holder.closed and holder is not current:
+            self.forget(holder)
+        if holder.closed:
+            return None
+        whole, holder.whole = holder.whole, False
+        result = work(*arguments)
+        self.count(holder)
+        holder.whole = whole
+        return result
+
+    def lose(self, stamp: int, current: Holder, *, alone: bool = False) -> int:
+        """Others have displaced what was used until `stamp` (`alone`: by `current`), and have its room; returns the
+        remaining blocks."""
+        used_blocks = self.used_blocks
+        if alone:
+            for use in takewhile(lambda use: use.stamp <= stamp, self.log):
+                if use.holder is current:
+                    self._evict(use, maxsize, current)
+                    use.holder = None
+        else:
+            while self.log and self.log[0].stamp <= stamp:
+                self._evict_oldest(maxsize, current)
+        kept_blocks = self.used_blocks
+        self._charge_others(used_blocks - kept_blocks)
+        return kept_blocks
+
+    def shrink_to(self, blocks: int, current: Holder) -> None:
+        """Others have displaced all but `blocks`."""
+        used_blocks = self.used_blocks
+        while self.log and self.used_blocks > blocks:
+            self._evict_oldest(self.used_blocks - blocks, current)
+        self._charge_others(used_blocks - self.used_blocks)
+
+    def forget(self, holder: Holder) -> None:
+        """The engine keeps its blocks until others need their room, as the oldest."""
+        if holder.closed:
+            return
+        holder.closed = True
+        self.holders.pop(holder, None)
+        if not self.unlimited and holder.counted_blocks:
+            self.log.appendleft(UseEntry(None, _NOWHERE, 0, holder.counted_blocks))
+            self._others_blocks += holder.counted_blocks
+        if holder.whole:
+            self.nodes -= holder.counted_nodes
+            self.used_blocks -= holder.counted_blocks if self.unlimited else 0
+        else:
+            # An interrupt may have come between two counts.
+            self.nodes = sum(each.counted_nodes for each in self.holders)
+            self.used_blocks = sum(each.counted_blocks for each in self.holders) + self._others_blocks
+
+    def _charge_others(self, blocks: int) -> None:
+        if blocks and not self.unlimited:
+            self._add_others(next(self.clock), blocks)
+
+    def _add_others(self, stamp: int, blocks: int) -> None:
+        self.log.append(UseEntry(None, _NOWHERE, stamp, blocks))
+        self._others_blocks += blocks
+        self.used_blocks += blocks
+
+    def _evict_oldest(self, blocks: int, current: Holder) -> None:
+        use = self.log[0]
+        if self._evict(use, blocks, current) and self.log and self.log[0] is use:
+            self.log.popleft()
+
+    def _evict(self, use: UseEntry, blocks: int, current: Holder) -> bool:
+        holder = use.holder
+        if holder is None:
+            taken = min(blocks, use.suffix_blocks)
+            use.suffix_blocks -= taken
+            self._others_blocks -= taken
+            self.used_blocks -= taken
+            return not use.suffix_blocks
+        used_blocks = self.used_blocks
+        left: bool | None
+        if holder is current:
+            left = holder.evict(use, blocks)
+            self.count(holder)
+        else:
+            left = self.change(holder, current, holder.evict, use, blocks)
+            if holder.closed:
+                return True
+            self.check_emptied(holder)
+        self.evicted_blocks += used_blocks - self.used_blocks
+        return not left
+
+    def check_emptied(self, holder: Holder) -> None:
+        """A holder from which a request of another one has taken something."""
+        if not (holder.used_blocks or holder.tree.size or holder.tree.root.leases):
+            self.emptied.append(holder)
+
+    def _overflow(self, current: Holder) -> bool:
+        """Requests in flight alone exceed the bounds; True if that could be changed."""
+        return self.finish_oldest(current)
+
+
+_NOWHERE = Node(None, None, 0, 0)
