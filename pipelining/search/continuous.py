@@ -98,6 +98,8 @@ class ContinuousIVF:
         self._joining: list[RunningSearch] = []
         self._closed = self._driven = False
         self._driver = ThreadPoolExecutor(1, "ragorder-search") if thread else None
+        # What a caller that waits for a stage calls.
+        self._wait_by: Callable[[], object] | None = None if thread else self.advance
 
     @property
     def in_flight(self) -> int:
@@ -148,7 +150,7 @@ class ContinuousIVF:
             coarse_s = self._join()
             if not self._running:
                 return False
-            self._scan_piece()
+            self._scan_piece(self._next_piece())
             self.pieces += 1
             self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
             return True
@@ -181,7 +183,7 @@ class ContinuousIVF:
         slices = self._index.slices(len(rows))
 
         def join(due: bool) -> SearchHandle:
-            handle = SearchHandle(None if self._driver is not None else self.advance, due=due)
+            handle = SearchHandle(self._wait_by, due=due)
             self._enter(RunningSearch(handle, rows, k, slices, history, self._patience, self._clock()))
             return handle
 
@@ -272,8 +274,8 @@ class ContinuousIVF:
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
         return self.budget.limit(search_s, max(0, due - self._cores), self._cores)
 
-    def _scan_piece(self) -> None:
-        piece = fill(
+    def _next_piece(self) -> list[tuple[RunningSearch, int]]:
+        return fill(
             self._running,
             self._limit(),
             cores=self._cores,
@@ -281,6 +283,8 @@ class ContinuousIVF:
             order=self._order,
             now_s=self._clock(),
         )
+
+    def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
         ended = set()
         for search, stop, best in self._scan(piece):
             try:
