@@ -71,7 +71,7 @@ class VirtualIVF(ContinuousIVF):
     async def _scan_pieces(self) -> None:
         while True:
             with one_thread():
-                self._join()
+                self._let_in()
             if not self._running:
                 break
             piece = self._next_piece()
