@@ -30,7 +30,7 @@ class WorkflowPrompts:
         return _Ranked(self._ranked(asked, documents))
 
     def _ranked(self, question: Question, documents: Sequence[Document]) -> PromptRequest:
-        ordering = Ordering(documents, range(len(documents)))
+        ordering = Ordering(list(documents), list(range(len(documents))))
         return self._prompts.request(question.query, ordering, question.scope, question.all_options())
 
 
