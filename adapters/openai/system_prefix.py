@@ -62,9 +62,9 @@ class SystemPrefix:
         prefix = SystemPrefix(orderer, builder, engine)
         pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
 
-    If the orderer has `reuse="fused"`, and the builder a tokenizer, each question is prefilled behind the prefix, for the
-    embedded engine to select by it. After a failure of its `engine`, prefixes count as lost. Raises ValueError for invalid
-    `prompts`.
+    If the orderer has `reuse="fused"`, and the builder a tokenizer, each question is prefilled behind the prefix, for
+    the embedded engine to select by it. After a failure of its `engine`, prefixes count as lost. Raises ValueError for
+    invalid `prompts`.
     """
 
     def __init__(

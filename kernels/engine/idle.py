@@ -68,7 +68,8 @@ class IdleBuilder:
     """Computes documents of fused requests that have no preprocessed KV, those asked for most often first.
 
     Each is computed behind its system prompt and the documents that were asked for with it most often and have KV; its
-    keys are turned to where it stands directly behind the system prompt, and the cache adopts it. At most `build_idle` times the tokens that requests compute. The caller serialises all calls.
+    keys are turned to where it stands directly behind the system prompt, and the cache adopts it. At most `build_idle`
+    times the tokens that requests compute. The caller serialises all calls.
     """
 
     def __init__(
