@@ -1629,6 +1629,18 @@ class TestOptions:
         refused = serving("--profile", str(tmp_path / "damaged.json")).result
         assert (refused.exit_code, "this is not JSON: measure one" in refused.stderr) == (2, True)
 
+    def test_cached_prefixes_are_compared_in_seconds_by_the_profile_of_the_first_start(
+        self, serving: Callable[..., Command], profiles: Path
+    ) -> None:
+        command = serving("--device-tokens", "512", "--profile-budget", "60")
+        path = command.orderer.settings.profile
+        assert path is not None and path.parent == profiles / "profiles"
+        assert set(PrefillProfile.from_file(path).loads) == {"host"}
+        assert "cached prefixes are compared in seconds" in command.result.stderr
+        plain = serving("--device-tokens", "512", "--profile", "none")
+        assert plain.orderer.settings.profile is None
+        assert "compared in seconds" not in plain.result.stderr
+
     def test_all_options_reach_the_engine(self, serving: Callable[..., Command], tmp_path: Path) -> None:
         profile = tmp_path / "profile.json"
         PrefillProfile((0, 100), (100, 200), ((1.0, 2.0), (1.5, 3.0))).to_file(profile)
