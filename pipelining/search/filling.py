@@ -35,6 +35,8 @@ def fill(
     due = (search for search in searches if search.handle.due)
     ahead = (search for search in searches if not search.handle.due)
     for search in chain(due, ahead):
+        if piece and limit.whole and left < search.left_codes / 2:
+            break
         stop = search.end_of_piece(left, whole=limit.whole)
         piece.append((search, stop))
         left -= search.codes[stop] - search.codes[search.done]
