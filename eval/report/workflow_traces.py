@@ -169,7 +169,7 @@ def _length_s(spans: _Spans) -> float:
 
 def _by_worker(pieces: Iterable[Piece]) -> dict[str, int]:
     counts = Counter(piece.worker for piece in pieces)
-    return {worker: counts[worker] for worker in ("engine", "search", "step") if counts[worker]}  # type: ignore[index]
+    return {worker: counts[worker] for worker in ("engine", "search", "step") if counts[worker]}
 
 
 def _seconds(value: float | None) -> str:
