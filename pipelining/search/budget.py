@@ -51,7 +51,8 @@ class Budget:
 
     def learn(self, overhead_s: float) -> None:
         """A piece that the operating system interrupted counts at most four times what was expected."""
-        self._measured.add(min(max(0.0, overhead_s), _OUTLIER * self.overhead_s))
+        expected = self._measured.value
+        self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 
     def limit(self, search_s: float, waiting: int, cores: int) -> PieceLimit:
         """`search_s`: mean time of a whole search on one core; `waiting`: due searches behind the first."""
