@@ -10,13 +10,10 @@ from threading import RLock
 from time import sleep
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.fused import CriticalTokens, Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
@@ -24,11 +21,14 @@ from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
-from ragorder.kernels.engine.sampling import SampledToken, choose
+from ragorder.kernels.engine.runner import ModelRunner
+from ragorder.kernels.engine.sampling import SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
-from ragorder.kernels.engine.sequence import RequestValidator, Sequence
+from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine.updates import UpdateQueues
+from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import OutOfBlocksError
@@ -126,7 +126,7 @@ class TieredEngine:
             self.profile,
             fuser,
         )
-        self._runner = _ModelRunner(model.forward, layers, model.device, rotation)
+        self._runner = ModelRunner(model.forward, layers, model.device, rotation)
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -394,66 +394,3 @@ class TieredEngine:
 def _requests(sequences: Iterable[Sequence]) -> list[Sequence]:
     """Those that are answered: helpers count as their owners."""
     return list(dict.fromkeys(sequence.owner or sequence for sequence in sequences))
-
-
-class UpdateQueues:
-    """A queue for each subscribed request's updates, and one for the others."""
-
-    def __init__(self) -> None:
-        self._others: list[Update] = []
-        self._subscribed: dict[int, list[Update]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._others)
-
-    def put(self, updates: Iterable[Update]) -> None:
-        for update in updates:
-            self._subscribed.get(update.request_id, self._others).append(update)
-
-    def take(self) -> list[Update]:
-        taken, self._others = self._others, []
-        return taken
-
-    def subscribe(self, request_id: int) -> None:
-        self._subscribed[request_id] = []
-
-    def take_for(self, request_id: int) -> list[Update]:
-        taken, self._subscribed[request_id] = self._subscribed[request_id], []
-        return taken
-
-    def unsubscribe(self, request_id: int) -> None:
-        self._subscribed.pop(request_id, None)
-
-
-class _ModelRunner:
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device, rotation: Rotation | None) -> None:
-        self.forward = forward
-        self._rotation = rotation
-        self._layers = layers
-        self._device = device
-
-    def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device, self._rotation)
-        logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
-        chosen = [chunk.sequence for chunk in chunks if chunk.last]
-        if not chosen:
-            return logits, []
-        samplings = [sequence.request.sampling for sequence in chosen]
-        with torch.inference_mode():
-            return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
-
-    def recover(self) -> None:
-        """Raises the device's error if it persists."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.synchronize(self._device)
-
-    def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
-        positions = sequence.positions(chunk.tokens)
-        critical, start, end = sequence.critical(positions), int(positions[0]), int(positions[-1]) + 1
-        if critical is None and np.array_equal(positions, np.arange(start, end)):
-            return Piece(sequence.tokens[start:end], start, table, chunk.last)
-        token_ids = [sequence.tokens[place] for place in positions]
-        documents = sequence.documents if critical is not None else ()
-        return Piece(token_ids, start, table, chunk.last, positions, critical, documents)

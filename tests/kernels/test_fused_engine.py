@@ -563,7 +563,9 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r"recompute is .*: give a share of the reused tokens, from 0 to 1"):
                 Fusion(recompute)
 
-    @pytest.mark.parametrize("settings", [{"recompute": 1.5}, {"select": "best"}, {"reuse": "both"}])
+    @pytest.mark.parametrize(
+        "settings", [{"recompute": 1.5}, {"select": "best"}, {"select": "inter"}, {"reuse": "both"}]
+    )
     def test_settings_that_cannot_be(self, make: Make, settings: dict[str, Any]) -> None:
         with pytest.raises(ValidationError, match=next(iter(settings))):
             make(**settings)
@@ -575,3 +577,7 @@ class TestRefusals:
     def test_a_selection_that_is_none(self, fusing: Make) -> None:
         with pytest.raises(RequestRefusedError, match="selection must be one of"):
             fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="best")))
+
+    def test_a_selection_whose_facts_are_not_kept_with_copies(self, fusing: Make) -> None:
+        with pytest.raises(RequestRefusedError, match="goes by what the engine does not measure"):
+            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="inter")))
