@@ -132,9 +132,7 @@ class StoreTier:
 
         def job() -> bool:
             write.copy.transfer.wait()
-            return not write.copy.failed and store.write(
-                key, memoryview(staged.rows()), parent, cost=cost, used=used
-            )
+            return not write.copy.failed and store.write(key, memoryview(staged.rows()), parent, cost=cost, used=used)
 
         self._backlog[key] = write
         self._backlog_bytes += size

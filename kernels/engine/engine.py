@@ -14,7 +14,7 @@ import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.fused import CriticalTokens, Fuser, check_fusion
+from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
@@ -116,7 +116,7 @@ class TieredEngine:
         fuser = None
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
-            fuser = Fuser(self._cache, rotation, CriticalTokens(scorer, shape.block_size))
+            fuser = Fuser(self._cache, rotation, scorer)
         self._scheduler = Scheduler(
             self._cache,
             shape.block_size,
@@ -297,7 +297,7 @@ class TieredEngine:
             sequence.logits = logits.float().cpu().clone()
         self._scheduler.mark_computed(chunk)
         try:
-            update = sequence.take(choice.token_id, choice.logprobs)
+            update = sequence.push(choice.token_id, choice.logprobs)
         except Exception as error:
             # Some tokenizers have fewer tokens than their model.
             return self._end(sequence, "error", f"the tokenizer cannot decode the answer ({type(error).__name__})")
@@ -318,9 +318,8 @@ class TieredEngine:
             return self._fail(sequences, why)
         self._count_failure(len(sequences), why)
         try:
-            if fault == "memory" and tokens > 1:
+            if fault == "memory" and self._scheduler.shrink(tokens):
                 self._scheduler.requeue()
-                self._scheduler.shrink(tokens)
                 sequences = []
             else:
                 self.forget_device()

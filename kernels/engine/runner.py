@@ -25,6 +25,16 @@ class ModelRunner:
         self._device = device
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
+        """The next token of each chunk that is its sequence's last, with its logits."""
+        packed = [chunk for chunk in chunks if not chunk.selects]
+        found = self._compute(packed) if packed else (torch.empty(0), [])
+        # Behind the others: what they compute may be in front of a question.
+        for chunk in chunks:
+            if chunk.selects and chunk.sequence.selecting is not None:
+                chunk.sequence.selecting.compute()
+        return found
+
+    def _compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
         step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device, self._rotation)
         logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]
@@ -43,7 +53,8 @@ class ModelRunner:
     def _piece(self, chunk: ScheduledChunk) -> Piece:
         sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
         positions = sequence.positions(chunk.tokens)
-        critical, start, end = sequence.critical(positions), int(positions[0]), int(positions[-1]) + 1
+        critical = sequence.scattered.critical(positions) if sequence.scattered is not None else None
+        start, end = int(positions[0]), int(positions[-1]) + 1
         if critical is None and np.array_equal(positions, np.arange(start, end)):
             return Piece(sequence.tokens[start:end], start, table, chunk.last)
         token_ids = [sequence.tokens[place] for place in positions]

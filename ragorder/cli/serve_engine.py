@@ -51,10 +51,12 @@ _SETTINGS = (
     "recompute",
     "select",
     "as_if_last",
+    "anywhere",
+    "select_rounds",
     "dtype",
     "device",
 )
-_FUSED = ("recompute", "select", "as_if_last", "copies")
+_FUSED = ("recompute", "select", "as_if_last", "anywhere", "select_rounds", "copies")
 _PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(

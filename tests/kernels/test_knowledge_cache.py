@@ -1050,9 +1050,7 @@ class TestWhatIsUsedMost:
 
 class TestADeviceThatFails:
     @pytest.mark.parametrize("tier", [{"host_blocks": 20}, {"disk": PLENTY}], ids=["host", "disk"])
-    def test_spoils_what_was_being_copied_from_it_and_nothing_else(
-        self, engine: Made, tier: dict[str, int]
-    ) -> None:
+    def test_spoils_what_was_being_copied_from_it_and_nothing_else(self, engine: Made, tier: dict[str, int]) -> None:
         at = engine(**tier)
         arrived, leaving = Request([A, B]).path, Request([E]).path
         at.serve(A, B)
