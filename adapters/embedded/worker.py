@@ -102,6 +102,10 @@ class EngineWorker:
     def failure(self) -> str | None:
         return self._failure
 
+    @property
+    def unfinished(self) -> int:
+        return self._unfinished
+
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
         """All of these requests, or none; unfinished ones are aborted at the end of the block.

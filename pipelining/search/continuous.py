@@ -99,6 +99,8 @@ class ContinuousIVF:
         self._joining: list[RunningSearch] = []
         self._closed = self._driven = False
         self._driver = ThreadPoolExecutor(1, "ragorder-search") if thread else None
+        # What a caller that waits for a stage calls.
+        self._wait_by: Callable[[], object] | None = None if thread else self.advance
 
     @property
     def in_flight(self) -> int:
@@ -151,7 +153,7 @@ class ContinuousIVF:
             coarse_s = self._let_in()
             if not self._running:
                 return False
-            self._scan_piece()
+            self._scan_piece(self._next_piece())
             self.pieces += 1
             self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
             return True
@@ -175,7 +177,7 @@ class ContinuousIVF:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
     def _join(self, request: SearchRequest, *, due: bool = True) -> SearchHandle:
-        handle = SearchHandle(None if self._driver is not None else self.advance, due=due)
+        handle = SearchHandle(self._wait_by, due=due)
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 
@@ -274,9 +276,9 @@ class ContinuousIVF:
             now_s=self._clock(),
         )
 
-    def _scan_piece(self) -> None:
+    def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
         ended = set()
-        for search, stop, best in self._scan(self._next_piece()):
+        for search, stop, best in self._scan(piece):
             try:
                 if search.advance(stop, best):
                     ended.add(search)

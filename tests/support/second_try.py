@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
+
 MOST = 10
 FAILED = Path(".pytest_cache/v/cache/lastfailed")
 
@@ -17,14 +19,14 @@ FAILED = Path(".pytest_cache/v/cache/lastfailed")
 def main() -> int:
     failed = list(json.loads(FAILED.read_text())) if FAILED.exists() else []
     if not 0 < len(failed) <= MOST:
-        print(f"{len(failed)} tests failed: no second try")
+        click.echo(f"{len(failed)} tests failed: no second try")
         return 1
-    print(f"\n{len(failed)} failed: a second try, alone", flush=True)
+    click.echo(f"\n{len(failed)} failed: a second try, alone")
     # In groups as before: a test is found by its name, and a group is part of it.
     pytest = [sys.executable, "-m", "pytest", "-n", "1", "--dist", "loadgroup"]
     code = subprocess.call([*pytest, "--last-failed", "--last-failed-no-failures", "none"])
     if code == 0:
-        print("UNSTEADY, passed at the second try:", *failed, sep="\n  ")
+        click.secho("\n  ".join(("UNSTEADY, passed at the second try:", *failed)), fg="yellow")
     return code
 
 
