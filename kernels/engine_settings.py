@@ -99,6 +99,13 @@ class EngineSettings(KVTierSettings):
         ge=1,
         description="With fused: rounds of selection; after the first, by what the tokens chosen so far attend to.",
     )
+    build_idle: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With fused: while no request is due, compute documents that were asked for in the sight of those "
+        "asked for with them (FusionRAG 3.1), at most so many tokens for each that requests compute; 0: none.",
+    )
 
     @property
     def fusion(self) -> Fusion | None:

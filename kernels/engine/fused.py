@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragorder.kernels.cache import Borrowed, KnowledgeCache
+from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.request import Request
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.selecting import TokenSelecting
@@ -30,10 +31,11 @@ def check_fusion(model: Any) -> None:
 class Fuser:
     """Fills the blocks of requests whose leases have borrowed documents, before their first step."""
 
-    def __init__(self, cache: KnowledgeCache, rotation: Rotation, scorer: Scorer) -> None:
+    def __init__(self, cache: KnowledgeCache, rotation: Rotation, scorer: Scorer, questions: KeptQuestions) -> None:
         self._cache = cache
         self._assembler = Assembler(cache.pool, rotation)
         self._scorer = scorer
+        self._questions = questions
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
         """Sequences that compute the missing documents behind the first borrowed one, each behind the system prompt
@@ -67,7 +69,9 @@ class Fuser:
         found = [_span(each) for each in borrowed if each.copy.node.key not in own]
         spans = list(map(_span, borrowed))
         sequence.take_over(spans, found, self._cache.give_back(lease, own))
-        sequence.selecting = TokenSelecting(sequence, fusion, spans, self._scorer, self._cache, most_tokens)
+        sequence.selecting = TokenSelecting(
+            sequence, fusion, spans, self._scorer, self._cache, self._questions, most_tokens
+        )
         self.advance(sequence)
 
     def advance(self, sequence: Sequence) -> None:

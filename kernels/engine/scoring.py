@@ -35,6 +35,7 @@ class Scene:
     - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
       their rows hold anything.
     - `inter` fp32: of each token of `spans`, what `CrossAttention` measured when the copy was made; None: unknown.
+    - `asked`: the question behind the system prompt, if a warm-up has computed it.
     """
 
     token_ids: Sequence[int]
@@ -44,6 +45,7 @@ class Scene:
     spans: tuple[Span, ...]
     question: Span
     inter: Tensor | None = None
+    asked: Question | None = None
 
     @property
     def seed(self) -> int:
@@ -93,7 +95,8 @@ class Scorer:
         if needs == "question":
             begin, end = scene.question
             most_tokens = min(most_tokens, end - begin)
-            yield most_tokens
+            # A question that was computed already waits for the keys of this step.
+            yield most_tokens if scene.asked is None else 1
             return replace(facts, attention=self.attention(scene, most_tokens=most_tokens)[reused])
         if needs == "two layers":
             deviation = yield from self._deviation(scene, most_tokens)
@@ -124,10 +127,13 @@ class Scorer:
         """fp32: the question's attention to each token in front of it.
 
         Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
-        prompt, and moved behind the documents: all that this needs is there before the documents are.
+        prompt, and moved behind the documents: all that this needs is there before the documents are, so that a warm-up
+        may have computed it (`Scene.asked`).
         """
         held = scene.held(self._device)
-        if bool(held.all()) and not alone:
+        if scene.asked is not None:
+            question = scene.asked.moved(scene.question[0], self._rotation)
+        elif bool(held.all()) and not alone:
             question = self.read(scene, scene.question[0], most_tokens)
         else:
             question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens), most_tokens)

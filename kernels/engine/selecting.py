@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from ragorder.kernels.cache import KnowledgeCache
+from ragorder.kernels.engine.kept_questions import KeptQuestions
+from ragorder.kernels.engine.question import Question
 from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.scattered import Positions, Spans
 from ragorder.kernels.engine.scoring import Scene, Scorer
@@ -32,7 +34,14 @@ class TokenSelecting:
     """
 
     def __init__(
-        self, sequence: Sequence, fusion: Fusion, spans: Spans, scorer: Scorer, cache: KnowledgeCache, most_tokens: int
+        self,
+        sequence: Sequence,
+        fusion: Fusion,
+        spans: Spans,
+        scorer: Scorer,
+        cache: KnowledgeCache,
+        questions: KeptQuestions,
+        most_tokens: int,
     ) -> None:
         self.chosen: Positions = np.empty(0, dtype=np.int64)
         self.in_full = False
@@ -41,6 +50,7 @@ class TokenSelecting:
         self._fusion = fusion
         self._scorer = scorer
         self._cache = cache
+        self._questions = questions
         self._most_tokens = most_tokens
         self._reused = sum(end - begin for begin, end in spans)
         self._spans = tuple(sequence.documents if fusion.anywhere else spans)
@@ -65,7 +75,8 @@ class TokenSelecting:
             # There is nothing to measure.
             self.chosen = everywhere[:budget]
             return
-        facts = yield from self._scorer.measuring(selection.needs, self._scene(), self._most_tokens)
+        asked = self._questions.find(self._sequence) if selection.needs == "question" else None
+        facts = yield from self._scorer.measuring(selection.needs, self._scene(asked), self._most_tokens)
         # Whatever a policy returns: rows outside are others', or computed anyway.
         chosen = np.intersect1d(everywhere, selection.choose(facts, -(-budget // rounds)).cpu().numpy())
         yield from self._make_writable(chosen)
@@ -110,8 +121,9 @@ class TokenSelecting:
         assert scattered is not None
         return scattered.exact_tokens
 
-    def _scene(self) -> Scene:
+    def _scene(self, asked: Question | None = None) -> Scene:
         sequence = self._sequence
         question = sequence.path_tokens, sequence.prompt_tokens
         table = sequence.table(self._cache.shape.block_size)
-        return Scene(sequence.tokens, table, sequence.request.prefix_tokens, self._exact_tokens, self._spans, question)
+        prefix, exact = sequence.request.prefix_tokens, self._exact_tokens
+        return Scene(sequence.tokens, table, prefix, exact, self._spans, question, asked=asked)

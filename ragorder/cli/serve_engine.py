@@ -53,10 +53,11 @@ _SETTINGS = (
     "as_if_last",
     "anywhere",
     "select_rounds",
+    "build_idle",
     "dtype",
     "device",
 )
-_FUSED = ("recompute", "select", "as_if_last", "anywhere", "select_rounds", "copies")
+_FUSED = ("recompute", "select", "as_if_last", "anywhere", "select_rounds", "build_idle", "copies")
 _PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(
@@ -180,6 +181,9 @@ def take_model(options: dict[str, Any]) -> str:
 
 
 def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
+    """And with the profile, if it has load times."""
+    from ragorder.kernels.profile_cache import ProfileCache
+
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,
@@ -195,6 +199,8 @@ def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
             "tier_policy": engine.settings.policy,
             "tier_copies": "evicted",
         }
+    if settings.profile is None and engine.profile.loads:
+        known["profile"] = ProfileCache().file_of(engine.profile)
     return settings.model_copy(update=known)
 
 
