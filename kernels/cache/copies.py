@@ -11,9 +11,20 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer that holds its blocks. `leaving`: nothing else holds the source's blocks."""
+    """A transfer that holds its blocks. `leaving`: nothing else holds the source's blocks. `distrusted`: the source's
+    device failed before the copy was known to have ended."""
 
-    __slots__ = ("holds_source", "leaving", "source", "source_blocks", "target", "target_blocks", "then", "transfer")
+    __slots__ = (
+        "distrusted",
+        "holds_source",
+        "leaving",
+        "source",
+        "source_blocks",
+        "target",
+        "target_blocks",
+        "then",
+        "transfer",
+    )
 
     def __init__(
         self,
@@ -27,11 +38,16 @@ class Copy:
         self.source, self.source_blocks = source, tuple(source_blocks)
         self.target, self.target_blocks = target, tuple(target_blocks)
         self.then = then
-        self.leaving = False
+        self.leaving = self.distrusted = False
         source.retain(self.source_blocks)
         target.retain(self.target_blocks)
         self.holds_source = True
         self.transfer: Transfer = transfers.start(source, self.source_blocks, target, self.target_blocks)
+
+    @property
+    def failed(self) -> bool:
+        """The target may hold anything."""
+        return self.distrusted or self.transfer.failed
 
     def free_source(self) -> None:
         """Release the source's blocks once later computations may overwrite them."""
@@ -44,7 +60,7 @@ class Copy:
             self._release_source()
         self.target.release(self.target_blocks)
         if self.then is not None:
-            self.then(not self.transfer.failed)
+            self.then(not self.failed)
 
     def _release_source(self) -> None:
         self.holds_source = False
@@ -98,6 +114,11 @@ class Copies:
 
     def _leaving(self, pool: BlockPool) -> list[Copy]:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
+
+    def distrust(self, pool: BlockPool) -> None:
+        """Have the copies under way out of a failed device end as failed."""
+        for copy in self._running:
+            copy.distrusted |= copy.source is pool
 
     def wait(self) -> None:
         while self._running:

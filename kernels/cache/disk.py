@@ -132,9 +132,7 @@ class StoreTier:
 
         def job() -> bool:
             write.copy.transfer.wait()
-            return not write.copy.transfer.failed and store.write(
-                key, memoryview(staged.rows()), parent, cost=cost, used=used
-            )
+            return not write.copy.failed and store.write(key, memoryview(staged.rows()), parent, cost=cost, used=used)
 
         self._backlog[key] = write
         self._backlog_bytes += size
@@ -144,6 +142,13 @@ class StoreTier:
     def copying(self, key: bytes) -> Copy | None:
         write = self._backlog.get(key)
         return write.copy if write is not None else None
+
+    def discard_distrusted(self) -> None:
+        """Remove nodes that were being copied from a failed device."""
+        for key in [key for key, write in self._backlog.items() if write.copy.distrusted]:
+            future = self._backlog[key].future
+            if future is not None and _written(future) and self._store is not None:
+                self._store.remove(key)
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
         """The node's blocks in a pool of their own; None if unreadable."""
@@ -234,7 +239,7 @@ class StoreTier:
         if waiting is None or waiting.blocks.blocks != blocks:
             return None
         waiting.copy.transfer.wait()
-        return None if waiting.copy.transfer.failed else waiting.blocks
+        return None if waiting.copy.failed else waiting.blocks
 
 
 def _written(future: Future[bool]) -> bool:

@@ -151,6 +151,10 @@ class Hierarchy:
         return node.host
 
     def forget_device(self) -> None:
+        # What was copied while the device failed may be anything.
+        self.copies.distrust(self.device.pool)
+        if self.disk is not None:
+            self.disk.discard_distrusted()
         self.drain()
         # Whatever the failure has interrupted: a node may have left the tier, and not yet the tree.
         for node in list(self.nodes.values()):

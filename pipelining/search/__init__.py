@@ -6,6 +6,17 @@ from ragorder.pipelining.search.budget import Budget
 from ragorder.pipelining.search.continuous import ContinuousIVF
 from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.history import History
+from ragorder.pipelining.search.memory import MemorySplit, Throughput, split_memory
 from ragorder.pipelining.search.tiers import ClusterScan, IndexTiers
 
-__all__ = ["Budget", "ClusterScan", "ContinuousIVF", "History", "IndexTiers", "SearchHandle"]
+__all__ = [
+    "Budget",
+    "ClusterScan",
+    "ContinuousIVF",
+    "History",
+    "IndexTiers",
+    "MemorySplit",
+    "SearchHandle",
+    "Throughput",
+    "split_memory",
+]

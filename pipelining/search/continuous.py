@@ -20,11 +20,12 @@ from ragorder.pipelining.search.filling import PieceOrder, fill
 from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.history import History
 from ragorder.pipelining.search.merge import BestResults
+from ragorder.pipelining.search.request import SearchRequest, one_row
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
 from ragorder.pipelining.search.tiers import IndexTiers
 from ragorder.pipelining.staged import Stage
-from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
+from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
 __all__ = ["ContinuousIVF"]
@@ -98,19 +99,22 @@ class ContinuousIVF:
         self._joining: list[RunningSearch] = []
         self._closed = self._driven = False
         self._driver = ThreadPoolExecutor(1, "ragorder-search") if thread else None
+        # What a caller that waits for a stage calls.
+        self._wait_by: Callable[[], object] | None = None if thread else self.advance
 
     @property
     def in_flight(self) -> int:
         """Searches that have not ended."""
         return len(self._running) + len(self._unprepared) + len(self._joining)
 
-    def search(self, queries: Any, k: int) -> Iterator[Stage]:
-        """See `StagedSearch.search`. Also raises ValueError if k exceeds the vectors of the index, or its `max_codes`
-        or `parallel_mode` rule out parts, and RuntimeError after `close`."""
-        join = self._read(queries, k)
+    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
+        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF, nprobe and selector of this search. Also
+        raises TypeError for other parameters, ValueError if k exceeds the vectors of the index, or `max_codes` or
+        `parallel_mode` rule out parts, and RuntimeError after `close`."""
+        request = self._read(queries, k, params)
 
         def stages() -> Iterator[Stage]:
-            handle = join(True)
+            handle = self._join(request)
             try:
                 yield from handle.stages()
             finally:
@@ -118,12 +122,12 @@ class ContinuousIVF:
 
         return stages()
 
-    def search_async(self, queries: Any, k: int) -> AsyncGenerator[Stage, None]:
+    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
         """`search` for an event loop: no thread waits for a stage."""
-        join = self._read(queries, k)
+        request = self._read(queries, k, params)
 
         async def stages() -> AsyncGenerator[Stage, None]:
-            handle = join(True)
+            handle = self._join(request)
             try:
                 async for stage in handle.stages_async():
                     yield stage
@@ -132,23 +136,24 @@ class ContinuousIVF:
 
         return stages()
 
-    def submit(self, query: Any, k: int, *, history: History | None = None, due: bool = True) -> SearchHandle:
+    def submit(
+        self, query: Any, k: int, *, history: History | None = None, due: bool = True, params: Any = None
+    ) -> SearchHandle:
         """A search for one query, of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
 
-        `history`: the earlier searches of this request; its clusters are visited first, and this search joins it.
-        `due=False`: ahead of need, in the time that due searches leave.
+        `history`: the earlier searches of this request; its clusters are visited first, and this search joins it. Not
+        with a selector. `due=False`: ahead of need, in the time that due searches leave.
         """
-        row = np.asarray(query)
-        return self._read(row[None] if row.ndim == 1 else row, k, history, one=True)(due)
+        return self._join(self._read(one_row(query), k, params, history), due=due)
 
     def advance(self) -> bool:
         """Scan one piece. False: no search was left. Errors of FAISS end the search that they belong to."""
         with self._advancing, one_thread():
             started_s = self._clock()
-            coarse_s = self._join()
+            coarse_s = self._let_in()
             if not self._running:
                 return False
-            self._scan_piece()
+            self._scan_piece(self._next_piece())
             self.pieces += 1
             self.budget.learn(self._clock() - started_s - coarse_s - self._scanner.scan_s)
             return True
@@ -168,24 +173,13 @@ class ContinuousIVF:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(
-        self, queries: Any, k: int, history: History | None = None, *, one: bool = False
-    ) -> Callable[[bool], SearchHandle]:
-        outer = self._index.core.outer
-        k, rows = read_k(k), read_queries(queries, outer.d)
-        if k > outer.ntotal:
-            raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
-        if one and len(rows) != 1:
-            raise ValueError(f"submit takes one query, got {len(rows)}: use search")
-        self._index.check_settings()
-        slices = self._index.slices(len(rows))
+    def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
+        return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-        def join(due: bool) -> SearchHandle:
-            handle = SearchHandle(None if self._driver is not None else self.advance, due=due)
-            self._enter(RunningSearch(handle, rows, k, slices, history, self._patience, self._clock()))
-            return handle
-
-        return join
+    def _join(self, request: SearchRequest, *, due: bool = True) -> SearchHandle:
+        handle = SearchHandle(self._wait_by, due=due)
+        self._enter(RunningSearch(handle, request, self._patience, self._clock()))
+        return handle
 
     def _enter(self, search: RunningSearch) -> None:
         with self._lock:
@@ -222,7 +216,7 @@ class ContinuousIVF:
             self._unprepared += self._joining
             self._joining = []
 
-    def _join(self) -> float:
+    def _let_in(self) -> float:
         """Let searches in, and out those that have ended. Returns the seconds spent on finding clusters."""
         self._take_joining()
         if any(search.handle.done for search in self._running):
@@ -251,7 +245,7 @@ class ContinuousIVF:
         if search.handle.done:
             return
         try:
-            search.prepare(self._index, self._sizes, self._index.nprobe(self._nprobe))
+            search.prepare(self._index, self._sizes)
         except Exception as error:
             search.handle.fail(error)
         else:
@@ -272,8 +266,8 @@ class ContinuousIVF:
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
         return self.budget.limit(search_s, max(0, due - self._cores), self._cores)
 
-    def _scan_piece(self) -> None:
-        piece = fill(
+    def _next_piece(self) -> list[tuple[RunningSearch, int]]:
+        return fill(
             self._running,
             self._limit(),
             cores=self._cores,
@@ -281,6 +275,8 @@ class ContinuousIVF:
             order=self._order,
             now_s=self._clock(),
         )
+
+    def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
         ended = set()
         for search, stop, best in self._scan(piece):
             try:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.pipelining.search.handle import SearchHandle
-from ragorder.pipelining.search.history import History, PastSearch
+from ragorder.pipelining.search.history import PastSearch
 from ragorder.pipelining.search.merge import BestResults
+from ragorder.pipelining.search.request import SearchRequest
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
@@ -24,26 +25,20 @@ class RunningSearch:
     """
 
     def __init__(
-        self,
-        handle: SearchHandle,
-        queries: NDArray[np.float32],
-        k: int,
-        slices: int,
-        history: History | None,
-        patience: int | None,
-        submitted_s: float,
+        self, handle: SearchHandle, request: SearchRequest, patience: int | None = None, submitted_s: float = 0.0
     ) -> None:
         self.handle = handle
-        self.queries = queries
-        self.k = k
-        self.history = history
+        self.queries = request.queries
+        self.k = request.k
+        self.history = request.history
+        self.selector = request.selector
         self.submitted_s = submitted_s
-        self.kept = (k if history is None else max(k, history.kept)) + 1
+        self.kept = (self.k if self.history is None else max(self.k, self.history.kept)) + 1
         self.done = 0
         self.total = 0
         self.codes: list[int] = []
-        self.best = BestResults.none(len(queries), self.kept)
-        self._slices = slices
+        self.best = BestResults.none(len(self.queries), self.kept)
+        self._request = request
         self._patience = patience
         self._changed_at = 0
         self._changed = False
@@ -56,12 +51,12 @@ class RunningSearch:
     def settled(self) -> int:
         return self.done - self._changed_at
 
-    def prepare(self, index: ClusterIndex, sizes: NDArray[np.int64], nprobe: int) -> None:
+    def prepare(self, index: ClusterIndex, sizes: NDArray[np.int64]) -> None:
         """The clusters to scan, in the order of the visit."""
         self.queries = index.core.transform_queries(self.queries)
-        self._nearest = index.nearest_clusters(self.queries, nprobe, self._slices)
+        self.total = self._request.nprobe
+        self._nearest = index.nearest_clusters(self.queries, self.total, self._request.slices)
         self.coarse, self.clusters = self._nearest
-        self.total = nprobe
         past = None if self.history is None else self.history.similar(self.queries[0])
         if past is not None:
             order = past.order(self.clusters[0])
@@ -96,7 +91,9 @@ class RunningSearch:
         distances, ids = self._results(self.best, index.similarity)
         if self.done == self.total and len(rows := self.best.tied(self.k)):
             coarse, clusters = self._nearest
-            distances[rows], ids[rows] = index.scan(self.queries[rows], self.k, clusters[rows], coarse[rows])
+            distances[rows], ids[rows] = index.scan(
+                self.queries[rows], self.k, clusters[rows], coarse[rows], selector=self.selector
+            )
         self.remember(index)
         stage = _stage(index, self.done, self.done, ids, distances, self.settled)
         self.handle.publish(stage, final=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,19 @@ from ragorder.pipelining.search.visits import Visits
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["PieceScanner", "one_thread"]
-
+__all__ = ["PieceScanner", "one_thread", "shares_of"]
 
 # What it costs to hand a share to another thread.
 _LEAST_SHARE_S = 3e-5
+
+
+class _Rows(NamedTuple):
+    """The queries of a piece, and what is asked of each call."""
+
+    queries: NDArray[np.float32]
+    kept: int
+    places: bool
+    selector: Any = None
 
 
 class PieceScanner:
@@ -76,36 +85,45 @@ class PieceScanner:
             return []
         queries = np.concatenate([search.queries for search, _ in piece])
         places = any(search.history is not None for search, _ in piece)
+        parts: list[ScannedPart] = []
+        for selector, share in _by_selector(piece, visits):
+            if selector is None:
+                parts += self._on_tiers(share, _Rows(queries, kept, places))
+            else:
+                parts += self._on_cores(share, _Rows(queries, kept, False, selector))
+        return parts
+
+    def _on_tiers(self, visits: Visits, rows: _Rows) -> list[ScannedPart]:
         if self._tiers is None:
-            return self._on_cores(visits, queries, kept, places)
+            return self._on_cores(visits, rows)
         core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
-        share = self._tiers.start(visits, queries, kept, core_s)
+        share = self._tiers.start(visits, rows.queries, rows.kept, core_s)
+        before_s = self.scan_s
         try:
             if share is None:
-                return self._on_cores(visits, queries, kept, places)
-            parts = self._on_cores(visits.part(~share.chosen), queries, kept, places)
+                return self._on_cores(visits, rows)
+            parts = self._on_cores(visits.part(~share.chosen), rows)
             try:
                 part, seconds = share.part.result()
             except Exception as error:
                 self._tiers.fail(error)
-                return parts + self._on_cores(share.visits, queries, kept, places)
-            self.scan_s = max(self.scan_s, seconds)
+                return parts + self._on_cores(share.visits, rows)
+            self.scan_s = max(self.scan_s, before_s + seconds)
             return [*parts, part]
         finally:
             if share is not None:
                 wait([share.part])
             self._tiers.end()
 
-    def _on_cores(self, visits: Visits, queries: NDArray[np.float32], kept: int, places: bool) -> list[ScannedPart]:
-        shares = min(self._cores, int(visits.codes.sum() * self.costs.code_s / max(self.costs.call_s, _LEAST_SHARE_S)))
-        own, *others = visits.deal(max(1, shares)) or (None,)
+    def _on_cores(self, visits: Visits, rows: _Rows) -> list[ScannedPart]:
+        own, *others = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self.costs)) or (None,)
         if own is None:
             return []
         futures: list[Future[tuple[ScannedPart, int, float]]] = []
         try:
             if self._helpers is not None:
-                futures = [self._helpers.submit(self._share, share, queries, kept, places) for share in others]
-            done = [self._share(own, queries, kept, places)]
+                futures = [self._helpers.submit(self._share, share, rows) for share in others]
+            done = [self._share(own, rows)]
         finally:
             # FAISS writes into arrays of theirs.
             wait(futures)
@@ -115,15 +133,15 @@ class PieceScanner:
         self.scan_s += max(seconds for _, _, seconds in done)
         return [part for part, _, _ in done]
 
-    def _share(
-        self, visits: Visits, queries: NDArray[np.float32], kept: int, places: bool
-    ) -> tuple[ScannedPart, int, float]:
+    def _share(self, visits: Visits, of: _Rows) -> tuple[ScannedPart, int, float]:
         rows, clusters, coarse = visits.padded()
         start_s = self._clock()
-        distances, ids = self._index.scan(queries[rows], kept, clusters, coarse, places=places)
+        distances, ids = self._index.scan(
+            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, places=of.places
+        )
         seconds = self._clock() - start_s
         keys = -distances if self._index.similarity else distances
-        return ScannedPart(rows, keys, ids, places), int(visits.codes.sum()), seconds
+        return ScannedPart(rows, keys, ids, of.places), int(visits.codes.sum()), seconds
 
     def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
         rows, keys, ids, places = [], [], [], []
@@ -137,6 +155,27 @@ class PieceScanner:
         if not rows:
             return np.empty(0, np.intp), best
         return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(places))
+
+
+def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:
+    """How many cores a piece is worth."""
+    return max(1, min(cores, int(codes * costs.code_s / max(costs.call_s, _LEAST_SHARE_S))))
+
+
+def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> Iterator[tuple[Any, Visits]]:
+    """A call of FAISS has one selector: visits of searches without any go together."""
+    selectors = [search.selector for search, _ in piece]
+    plain = np.array([selector is None for selector in selectors])
+    if plain.all():
+        yield None, visits
+        return
+    owners = np.repeat(np.arange(len(piece)), [len(search.queries) for search, _ in piece])[visits.rows]
+    for selector, chosen in (
+        (None, plain[owners]),
+        *((selectors[number], owners == number) for number in np.flatnonzero(~plain).tolist()),
+    ):
+        if chosen.any():
+            yield selector, visits.part(chosen)
 
 
 @contextmanager

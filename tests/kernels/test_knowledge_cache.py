@@ -1048,6 +1048,30 @@ class TestWhatIsUsedMost:
         at.release(request)
 
 
+class TestADeviceThatFails:
+    @pytest.mark.parametrize("tier", [{"host_blocks": 20}, {"disk": PLENTY}], ids=["host", "disk"])
+    def test_spoils_what_was_being_copied_from_it_and_nothing_else(self, engine: Made, tier: dict[str, int]) -> None:
+        at = engine(**tier)
+        arrived, leaving = Request([A, B]).path, Request([E]).path
+        at.serve(A, B)
+        at.empty_device()
+        at.cache._tiers.drain()
+        if at.cache._disk is not None:
+            at.cache._disk.wait()
+        before = at.cache.find(arrived)
+        assert before.total == sum(segment.tokens for segment in arrived)
+        at.serve(E)
+        at.empty_device()
+        assert len(at.cache._copies) and at.cache.find(leaving).total
+        at.cache.pool.kv.fill_(float("nan"))
+        at.cache.forget_device()
+        assert at.cache.find(leaving).total == 0
+        assert at.cache.find(arrived) == before
+        check_accounts(at.cache)
+        assert at.serve(A, B) == before
+        assert at.serve(E).total == 0
+
+
 class TestAllAtOnce:
     def test_clear_forgets_all_tiers(self, engine: Made, tmp_path: Path) -> None:
         at = engine(device_blocks=6, host_blocks=4, disk=PLENTY)
@@ -1290,9 +1314,8 @@ class Machine(RuleBasedStateMachine):
         for request in self.idle():
             self.cache.discard(request.lease)
         self.requests.clear()
-        self.cache.forget_device()
         self.cache.pool.kv.fill_(float("nan"))
-        self.cache.pool.kv.zero_()
+        self.cache.forget_device()
         assert not self.cache.pool.used_blocks
 
     @rule()

@@ -221,6 +221,75 @@ class TestTheResultIsThatOfFaiss:
         assert_same(ContinuousIVF(flat, nprobe=9, thread=False).submit(query, 5).result(), flat.search(query, 5))
 
 
+class TestSearchParameters:
+    """Of FAISS: an nprobe and a selector for each search."""
+
+    @pytest.mark.parametrize("data", [vectors, tied])
+    @pytest.mark.parametrize("description", ["IVF24,Flat", "IVF24,PQ4x4", "IDMap2,IVF24,Flat", "PCA8,IVF24,Flat"])
+    def test_of_many_tenants_at_once(self, description: str, data: Any) -> None:
+        stored, queries = data(600, 0), data(64, 1)
+        index = faiss.index_factory(D, description)
+        index.train(stored)
+        if description.startswith("IDMap2"):
+            index.add_with_ids(stored, np.random.default_rng(0).permutation(600))
+        else:
+            index.add(stored)
+        search = ContinuousIVF(index, nprobe=9, cores=2, budget=pieces(), thread=False)
+        tenants = [None, faiss.IDSelectorRange(100, 130), faiss.IDSelectorBatch(list(range(0, 600, 7)))] * 21
+        asked = [
+            faiss.SearchParametersIVF(nprobe=1 + number % 24, sel=selector)
+            for number, selector in enumerate([*tenants, faiss.IDSelectorRange(700, 800)])
+        ]
+        handles = [
+            search.submit(query, 7, params=params, history=None if params.sel else History(), due=bool(number % 3))
+            for number, (query, params) in enumerate(zip(queries, asked, strict=True))
+        ]
+        advance_all(search)
+        for query, params, handle in zip(queries, asked, handles, strict=True):
+            theirs = params
+            if description.startswith("PCA"):
+                theirs = faiss.SearchParametersPreTransform(index_params=params)
+            assert_same(handle.result(), index.search(query[None], 7, params=theirs))
+        assert (handles[-1].result().ids == -1).all()
+
+    def test_of_searches_with_several_queries(self, flat: Any, queries: Any) -> None:
+        params = faiss.SearchParametersIVF(nprobe=5, sel=faiss.IDSelectorRange(0, 900, True))
+        search = ContinuousIVF(flat, cores=3, budget=pieces(), thread=False)
+        other = search.submit(queries[0], 5)
+        *_, found = search.search(queries, 7, params=params)
+        assert_same(found, flat.search(queries, 7, params=params))
+        assert other.done
+
+    async def test_in_an_event_loop(self, flat: Any, queries: Any) -> None:
+        params = faiss.SearchParametersIVF(nprobe=5, sel=faiss.IDSelectorBatch([1, 2, 3]))
+        with ContinuousIVF(flat, budget=pieces()) as search:
+            async for stage in search.search_async(queries[:1], 3, params=params):
+                assert set(stage.ids[0].tolist()) <= {-1, 1, 2, 3}
+        assert_same(stage, flat.search(queries[:1], 3, params=params))
+
+    @pytest.mark.parametrize(
+        ("params", "error", "says"),
+        [
+            ({"nprobe": 0}, ValueError, "nprobe must be at least 1, got 0"),
+            ({"nprobe": 3, "max_codes": 10}, ValueError, "max_codes=10, a limit across stages"),
+            ({"quantizer_params": faiss.SearchParametersIVF()}, ValueError, "set the quantizer itself"),
+            (faiss.SearchParameters(), TypeError, "must be faiss.SearchParametersIVF"),
+            ("nprobe=3", TypeError, "must be faiss.SearchParametersIVF.*got str"),
+        ],
+    )
+    def test_that_have_no_answer_are_refused(self, params: Any, error: Any, says: str, flat: Any, queries: Any) -> None:
+        given = faiss.SearchParametersIVF(**params) if isinstance(params, dict) else params
+        search = ContinuousIVF(flat, thread=False)
+        for ask in (search.submit, search.search, search.search_async):
+            with pytest.raises(error, match=says):
+                ask(queries[:1], 5, params=given)
+
+    def test_with_a_selector_have_no_history(self, flat: Any, queries: Any) -> None:
+        params = faiss.SearchParametersIVF(sel=faiss.IDSelectorRange(0, 9))
+        with pytest.raises(ValueError, match="a search with a selector has no history"):
+            ContinuousIVF(flat, thread=False).submit(queries[0], 5, params=params, history=History())
+
+
 class TestStages:
     def test_are_numbered_by_clusters_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
         search = ContinuousIVF(flat, nprobe=9, cores=1, budget=pieces(), thread=False)

@@ -1,0 +1,129 @@
+"""Searches of an IVF index on a virtual clock: real results of a small index, times of a large one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.eval.virtual.servers import Servers
+from ragorder.pipelining.search import Budget, ContinuousIVF
+from ragorder.pipelining.search.running import RunningSearch
+from ragorder.pipelining.search.scanner import one_thread
+
+__all__ = ["SearchCosts", "VirtualIVF", "WholeSearches"]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchCosts:
+    """A search of an index of `vectors` in `clusters`, on `busy_cores` at a time: all of them, or as many as memory has
+    bandwidth for. `code_s`: a vector on one core; `piece_s`: of a piece beside its scan.
+
+    An index of real vectors stands for the large one: each of its vectors counts for many.
+    """
+
+    code_s: float
+    vectors: int
+    clusters: int
+    busy_cores: int
+    piece_s: float = 2e-4
+
+    def code_of(self, index: Any) -> float:
+        """Seconds that one vector of the real index stands for."""
+        return self.code_s * self.vectors / int(index.ntotal)
+
+    def whole_s(self, searches_s: Sequence[float]) -> float:
+        """Of a batch, in which each search has one core."""
+        return max(max(searches_s), sum(searches_s) / self.busy_cores)
+
+    def piece_seconds(self, core_s: float) -> float:
+        """Of a piece, whose clusters are dealt out to all cores."""
+        one_cluster_s = self.code_s * self.vectors / self.clusters
+        return self.piece_s + max(one_cluster_s, core_s / self.busy_cores)
+
+
+class VirtualIVF(ContinuousIVF):
+    """`ContinuousIVF` in an event loop: what is in a piece and what it finds is as ever, and the piece takes the time
+    of the large index. Results are published at its end. `busy_s`: of the pieces."""
+
+    def __init__(self, index: Any, costs: SearchCosts, **options: Any) -> None:
+        loop = asyncio.get_running_loop()
+        budget = Budget(costs.piece_s)
+        super().__init__(index, cores=1, budget=budget, thread=False, clock=loop.time, **options)
+        # One thread of this process scans; `fill` and the budget count the cores of the large index.
+        self._cores = costs.busy_cores
+        self._wait_by = None
+        self.costs.call_s, self.costs.code_s = 0.0, costs.code_of(self._index.ivf)
+        self.busy_s = 0.0
+        self._large = costs
+        self._loop = loop
+        self._pieces: asyncio.Task[None] | None = None
+
+    def _enter(self, search: RunningSearch) -> None:
+        super()._enter(search)
+        if self._pieces is None:
+            self._pieces = self._loop.create_task(self._scan_pieces())
+
+    async def _scan_pieces(self) -> None:
+        while True:
+            with one_thread():
+                self._let_in()
+            if not self._running:
+                break
+            piece = self._next_piece()
+            codes = sum(search.codes[stop] - search.codes[search.done] for search, stop in piece)
+            seconds = self._large.piece_seconds(codes * self.costs.code_s)
+            await asyncio.sleep(seconds)
+            self.busy_s += seconds
+            with one_thread():
+                self._scan_piece(piece)
+            self.pieces += 1
+        self._pieces = None
+
+
+class WholeSearches:
+    """Searches that are not cut: each on a core of its own as one is free, or all that wait as one batch, after which
+    the next one begins."""
+
+    def __init__(self, index: Any, costs: SearchCosts, *, batched: bool) -> None:
+        self._index = index
+        self._costs = costs
+        self._sizes = np.fromiter(map(index.get_list_size, range(index.nlist)), np.int64, index.nlist)
+        self._code_s = costs.code_of(index)
+        self._cores = Servers(costs.busy_cores)
+        self._batched = batched
+        self._waiting: list[tuple[float, asyncio.Future[None]]] = []
+        self._searching: asyncio.Task[None] | None = None
+
+    async def search(self, query: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+        """Ids of the k nearest of one query, of shape (1, dimensions)."""
+        _, clusters = self._index.quantizer.search(query, self._index.nprobe)
+        seconds = float(self._sizes[clusters].sum()) * self._code_s
+        if self._batched:
+            await self._in_batch(seconds)
+        else:
+            await self._cores.serve(seconds)
+        _, ids = self._index.search(query, k)
+        found: NDArray[np.int64] = ids[0]
+        return found
+
+    async def _in_batch(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        self._waiting.append((seconds, ended))
+        if self._searching is None:
+            self._searching = loop.create_task(self._search_batches())
+        await ended
+
+    async def _search_batches(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            await asyncio.sleep(self._costs.whole_s([seconds for seconds, _ in batch]))
+            for _, ended in batch:
+                if not ended.done():
+                    ended.set_result(None)
+        self._searching = None

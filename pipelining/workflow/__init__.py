@@ -1,0 +1,33 @@
+"""Workflows of searches and generations as graphs (HedraRAG)."""
+
+from __future__ import annotations
+
+from ragorder.pipelining.workflow.errors import GraphError, NodeError, WorkflowError
+from ragorder.pipelining.workflow.graph import CompiledGraph, RAGraph
+from ragorder.pipelining.workflow.interpreter import interpret
+from ragorder.pipelining.workflow.library import hyde, irg, multistep, one_shot, recomp
+from ragorder.pipelining.workflow.nodes import END, START, Generation, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.result import WorkflowResult
+from ragorder.pipelining.workflow.state import State
+
+__all__ = [
+    "END",
+    "START",
+    "CompiledGraph",
+    "Generation",
+    "GraphError",
+    "NodeError",
+    "NodeQuestion",
+    "RAGraph",
+    "Retrieval",
+    "State",
+    "Step",
+    "WorkflowError",
+    "WorkflowResult",
+    "hyde",
+    "interpret",
+    "irg",
+    "multistep",
+    "one_shot",
+    "recomp",
+]

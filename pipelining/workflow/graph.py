@@ -1,0 +1,174 @@
+"""Workflow graphs (HedraRAG section 4.1, RAGraph)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Self
+
+from ragorder.pipelining.workflow import mermaid, validation
+from ragorder.pipelining.workflow.edges import Choice, Edge
+from ragorder.pipelining.workflow.errors import GraphError
+from ragorder.pipelining.workflow.nodes import END, START, Generation, Node, NodeId, Retrieval, Step, Terminal
+from ragorder.pipelining.workflow.state import State
+from ragorder.pipelining.workflow.topology import Topology
+
+__all__ = ["CompiledGraph", "RAGraph"]
+
+
+class RAGraph:
+    """A workflow of generations, retrievals and plain steps.
+
+        graph = RAGraph("hyde")
+        graph.add_generation("guess", prompt="Write a passage that answers {query}", output="passage")
+        graph.add_retrieval("search", query="passage", topk=5)
+        graph.add_generation("answer", prompt="Answer {query} using {docs}.")
+        graph.add_edge(START, "guess").add_edge("guess", "search").add_edge("search", "answer").add_edge("answer", END)
+        compiled = graph.compile()
+
+    - The user's question is {query}, or {input}. `inputs` are other names that each run's state must give.
+    - `max_rounds`: how often a node may run in a request. A graph with a loop needs it.
+    - Several edges from a node are all taken, so its successors run side by side. Where branches meet again, the node
+      waits for each that can still arrive in this round of its loops.
+
+    A wrong argument raises GraphError where it is given; `compile` checks the whole.
+    """
+
+    def __init__(self, name: str = "workflow", *, inputs: Iterable[str] = (), max_rounds: int | None = None) -> None:
+        self.name = name
+        self.inputs = tuple(inputs)
+        self.max_rounds = max_rounds
+        self._nodes: dict[NodeId, Node] = {}
+        self._edges: list[Edge] = []
+
+    def add_generation(
+        self,
+        id: NodeId,
+        *,
+        prompt: str | Callable[[State], str],
+        output: str = "answer",
+        documents: str | Sequence[str] | None = None,
+        parse: Callable[[str, State], Any] | None = None,
+        max_tokens: int = 256,
+        **options: Any,
+    ) -> Self:
+        """`documents`: the names of those that the prompt shows (None: the outputs of retrievals that the template
+        names). `options` are the engine's; temperature is 0.0 without one."""
+        names = _names(documents)
+        return self._add(Generation(id, prompt, output, names, parse, max_tokens, MappingProxyType(options)))
+
+    def add_retrieval(
+        self, id: NodeId, *, query: str | Callable[[State], str], topk: int = 5, output: str = "docs"
+    ) -> Self:
+        return self._add(Retrieval(id, query, topk, output))
+
+    def add_step(
+        self,
+        id: NodeId,
+        function: Callable[[State], Any],
+        *,
+        reads: str | Sequence[str] = (),
+        writes: str | Sequence[str] = (),
+    ) -> Self:
+        return self._add(Step(id, function, _names(reads), _names(writes)))
+
+    def add_edge(
+        self, source: NodeId | Terminal, target: NodeId | Terminal | Choice, *, to: Sequence[NodeId | Terminal] = ()
+    ) -> Self:
+        """A function of the state as `target` is a conditional edge; `to` lists what it may return (default: any node,
+        or END). It should be quick: it runs on the event loop."""
+        edge = Edge(source, tuple(to), target) if callable(target) else Edge(source, (target,))
+        problem = validation.edge_problem(edge, to)
+        if problem is not None:
+            raise GraphError(f"workflow {self.name!r}: {problem}")
+        self._edges.append(edge)
+        return self
+
+    def compile(self, max_rounds: int | None = None, *, answer: str | None = None) -> CompiledGraph:
+        """`answer`: the state's name of the result (default: the output of the generations that come last). Raises
+        GraphError for a node that cannot be reached, a loop without a bound, no way to END, an input that no node
+        writes before, or nodes side by side that write the same name."""
+        max_rounds = self.max_rounds if max_rounds is None else max_rounds
+        edges: dict[NodeId | Terminal, tuple[Edge, ...]] = {}
+        everywhere = (*self._nodes, END)
+        for edge in self._edges:
+            edges[edge.source] = (*edges.get(edge.source, ()), edge.resolved(everywhere))
+        nodes = validation.with_documents(self._nodes)
+        topology = Topology({source: _targets(out) for source, out in edges.items()})
+        problems = validation.problems(nodes, edges, topology, self.inputs, max_rounds)
+        for problem in problems:
+            raise GraphError(f"workflow {self.name!r}: {problem}")
+        try:
+            result = validation.answer_name(nodes, edges, answer)
+        except ValueError as error:
+            raise GraphError(f"workflow {self.name!r}: {error}") from None
+        return CompiledGraph(
+            self.name, MappingProxyType(nodes), MappingProxyType(edges), max_rounds, result, self.inputs, topology
+        )
+
+    def _add(self, node: Node) -> Self:
+        problem = f"two nodes {node.id!r}" if node.id in self._nodes else validation.node_problem(node)
+        if problem is not None:
+            raise GraphError(f"workflow {self.name!r}: {problem}")
+        self._nodes[node.id] = node
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledGraph:
+    """A graph that can be run, by any number of requests. `answer`: the state's name of the result."""
+
+    name: str
+    nodes: Mapping[NodeId, Node]
+    edges: Mapping[NodeId | Terminal, tuple[Edge, ...]] = field(repr=False)
+    max_rounds: int | None
+    answer: str
+    inputs: tuple[str, ...]
+    topology: Topology = field(repr=False)
+
+    def begin(self, question: str, values: Mapping[str, Any] | None = None) -> State:
+        """The state of a new request. Raises GraphError if one of `inputs` is missing, or a value replaces the
+        question."""
+        values = values or {}
+        if missing := [name for name in self.inputs if name not in values]:
+            raise GraphError(f"workflow {self.name!r}: give {', '.join(map(repr, missing))} in `state`")
+        if unknown := [name for name in values if name not in self.inputs]:
+            raise GraphError(
+                f"workflow {self.name!r}: {', '.join(map(repr, unknown))} in `state`: name them, RAGraph(inputs=…)"
+            )
+        return State.of(question, values)
+
+    def entries(self, state: State) -> tuple[NodeId, ...]:
+        return tuple(target for target in self.successors(START, state) if target is not END)
+
+    def successors(self, id: NodeId | Terminal, state: State) -> tuple[NodeId | Terminal, ...]:
+        """Where a request goes after a node. Raises GraphError if a conditional edge returns what it may not, and what
+        its function raises."""
+        targets: dict[NodeId | Terminal, None] = {}
+        for edge in self.edges[id]:
+            target = edge.target(state)
+            if target not in edge.targets:
+                allowed = ", ".join(map(repr, edge.targets))
+                kind = repr(target) if target in tuple(self.nodes) else f"a {type(target).__name__} that is no node"
+                raise GraphError(
+                    f"workflow {self.name!r}: the conditional edge from {id!r} returned {kind}; it may return {allowed}"
+                )
+            targets[target] = None
+        return tuple(targets)
+
+    def foreseen(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
+        """What may come directly after a node."""
+        return tuple(target for target in _targets(self.edges[id]) if target is not END)
+
+    def to_mermaid(self) -> str:
+        """A flowchart; conditional edges are dotted."""
+        return mermaid.flowchart(self.nodes, self.edges)
+
+
+def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:
+    return tuple(dict.fromkeys(target for edge in edges for target in edge.targets))
+
+
+def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)

@@ -1,0 +1,78 @@
+"""Workflows run stage by stage: the baseline, and the reference for every faster way."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.workflow.errors import NodeError
+from ragorder.pipelining.workflow.execution import answered, call_step, found
+from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.join import NodeRun, Tokens
+from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval
+from ragorder.pipelining.workflow.result import WorkflowResult
+from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
+
+__all__ = ["interpret"]
+
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
+
+
+async def interpret(
+    graph: CompiledGraph,
+    question: str,
+    *,
+    engine: StreamingEngine[R],
+    prompts: RequestBuilder[NodeQuestion, D, R],
+    retrieve: Callable[[str, int], Awaitable[Sequence[D]]],
+    state: Mapping[str, Any] | None = None,
+    scope: Hashable = None,
+) -> WorkflowResult:
+    """One node after another, each whole. `retrieve(query, topk)` returns the documents, best first. Raises GraphError
+    if the graph does not end within its rounds, NodeError for a node that fails."""
+
+    async def values_of(run: NodeRun) -> Mapping[str, Any]:
+        node = run.node
+        if isinstance(node, Generation):
+            asked = question_of(node, run.state, scope)
+            return answered(node, await _generate(engine, prompts, asked, documents_of(node, run.state)), run.state)
+        if isinstance(node, Retrieval):
+            return found(node, await retrieve(query_of(node, run.state), node.topk))
+        return await call_step(node, run.state)
+
+    tokens = Tokens(graph, graph.begin(question, state))
+    while runs := tokens.take():
+        for run in runs:
+            try:
+                values = await values_of(run)
+            except Exception as error:
+                raise NodeError.of(graph.name, run.id, error) from error
+            tokens.finish(run, values)
+    return WorkflowResult.of(graph, tokens.state)
+
+
+async def _generate(
+    engine: StreamingEngine[R],
+    prompts: RequestBuilder[NodeQuestion, D, R],
+    question: NodeQuestion,
+    documents: Sequence[D],
+) -> str:
+    committed = prompts.commit(question, documents)
+    text, usage = [], None
+    try:
+        async with aclosing(engine.stream(committed.request)) as chunks:
+            async for chunk in chunks:
+                text.append(chunk.text)
+                usage = chunk.usage or usage
+    except BaseException:
+        # A computed prompt stays in the cache, even if the answer failed.
+        if text:
+            committed.confirm(usage)
+        else:
+            committed.discard()
+        raise
+    committed.confirm(usage)
+    return "".join(text)
