@@ -61,11 +61,22 @@ class SearchAhead:
     """A search for a query that may become due. Its results go into a history of their own, `history`, so that nothing
     of a branch that is left reaches the request's."""
 
-    def __init__(self, piece: Piece, query: str, history: History | None, searcher: Searcher[Any], facts: Facts) -> None:
+    def __init__(
+        self,
+        piece: Piece,
+        node: Retrieval,
+        query: str,
+        history: History | None,
+        before: SearchAhead | None,
+        searcher: Searcher[Any],
+        facts: Facts,
+    ) -> None:
         self.piece = piece
         self.query = query
         self.history = history
         self.vector: Any = None
+        self._topk = node.topk
+        self._before = None if before is None else before.vector
         self._searcher = searcher
         self._facts = facts
         self._handle: Handle | None = None
@@ -104,11 +115,11 @@ class SearchAhead:
             return
         finally:
             self._facts.embedding_ahead -= 1
-        node = self.piece.node
-        assert isinstance(node, Retrieval)
+        if self.piece.after is not None and self._before is not None:
+            self.piece.after.drift = self._searcher.distance(self._before, self.vector)
         try:
             self._handle = self._searcher.submit(
-                self.vector, node.topk, history=self.history, due=False, split=self.piece.split
+                self.vector, self._topk, history=self.history, due=False, split=self.piece.split
             )
             if self.piece.prefetch:
                 self._searcher.prefetch(self.vector)

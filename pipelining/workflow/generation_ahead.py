@@ -42,6 +42,16 @@ class GenerationAhead(Generic[D, R]):
         return self._piece is not None or self._next is not None
 
     @property
+    def right(self) -> bool:
+        """The answer is that of a speculation."""
+        return self._trace.right
+
+    @property
+    def idle(self) -> bool:
+        """There has been none."""
+        return self._task is None
+
+    @property
     def beginning(self) -> bool:
         """A speculation waits for the abort of the last one."""
         return self._next is not None

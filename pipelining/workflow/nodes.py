@@ -65,12 +65,14 @@ class Retrieval:
 @dataclass(frozen=True, slots=True)
 class Step:
     """A plain function, such as a filter: it returns values for the names in `writes`. `reads` are the names that it
-    cannot do without. A function that is no coroutine runs in a thread."""
+    cannot do without. A function that is no coroutine runs in a thread. `pure`: it has no effect but its result, and is
+    quick: it may be called ahead of need, on half a text, on the event loop."""
 
     id: NodeId
     function: Callable[[State], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    pure: bool = False
 
 
 Node = Generation | Retrieval | Step
@@ -78,10 +80,12 @@ Node = Generation | Retrieval | Step
 
 @dataclass(frozen=True, slots=True)
 class NodeQuestion:
-    """The question of a `RequestBuilder`: a generation's prompt without its documents."""
+    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: those may be put into
+    the order of the engine's cache; otherwise they stay in the order of their rank."""
 
     text: str = field(repr=False)
     scope: Hashable = field(default=None, repr=False)
     max_tokens: int = 256
     temperature: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    ordered: bool = True

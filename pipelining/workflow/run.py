@@ -15,7 +15,7 @@ from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, Retrieval
 from ragorder.pipelining.workflow.searching import Handle
-from ragorder.pipelining.workflow.speculations import Speculations, Workers, place_of, question_for
+from ragorder.pipelining.workflow.speculations import Speculations, Workers, question_for
 from ragorder.pipelining.workflow.state import State
 from ragorder.pipelining.workflow.templates import documents_of, query_of
 from ragorder.pipelining.workflow.trace import Outcome, PieceTrace, WorkflowTrace
@@ -89,12 +89,12 @@ class WorkflowRun(Generic[D, R]):
         return self._ahead.speculates(run)
 
     def start(self, piece: Piece, /) -> None:
-        if piece.due:
+        if piece.after is None:
             self._begun(piece)
             self._spawn(self._work(piece))
             return
         try:
-            self._ahead.begin(piece, self._branched)
+            self._ahead.begin(piece, piece.after, self._branched)
         except Exception:
             # It was foreseen from half a text.
             self._end(piece, "cancelled")
@@ -202,29 +202,37 @@ class WorkflowRun(Generic[D, R]):
         return stage
 
     async def _generate(self, piece: Piece, node: Generation) -> Mapping[str, Any]:
-        facts, state = self._workers.facts, piece.run.state
         ahead = self._ahead.generation(piece.run)
+        try:
+            usage = await self._answer(piece, node, ahead)
+        finally:
+            if not ahead.idle:
+                self._spawn(ahead.leave("rolled back"))
+        self._note_usage(piece, usage)
+        return answered(node, "".join(piece.text), piece.run.state)
+
+    async def _answer(self, piece: Piece, node: Generation, ahead: GenerationAhead[D, R]) -> Usage | None:
         emit = self._emit if self._is_answer(node) else None
         usage: Usage | None = None
         started_s = self._elapsed_s()
-        documents = documents_of(node, state)
-        async with aclosing(ahead.attempt.answer(question_for(piece, self.scope), documents)) as chunks:
+        question, documents = question_for(piece, node, self.scope), documents_of(node, piece.run.state)
+        async with aclosing(ahead.attempt.answer(question, documents)) as chunks:
             async for chunk in chunks:
                 if piece.trace.first_token_s is None:
                     piece.trace.first_token_s = self._elapsed_s()
                     ahead.used(right=ahead.right)
                 usage = chunk.usage or usage
-                if chunk.text:
-                    piece.text.append(chunk.text)
-                    piece.tokens += 1
-                    if emit is not None:
-                        emit(chunk.text)
-                    if piece.tokens % _LOOK_EVERY == 0:
-                        self._workers.wavefront.progress(piece)
+                if not chunk.text:
+                    continue
+                piece.text.append(chunk.text)
+                piece.tokens += 1
+                if emit is not None:
+                    emit(chunk.text)
+                if piece.tokens % _LOOK_EVERY == 0:
+                    self._workers.wavefront.progress(piece)
         if not ahead.right:
-            facts.generation_s.add(self._elapsed_s() - started_s)
-        self._note_usage(piece, usage)
-        return answered(node, "".join(piece.text), state)
+            self._workers.facts.generation_s.add(self._elapsed_s() - started_s)
+        return usage
 
     def _note_usage(self, piece: Piece, usage: Usage | None) -> None:
         piece.trace.tokens = piece.tokens

@@ -32,9 +32,9 @@ class Handle(Protocol):
 class Searcher(Generic[D]):
     """Embeds queries, searches for them, and fetches documents.
 
-    `search` is a `ContinuousIVF`, or has its `submit`; or a `StagedSearch`, or a function of a vector and k that returns
-    ids, best first. The latter two search whole, in a thread. `embed` runs in a thread, unless it is a coroutine
-    function.
+    `search` is a `ContinuousIVF`, or has its `submit`; or a `StagedSearch`; or a function of a vector and k that
+    returns ids, best first. The latter two search whole. `embed` and functions run in a thread, coroutine functions on
+    the event loop.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:
@@ -60,6 +60,11 @@ class Searcher(Generic[D]):
 
         return History()
 
+    def distance(self, one: Any, other: Any) -> float:
+        import numpy as np
+
+        return float(np.linalg.norm(np.subtract(one, other)))
+
     def prefetch(self, vector: Any) -> None:
         self._search.prefetch(vector)
 
@@ -82,9 +87,7 @@ class _WholeSearch:
 
     async def stages_async(self) -> AsyncGenerator[Stage, None]:
         search = self._search
-        yield await (
-            asyncio.to_thread(self._last_stage) if hasattr(search, "search") else self._called()
-        )
+        yield await (asyncio.to_thread(self._last_stage) if hasattr(search, "search") else self._called())
 
     def _last_stage(self) -> Stage:
         import numpy as np

@@ -13,7 +13,7 @@ from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.foresight import SearchAhead, foresee
 from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval
+from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
 from ragorder.pipelining.workflow.searching import Handle, Searcher
 from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
 from ragorder.pipelining.workflow.trace import Outcome
@@ -46,10 +46,9 @@ def place_of(run: NodeRun) -> Place:
     return run.id, run.round
 
 
-def question_for(piece: Piece, scope: Hashable) -> NodeQuestion:
+def question_for(piece: Piece, node: Generation, scope: Hashable) -> NodeQuestion:
     """Raises what `question_of` raises."""
-    assert isinstance(piece.node, Generation)
-    return replace(question_of(piece.node, piece.run.state, scope), ordered=piece.ordered)
+    return replace(question_of(node, piece.run.state, scope), ordered=piece.ordered)
 
 
 class Speculations(Generic[D, R]):
@@ -85,33 +84,32 @@ class Speculations(Generic[D, R]):
         place = place_of(run)
         return place in self._searches or (place in self._generations and self._generations[place].speculates)
 
-    def begin(self, piece: Piece, history: Callable[[], History | None]) -> None:
-        """Raises what the prompt's or query's function raises."""
-        place, source = place_of(piece.run), piece.after
-        assert source is not None
+    def begin(self, piece: Piece, source: Piece, history: Callable[[], History | None]) -> None:
+        """A piece ahead of need, because of a due one's progress. Raises what the prompt's or query's function
+        raises."""
+        place, node = place_of(piece.run), piece.node
         self._sources[place] = source
-        if isinstance(piece.node, Generation):
-            question = question_for(piece, self._scope)
-            documents = documents_of(piece.node, piece.run.state)
+        if isinstance(node, Generation):
+            question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
             source.speculated = None if source.stage is None else source.stage.ids.tobytes()
             self._generation(place).begin(piece, question, documents, self._workers.facts.load)
-        else:
-            assert isinstance(piece.node, Retrieval)
-            query = query_of(piece.node, piece.run.state)
-            before = self._searches.get(place)
+        elif isinstance(node, Retrieval):
+            query, before = query_of(node, piece.run.state), self._searches.get(place)
             if before is not None:
                 before.cancel()
                 self._ended(before.piece, "rolled back")
-            past = history() if before is None else before.history
+            past = None if not piece.reorder else history() if before is None else before.history
             self._searches[place] = SearchAhead(
-                piece, query, past, before, self._workers.searcher, self._workers.facts
+                piece, node, query, past, before, self._workers.searcher, self._workers.facts
             )
             self._begun(piece)
 
     def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
-        """The run is due."""
+        """The run is due. Its caller must leave what this returns."""
         place = place_of(run)
         generation = self._generation(place)
+        del self._generations[place]
+        self._sources.pop(place, None)
         generation.due()
         return generation
 
@@ -135,6 +133,9 @@ class Speculations(Generic[D, R]):
     def left(self, tokens: Tokens) -> list[GenerationAhead[D, R]]:
         """Drops what was foreseen on branches that were not taken. Returns generations, which their caller must
         leave."""
+        if any(isinstance(run.node, Step) for run in tokens.running):
+            # What was foreseen may lie behind it.
+            return []
         running = {place_of(run) for run in tokens.running}
         places = [place for place, source in self._sources.items() if source.ended and place not in running]
         return [generation for place in places for generation in self._drop(place, "wasted")]
@@ -162,17 +163,18 @@ class Speculations(Generic[D, R]):
         return generation
 
     def _values(self, piece: Piece) -> Mapping[str, Any]:
-        if isinstance(piece.node, Generation):
-            return answered(piece.node, "".join(piece.text), piece.run.state)
-        assert isinstance(piece.node, Retrieval) and piece.stage is not None
-        return found(piece.node, self._workers.searcher.documents(piece.stage))
+        node = piece.node
+        if isinstance(node, Generation):
+            return answered(node, "".join(piece.text), piece.run.state)
+        if isinstance(node, Retrieval) and piece.stage is not None:
+            return found(node, self._workers.searcher.documents(piece.stage))
+        raise TypeError(f"nothing can be foreseen from a {type(node).__name__}")
 
     def _is_new(self, piece: Piece, run: NodeRun) -> bool:
-        place = place_of(run)
-        if isinstance(run.node, Generation):
+        place, node = place_of(run), run.node
+        if not isinstance(node, Retrieval):
             return place not in self._generations or not self._generations[place].beginning
-        assert isinstance(run.node, Retrieval)
-        query = query_of(run.node, run.state)
+        query = query_of(node, run.state)
         if piece.worker == "engine":
             self._sources[place] = piece
             self._looks.setdefault(place, {})[piece.part] = query, self._elapsed_s()

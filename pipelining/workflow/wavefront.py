@@ -53,14 +53,14 @@ class Piece:
     - `fast`: with the index's fast tier; `prefetch`: its clusters are loaded into that
     - `ordered`: documents in the cache's order
     - `at_end` is called once the piece has ended
-    - progress: the latest `stage` of a search, and the ids that are `speculated` on; `text` and `tokens` so far of a
-      generation, how many of them were `looked` at, in `looks`, and the `drift` between the last two queries that followed
+    - progress of a search: its latest `stage`, and the ids that are `speculated` on
+    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`; `drift` between
+      the last two queries that followed from it
     """
 
     request: Request
     run: NodeRun
     trace: PieceTrace
-    due: bool = True
     after: Piece | None = None
     split: bool = False
     reorder: bool = False
@@ -76,6 +76,10 @@ class Piece:
     looks: int = 0
     looked: int = 0
     drift: float = 0.0
+
+    @property
+    def due(self) -> bool:
+        return self.after is None
 
     @property
     def node(self) -> Node:

@@ -11,7 +11,7 @@ __all__ = ["FastIndex"]
 
 
 class FastIndex:
-    """Lets searches use the index's fast tier (`IndexTiers`), which decides for each piece of work by measured costs."""
+    """Lets searches use the index's fast tier, `IndexTiers`, which decides for each piece by measured costs."""
 
     name = "fast_index"
 

@@ -40,7 +40,7 @@ class SpeculateGeneration:
                 if not isinstance(run.node, Generation):
                     continue
                 trace = PieceTrace(run.id, "speculative", "engine", applied=[self.name])
-                piece = Piece(search.request, run, trace, due=False, after=search)
+                piece = Piece(search.request, run, trace, after=search)
                 # A speculation takes the place of its generation's last one.
                 if wavefront.count("engine") - search.request.speculates(run) < self.bound and facts.load.has_room:
                     if self.gain_s(piece, facts) > 0:

@@ -49,7 +49,7 @@ class SpeculateRetrieval:
                 if not isinstance(run.node, Retrieval):
                     continue
                 trace = PieceTrace(run.id, "speculative", "search", applied=[self.name])
-                piece = Piece(request, run, trace, due=False, after=generation)
+                piece = Piece(request, run, trace, after=generation)
                 if wavefront.count("search") - request.speculates(run) >= self.bound:
                     request.trace.refused += 1
                 elif self.gain_s(piece, facts) > 0:
