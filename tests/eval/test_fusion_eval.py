@@ -40,7 +40,13 @@ from ragorder.eval.experiments.fusion.reference import (
 )
 from ragorder.eval.experiments.fusion.report import make_part
 from ragorder.eval.experiments.fusion.results import Group, curve
-from ragorder.eval.experiments.fusion.served import answer_on_engine, chain_engine, prepare
+from ragorder.eval.experiments.fusion.served import (
+    answer_on_engine,
+    chain_engine,
+    measure_on_engine,
+    prepare,
+    reference_arm,
+)
 from ragorder.eval.experiments.fusion.task import (
     ALIAS_OF,
     ALIASES,
@@ -161,6 +167,16 @@ class TestTask:
             shared = [len(words[link] & words[other] & {*ALIASES, *NAMES}) for other in questions.similar[each, link]]
             assert shared[0] > 0
             assert shared[0] >= shared[-1]
+
+    @pytest.mark.parametrize("hops", [2, 3])
+    def test_documents_of_a_topic_refer_only_to_each_other(self, hops: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        documents = draw_corpora(4, Level(hops, 8), generator, topic=6).chains.documents
+        assert (documents // 6 == documents[..., :1] // 6).all()
+        assert (documents[..., 0] != documents[..., 1]).all()
+        questions = draw_questions(4, Level(hops, 6), "any", seed=5, topic=6)
+        assert (questions.retrieved // 6 == questions.retrieved[:, :1] // 6).all()
+        assert (questions.similar[..., :5] // 6 == torch.arange(24)[:, None] // 6).all()
 
     @pytest.mark.parametrize(("hops", "documents"), [(1, 8), (4, 8), (2, 1), (3, 25)])
     def test_refuses_levels_without_questions(self, hops: int, documents: int) -> None:
@@ -337,6 +353,19 @@ class TestReference:
         for ours, theirs in zip(none, alone, strict=True):
             assert ours.values[-1].equal(theirs.values[-1])
 
+    def test_copies_behind_the_very_documents_in_front_deviate_first_in_the_third_layer(self, prompts: Prompts) -> None:
+        """Equation 10 takes neighbours' KV as it was computed alone: what the first layer reads of it is exact."""
+        arm = ARMS["behind those in front of it"]
+        assert float(prompts.deviation(arm).max()) < 1e-6
+        assert float(prompts.deviation(ARMS[REUSE]).max()) > 0.1
+        assert not torch.allclose(prompts.answer(arm, 0), prompts.answer(ARMS[BASELINE], prompts.reused_tokens(arm)))
+
+    def test_neighbours_stand_in_the_order_that_is_asked_for(self, untrained: ChainModel, questions: Questions) -> None:
+        orders = [make_copies(untrained, questions, kind, 2, 0) for kind in ("similar", "similar, best first")]
+        assert not torch.equal(orders[0].kv[0].values[1], orders[1].kv[0].values[1])
+        orders = [make_copies(untrained, questions, kind, 1, 0) for kind in ("similar", "similar, best first")]
+        torch.testing.assert_close(orders[0].kv[0].values[1], orders[1].kv[0].values[1])
+
     def test_cache_craft_has_copies_of_other_prompts_and_what_crossed_in_them(
         self, untrained: ChainModel, questions: Questions
     ) -> None:
@@ -409,6 +438,25 @@ class TestShippedModels:
                 expected = prompts.answer(arm, done.recomputed)[number]
                 torch.testing.assert_close(done.logits[: len(expected)], expected, **ALIKE)
 
+    def test_many_questions_are_compared_with_the_reference(self, trained: ChainModel) -> None:
+        """Layers that do nothing take time, and change no answer."""
+        questions = draw_questions(3, Level(2, 8), "any", seed=8)
+        names = ("random", "FusionRAG, online only", "with ordering")
+        arms = {name: replace(ARMS[name], ratios=(0.0, 0.15, 1.0)) for name in names}
+        found = measure_on_engine(trained, questions, arms, idle_layers=1)
+        for name, served in found.items():
+            facts = served.facts
+            # The engine draws other tokens at random.
+            assert facts["compared"] == (6 if name == "random" else 9)
+            assert facts["others"] == 0
+            assert facts["apart"] < 1e-4
+            for kind in ("", "wall_ms ", "cpu_ms "):
+                assert all(len(served.rows[f"{kind}{ratio}"]) == 3 for ratio in ("0", "0.15", "1"))
+        like = reference_arm(arms["with ordering"], questions)
+        expected = Prompts(trained, questions, neighbours=0, seed=0)
+        right = expected.answer(like, expected.budget(like, 0.15)).argmax(-1) == questions.values
+        assert found["with ordering"].rows["0.15"] == right.float().tolist()
+
     def test_the_engine_answers_exactly(self, trained: ChainModel, engine: Any) -> None:
         from ragorder.kernels.engine import Request, Sampling
 
@@ -453,16 +501,36 @@ class TestTraining:
         monkeypatch.setattr(training, "_STEP_TOKENS", 300)
 
     def test_the_same_seed_gives_the_same_model(self, brief: None) -> None:
-        models = [list(train(seed, 2, lambda point: None))[-1] for seed in (1, 1, 2)]
+        models = [list(train(seed, training.CURRICULA[2], lambda point: None))[-1] for seed in (1, 1, 2)]
         same = [all(models[0].weights[name].equal(other.weights[name]) for name in other.weights) for other in models]
         assert same == [True, True, False]
 
     def test_ends_a_stage_as_soon_as_it_is_learnt(self, brief: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(training, "_LEARNT", -1.0)
         points: list[Any] = []
-        list(train(0, 2, points.append))
+        list(train(0, training.CURRICULA[2], points.append))
         assert [point.documents for point in points[:3]] == [3, 3, 4]
         assert len(points) == 5
+
+    def test_goes_on_from_an_earlier_model(self, brief: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """From one of fewer hops with the stages that it lacks, from one of as many with the last one."""
+        more = (Stage([Level(3, 3)], 3), Stage([Level(3, 4)], 2, settles=True))
+        monkeypatch.setitem(training.CURRICULA, 3, (*training.CURRICULA[2], *more))
+        assert training.remaining(3, None) == training.CURRICULA[3]
+        assert training.remaining(3, 2) == more
+        assert training.remaining(3, 3) == more[-1:]
+        options = ["--set", "hops=3", "--set", f"start={tmp_path / 'first'}", "-o", tmp_path / "then"]
+        done = run_command(ragorder, "eval", "run", "fusion-training", "--seeds", "5", "-o", tmp_path / "first")
+        assert done.exit_code == 0, done.output
+        done = run_command(ragorder, "eval", "run", "fusion-training", "--seeds", "5,6", *options)
+        assert done.exit_code == 0, done.output
+        [line] = _lines(tmp_path / "then", "fusion-training")
+        assert (line["seed"], line["facts"]["steps"]) == (5, 5)
+        [missing] = _lines(tmp_path / "then", "unavailable")
+        assert "no model of seed 6" in missing["reason"]
+        first, then = checkpoint(tmp_path / "first", 2, 5), checkpoint(tmp_path / "then", 3, 5)
+        moved = ChainModel.load(then).weights["qkv"] - ChainModel.load(first).weights["qkv"]
+        assert 0 < float(moved.abs().max()) < 0.2
 
     def test_a_trained_model_is_measured(self, brief: None, tmp_path: Path) -> None:
         options = ["--seeds", "5", "--limit", "4", "-o", tmp_path]
@@ -520,7 +588,45 @@ class TestSuite:
         assert "embedded engine" in part.tables[0].title
         assert len(part.pictures()) == 2
 
-    @pytest.mark.parametrize("wrong", [{"hops": 4}, {"documents": 1}, {"hops": 3, "documents": 2}, {"order": "best"}])
+    def test_times_are_compared_at_the_same_share_and_at_the_same_answers(self, tmp_path: Path) -> None:
+        options = ["--reduced", "--limit", "10", "--seeds", "0", "-o", tmp_path]
+        for arm in (BASELINE, REUSE, "FusionRAG, online only", "with ordering"):
+            options += ["--policy", arm]
+        done = run_command(ragorder, "eval", "run", "fusion-seconds", *options)
+        assert done.exit_code == 0, done.output
+        part = make_part(load_suites()["fusion-seconds"], read_results(tmp_path))
+        [seconds] = [table for table in part.tables if table.title.startswith("Time to the first token")]
+        ours, theirs = (["EM at 5 %", "CPU ms", "times sooner, CPU", "wall"], [row[0].text for row in seconds.rows])
+        assert list(seconds.headings[1:5]) == ours
+        assert theirs == ["FusionRAG, online only", "with ordering"]
+        assert "×" in seconds.rows[1][3].text
+        assert "1 layers more" in seconds.note
+        [beside] = [table for table in part.tables if table.title.startswith("The engine beside the reference")]
+        assert {row[3].text for row in beside.rows} == {"0"}
+
+    def test_preprocessing_is_compared_with_what_it_cannot_know(self, tmp_path: Path) -> None:
+        options = ["--reduced", "--limit", "10", "--seeds", "0", "-o", tmp_path]
+        done = run_command(ragorder, "eval", "run", "fusion-preprocessing", *options)
+        assert done.exit_code == 0, done.output
+        [table] = make_part(load_suites()["fusion-preprocessing"], read_results(tmp_path)).tables
+        removed = {tuple(entry.text for entry in row[:3]): float(row[4].text) for row in table.rows}
+        for topic in ("anywhere", "within topics of 8"):
+            assert removed["behind those in front of it", topic, "–"] > 99
+            assert removed["FusionRAG", topic, "7"] < removed["behind those in front of it", topic, "–"]
+        assert len(table.rows) == 2 * (2 * 2 + 2)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"hops": 4},
+            {"documents": 1},
+            {"hops": 3, "documents": 2},
+            {"order": "best"},
+            {"idle_layers": 2},
+            {"topic": 5},
+            {"topic": 2, "hops": 3},
+        ],
+    )
     def test_refuses_cells_without_questions(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(SuiteError):
             FusionCell.read(wrong, "here")

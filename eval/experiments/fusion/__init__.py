@@ -1,1 +1,1 @@
-"""Answers from reused KV of documents: suites fusion-quality and fusion-training."""
+"""Answers from reused KV of documents: suites fusion-quality, -preprocessing, -seconds and -training."""

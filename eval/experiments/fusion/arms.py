@@ -6,19 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ARMS", "BASELINE", "NEIGHBOURS", "RATIOS", "REUSE", "Arm", "Copies", "Select"]
+__all__ = ["ARMS", "BASELINE", "CORPUS_DOCUMENTS", "NEIGHBOURS", "RATIOS", "REUSE", "Arm", "Copies", "Select"]
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
 """Shares of the reused tokens that are computed anew."""
 
+_DEVIATING = (0.0, 0.05)
+
 BASELINE, REUSE = "full attention", "full reuse"
 
-NEIGHBOURS = 4
-"""Similar documents that preprocessing takes, of a corpus of 24."""
+CORPUS_DOCUMENTS = 24
 
-Copies = Literal["alone", "similar", "served"]
+NEIGHBOURS = 4
+"""Similar documents of the corpus that preprocessing takes."""
+
+Copies = Literal["alone", "similar", "similar, best first", "retrieved", "in front", "served"]
 """What a document's KV was computed behind: the system prompt alone; the KV of the documents most like it (FusionRAG
-3.1); some other documents of an earlier prompt (Cache-Craft)."""
+3.1), of which the most similar one comes last, or first (Eq. 10); the KV of others of the same prompt, or of those that
+stand in front of it there, which no preprocessing can know; some other documents of an earlier prompt (Cache-Craft)."""
 
 Select = Literal["query", "deviation", "inter", "head", "random"]
 
@@ -58,5 +63,8 @@ ARMS: Mapping[str, Arm] = {
     "with ordering": Arm(exact=0.5),
     "as if last, with ordering": Arm(as_if_last=True, exact=0.5),
     "as if last, with ordering, anywhere": Arm(as_if_last=True, exact=0.5, anywhere=True),
+    "FusionRAG, best first": Arm(copies="similar, best first", ratios=_DEVIATING),
+    "behind those retrieved with it": Arm(copies="retrieved", ratios=_DEVIATING),
+    "behind those in front of it": Arm(copies="in front", ratios=_DEVIATING),
 }
-"""By name: the systems of the paper's figures, and ours."""
+"""By name: the systems of the paper's figures, ours, and copies to explain what preprocessing leaves."""

@@ -32,18 +32,33 @@ class DocumentCopies:
 def make_copies(model: ChainModel, questions: Questions, copies: Copies, neighbours: int, seed: int) -> DocumentCopies:
     if copies == "served":
         return _from_earlier_prompts(model, questions, seed)
-    near = neighbours if copies == "similar" else 0
-    made = [_behind_similar(model, questions, numbers, near) for numbers in questions.retrieved.unbind(1)]
+    made = []
+    for place, numbers in enumerate(questions.retrieved.unbind(1)):
+        made.append(_behind(model, questions, numbers, _in_front(questions, place, copies, neighbours)))
     return DocumentCopies(made, torch.zeros(len(questions), questions.level.tokens))
 
 
-def _behind_similar(model: ChainModel, questions: Questions, numbers: Tensor, near: int) -> ReferenceKV:
-    """Of one document a question, behind the KV of those most like it, the most similar one last."""
-    row, system = torch.arange(len(questions)), system_prompt(model, len(questions))
-    similar = [questions.of(questions.similar[row, numbers, place][:, None])[:, 0] for place in reversed(range(near))]
-    in_front = [compute_behind(model, document, system).kv for document in similar]
+def _in_front(questions: Questions, place: int, copies: Copies, neighbours: int) -> Sequence[Tensor]:
+    """Numbers of the documents, one a question each, whose KV the document at this place of the prompts is computed
+    behind."""
+    retrieved = questions.retrieved
+    if copies == "alone":
+        return []
+    if copies == "in front":
+        return [*retrieved[:, :place].unbind(1)]
+    if copies == "retrieved":
+        return [*retrieved[:, :place].unbind(1), *retrieved[:, place + 1 :].unbind(1)]
+    similar = questions.similar[torch.arange(len(questions)), retrieved[:, place]][:, :neighbours]
+    return [*(similar if copies == "similar, best first" else similar.flip(1)).unbind(1)]
+
+
+def _behind(model: ChainModel, questions: Questions, numbers: Tensor, in_front: Sequence[Tensor]) -> ReferenceKV:
+    """Of one document a question, behind the KV of others that were computed alone (Eq. 10)."""
+    system = system_prompt(model, len(questions))
+    others = [questions.of(other[:, None])[:, 0] for other in in_front]
+    alone = [compute_behind(model, document, system).kv for document in others]
     own = questions.of(numbers[:, None])[:, 0]
-    return compute_behind(model, own, ReferenceKV.joined(system, *in_front)).kv
+    return compute_behind(model, own, ReferenceKV.joined(system, *alone)).kv
 
 
 def _from_earlier_prompts(model: ChainModel, questions: Questions, seed: int) -> DocumentCopies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ragorder.eval.experiments.fusion.arms import Arm
 from ragorder.eval.experiments.fusion.model import ChainModel
@@ -24,6 +25,11 @@ class Measured:
 
     rows: dict[str, list[float]] = field(default_factory=dict)
     by_position: list[float] = field(default_factory=list)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record has of it beside `rows`."""
+        return {DEVIATION: [round(value, 3) for value in self.by_position]}
 
 
 def measure_curves(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,11 +10,12 @@ from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import need_torch
 from ragorder.eval.experiments.fusion.arms import ARMS
 from ragorder.eval.experiments.fusion.cells import FusionCell, TrainingCell
-from ragorder.eval.experiments.fusion.checkpoints import SHIPPED, checkpoint
+from ragorder.eval.experiments.fusion.checkpoints import SHIPPED, checkpoint, earlier
 from ragorder.eval.experiments.fusion.record import FusionRecord, TrainingRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
+    from ragorder.eval.experiments.fusion.curves import Measured
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Fusion", "FusionTraining"]
@@ -66,9 +67,10 @@ class Fusion(Experiment):
         arms = {name: ARMS[name] for name in job.policies}
         with threads(1):
             model = ChainModel.load(_path(cell, job.seed))
-            questions = draw_questions(job.requests, level, cell.order, seed)
+            questions = draw_questions(job.requests, level, cell.order, seed, cell.topic)
+            found: Mapping[str, Measured]
             if cell.by == "engine":
-                found = measure_on_engine(model, questions, arms, advance=advance)
+                found = measure_on_engine(model, questions, arms, idle_layers=cell.idle_layers, advance=advance)
             else:
                 found = measure_curves(model, questions, arms, neighbours=cell.neighbours, seed=seed, advance=advance)
         for name, measured in found.items():
@@ -76,9 +78,9 @@ class Fusion(Experiment):
                 "exact": arms[name].exact,
                 "tokens": level.tokens,
                 "answer_tokens": level.answer_tokens,
+                "retrieved": round(questions.retrieved_together(cell.neighbours), 4),
             }
-            if measured.by_position:
-                facts["deviation"] = [round(value, 3) for value in measured.by_position]
+            facts |= measured.facts
             engine = {"name": "torch" if cell.by == "engine" else cell.by, "model": "chains"}
             yield {
                 "policy": name,
@@ -101,16 +103,24 @@ class FusionTraining(Experiment):
     def steps(self, job: Job) -> int:
         return 0
 
-    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
         from ragorder.eval.experiments.embedded.clocks import threads
         from ragorder.eval.experiments.fusion.history import History
-        from ragorder.eval.experiments.fusion.training import CURRICULA, train
+        from ragorder.eval.experiments.fusion.model import ChainModel
+        from ragorder.eval.experiments.fusion.training import remaining, train
 
         cell: TrainingCell = job.cell
+        found = earlier(cell.start, cell.hops, job.seed) if cell.start is not None else None
+        if cell.start is not None and found is None:
+            why = f"no model of seed {job.seed} in {cell.start}: give a folder of suite fusion-training, or shipped"
+            yield Missing(job.suite.name, cell.fields, f"seed {job.seed}", why)
+            return
+        known, start = (found[0], ChainModel.load(found[1])) if found is not None else (None, None)
+        stages = remaining(cell.hops, known)
         path, history, load = checkpoint(self.store.folder, cell.hops, job.seed), History(), load_average()
-        advance = self.progress(f"steps, seed {job.seed}", sum(stage.steps for stage in CURRICULA[cell.hops]))
+        advance = self.progress(f"steps, seed {job.seed}", sum(stage.steps for stage in stages))
         with threads(1):
-            for model in train(job.seed, cell.hops, history.take(advance)):
+            for model in train(job.seed, stages, history.take(advance), start):
                 # Whatever stage is interrupted, the model of the last one remains.
                 model.save(path)
         history.close()

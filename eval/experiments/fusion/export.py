@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ragorder.eval.experiments.fusion.model import EPSILON, THETA, ChainModel
 from ragorder.eval.experiments.fusion.task import OPENING, VOCABULARY
@@ -14,18 +15,24 @@ from ragorder.eval.experiments.fusion.task import OPENING, VOCABULARY
 __all__ = ["llama", "llama_tokens"]
 
 _LONGEST_TOKENS = 4096
+_IDLE_UNITS = 4096
 
 
-def llama(model: ChainModel) -> Any:
-    """The same model in transformers' terms. Its token b * VOCABULARY + t is t behind b; its answers are tokens t."""
+def llama(model: ChainModel, idle_layers: int = 0) -> Any:
+    """The same model in transformers' terms. Its token b * VOCABULARY + t is t behind b; its answers are tokens t.
+
+    `idle_layers` in front of the last one change nothing, and take the time of a larger model's, as do further units of
+    all layers.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width = model.width
+    width, layers = model.width, model.passes + idle_layers
+    units = max(2 * width, _IDLE_UNITS) if idle_layers else 2 * width
     config: Any = LlamaConfig(
         vocab_size=VOCABULARY**2,
         hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=model.passes,
+        intermediate_size=units,
+        num_hidden_layers=layers,
         num_attention_heads=model.heads,
         num_key_value_heads=model.heads,
         head_dim=model.head_dim,
@@ -39,12 +46,13 @@ def llama(model: ChainModel) -> Any:
     with torch.random.fork_rng():
         made: Any = LlamaForCausalLM(config)
     query, key, value = model.weights["qkv"].chunk(3)
-    gate, up = model.weights["up"].chunk(2)
+    gate, up = (pad(each, (0, 0, 0, units - 2 * width)) for each in model.weights["up"].chunk(2))
     head = torch.zeros(VOCABULARY**2, width)
     head[:VOCABULARY] = model.weights["head"]
     state = {"model.embed_tokens.weight": _pairs(model), "model.norm.weight": model.weights["norm"]}
     state["lm_head.weight"] = head
-    for layer in range(model.passes):
+    for layer in range(layers):
+        idle = model.passes - 1 <= layer < layers - 1
         of_layer = {
             "self_attn.q_proj": query,
             "self_attn.k_proj": key,
@@ -52,11 +60,12 @@ def llama(model: ChainModel) -> Any:
             "self_attn.o_proj": model.weights["output"],
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
-            "mlp.down_proj": model.weights["down"],
+            "mlp.down_proj": pad(model.weights["down"], (0, units - 2 * width)),
             "input_layernorm": model.weights["attention_norm"],
             "post_attention_layernorm": model.weights["mlp_norm"],
         }
-        state |= {f"model.layers.{layer}.{name}.weight": weight.clone() for name, weight in of_layer.items()}
+        for name, weight in of_layer.items():
+            state[f"model.layers.{layer}.{name}.weight"] = torch.zeros_like(weight) if idle else weight.clone()
     made.load_state_dict(state)
     return made.eval().requires_grad_(False)
 

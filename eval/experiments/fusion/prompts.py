@@ -36,9 +36,13 @@ class Prompts:
     def right(self, arm: Arm, ratio: float) -> Tensor:
         """float (questions,): 1 for each right answer."""
         count = self.budget(arm, ratio)
-        # Whatever is selected, nothing and everything are the same.
         first, end = self._candidates(arm)
-        select = (arm.select, arm.rounds) if 0 < count < end - first else None
+        if count == end - first:
+            # Whatever the copies were.
+            arm = Arm(as_if_last=arm.as_if_last, exact=arm.exact if arm.as_if_last else 0.0)
+            count = self.reused_tokens(arm)
+        # Whatever is selected, nothing and everything are the same.
+        select = (arm.select, arm.rounds) if 0 < count < self.reused_tokens(arm) else None
         key = ("right", arm.copies, arm.exact, arm.anywhere, arm.as_if_last and count > 0, count, select)
         return self._once(key, lambda: (self.answer(arm, count).argmax(-1) == self.questions.values).float())
 

@@ -57,6 +57,14 @@ class Questions:
         """int64 (questions, documents, document tokens)."""
         return self.of(self.retrieved)
 
+    def retrieved_together(self, neighbours: int) -> float:
+        """The share of so many most similar documents, of those in a prompt, that are in the prompt."""
+        if not neighbours:
+            return 0.0
+        of_prompt = self.similar.gather(1, self.retrieved[..., None].expand(-1, -1, self.similar.shape[2]))
+        near = of_prompt[..., :neighbours].flatten(1)
+        return float((near[..., None] == self.retrieved[:, None]).any(2).float().mean())
+
     def of(self, numbers: Tensor) -> Tensor:
         """Tokens of documents (questions, n) of each question's corpus."""
         return self.corpora.gather(1, numbers[..., None].expand(-1, -1, self.corpora.shape[2]))
@@ -68,17 +76,20 @@ class Questions:
         return torch.cat([ends[:, :1], self.documents.flatten(1), ends[:, 1:], self.names[:, None]], 1)
 
 
-def draw_questions(count: int, level: Level, order: Order, seed: int) -> Questions:
+def draw_questions(count: int, level: Level, order: Order, seed: int, topic: int = 0) -> Questions:
     """The same questions and documents in each order. A question gets the documents that it needs, and those that are
-    most similar to the first of them."""
+    most similar to the first of them: of its `topic` first (see `draw_corpora`)."""
     generator = torch.Generator().manual_seed(seed)
-    corpora = draw_corpora(count, level, generator)
+    corpora = draw_corpora(count, level, generator, topic=topic)
     chains = corpora.chains
     several = _all_different(chains.documents[..., : level.hops]) & (chains.hops == level.hops)
     picked = (torch.rand(several.shape, generator=generator) - (~several).float()).argmax(1)
     row = torch.arange(count)
     needed = chains.documents[row, picked][:, : level.hops]
     similarity = _similarity(corpora.tokens)
+    if topic:
+        topics = torch.arange(CORPUS_DOCUMENTS) // topic
+        similarity += (topics[:, None] == topics).float()
     similarity += 1e-4 * torch.rand(similarity.shape, generator=generator)
     similarity.diagonal(dim1=1, dim2=2).fill_(-1)
     score = similarity[row, needed[:, 0]].scatter(1, needed, 2.0)

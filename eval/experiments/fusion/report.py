@@ -6,6 +6,8 @@ from statistics import fmean
 from typing import Any
 
 from ragorder.eval.experiments.fusion.arms import BASELINE, RATIOS, REUSE
+from ragorder.eval.experiments.fusion.copies_table import compares_copies, copies_table
+from ragorder.eval.experiments.fusion.engine_tables import reference_table, seconds_table
 from ragorder.eval.experiments.fusion.record import FusionRecord, TrainingRecord
 from ragorder.eval.experiments.fusion.results import ENOUGH, Curve, Group, curve, removed_deviation
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
@@ -38,18 +40,26 @@ _DEVIATING = {REUSE: "retrieval", "Cache-Craft": "sorted", "FusionRAG": "recency
 
 
 def make_part(suite: Suite, results: Results) -> Part:
-    groups = group_runs(results.of(FusionRecord, suite.name))
+    every = group_runs(results.of(FusionRecord, suite.name))
+    groups = [group for group in every if not compares_copies(group)]
+    copies = [group for group in every if compares_copies(group)]
     trained = group_runs(results.of(TrainingRecord, suite.name))
-    tables = [table for group in groups for table in (_curves(group), _compared(group))]
+    tables = [table for group in groups for table in _tables(group)]
     return Part(
-        [*tables, *map(_training, trained)],
-        words=[TOY] if groups else [],
+        [*tables, *([copies_table(copies)] if copies else []), *map(_training, trained)],
+        words=[TOY] if every else [],
         pictures=lambda: [
             *map(_picture, groups),
             *(_deviation_picture(group) for group in groups if _deviations(group)),
             *map(_training_picture, trained),
         ],
     )
+
+
+def _tables(group: Group) -> list[Table]:
+    setting = _setting(group)
+    by_engine = seconds_table(group, setting), reference_table(group, setting)
+    return [_curves(group), _compared(group), *(table for table in by_engine if table is not None)]
 
 
 def _setting(group: Group) -> str:

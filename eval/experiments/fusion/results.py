@@ -85,10 +85,13 @@ def curve(group: Group, arm: str) -> Curve | None:
 
 def removed_deviation(group: Group, plain: str, changed: str) -> float | None:
     """The share of the second layer's KV deviation in full reuse that other copies do not have."""
-    sums = [
-        sum(value for line in group.runs(arm) for value in line.rows.get(_DEVIATION, ())) for arm in (plain, changed)
+    columns = [
+        [line.rows[_DEVIATION] for line in group.runs(arm) if _DEVIATION in line.rows] for arm in (plain, changed)
     ]
-    return 1 - sums[1] / sums[0] if all(sums) else None
+    if not all(columns):
+        return None
+    before, after = (sum(map(sum, each)) for each in columns)
+    return 1 - after / before if before else None
 
 
 def _answers(line: FusionRecord, ratio: float) -> list[float]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ragorder.eval.experiments.fusion.arms import CORPUS_DOCUMENTS
+
 __all__ = [
     "ALIASES",
     "ALIAS_OF",
@@ -37,8 +39,6 @@ ALIASES = range(37, 165)
 NAMES = range(165, 293)
 WORDS = range(293, 309)
 VOCABULARY = 309
-
-CORPUS_DOCUMENTS = 24
 
 _DEFINITIONS = 2
 _LINE_TOKENS = 3
@@ -118,23 +118,31 @@ class Corpora:
 
 
 def draw_corpora(
-    count: int, level: Level, generator: torch.Generator, *, documents: int = CORPUS_DOCUMENTS, shown: float = 0.0
+    count: int,
+    level: Level,
+    generator: torch.Generator,
+    *,
+    documents: int = CORPUS_DOCUMENTS,
+    shown: float = 0.0,
+    topic: int = 0,
 ) -> Corpora:
-    """Corpora of so many documents; a share `shown` of the links and relays spells its value out."""
+    """Corpora of so many documents; a share `shown` of the links and relays spells its value out. So many consecutive
+    documents, of one `topic`, refer only to each other (0: all do)."""
+    topic = topic or documents
     definitions, relays, links = (documents * each for each in (_DEFINITIONS, level.relays, level.links))
     aliases = _distinct(count, ALIASES, definitions + relays, generator)
     heads = _distinct(count, NAMES, links, generator)
     values = torch.randint(VALUES.start, VALUES.stop, (count, definitions), generator=generator)
     if level.relays:
         # A relay refers to a definition, a link to a relay.
-        defined = _elsewhere(count, documents, level.relays, _DEFINITIONS, generator)
-        relayed = _elsewhere(count, documents, level.links, level.relays, generator)
+        defined = _elsewhere(count, documents, topic, level.relays, _DEFINITIONS, generator)
+        relayed = _elsewhere(count, documents, topic, level.links, level.relays, generator)
         referred = torch.cat([defined, definitions + relayed], 1)
         middle = torch.cat([defined // _DEFINITIONS, relayed // level.relays], 1)
         ends = torch.cat([defined, defined.gather(1, relayed)], 1)
         heads = torch.cat([aliases[:, definitions:], heads], 1)
     else:
-        referred = ends = _elsewhere(count, documents, level.links, _DEFINITIONS, generator)
+        referred = ends = _elsewhere(count, documents, topic, level.links, _DEFINITIONS, generator)
         middle = ends // _DEFINITIONS
     own = torch.cat([_owners(documents, level.relays), _owners(documents, level.links)])
     chains = Chains(
@@ -176,7 +184,9 @@ def _owners(documents: int, lines: int) -> Tensor:
     return torch.arange(documents * lines) // max(1, lines)
 
 
-def _elsewhere(count: int, documents: int, lines: int, others: int, generator: torch.Generator) -> Tensor:
-    """For each of `lines` a document, one of `others` a document, in another document."""
-    drawn = torch.randint((documents - 1) * others, (count, documents * lines), generator=generator)
-    return drawn + others * (drawn // others >= _owners(documents, lines))
+def _elsewhere(count: int, documents: int, topic: int, lines: int, others: int, generator: torch.Generator) -> Tensor:
+    """For each of `lines` a document, one of `others` a document, in another document of its topic."""
+    drawn = torch.randint((topic - 1) * others, (count, documents * lines), generator=generator)
+    own = _owners(documents, lines)
+    drawn += own // topic * topic * others
+    return drawn + others * (drawn // others >= own)

@@ -14,7 +14,7 @@ from ragorder.eval.experiments.fusion.batches import KINDS, LINKS, draw_batch
 from ragorder.eval.experiments.fusion.model import ChainModel, previous, rotate
 from ragorder.eval.experiments.fusion.task import Level
 
-__all__ = ["CURRICULA", "Point", "Stage", "Training", "train"]
+__all__ = ["CURRICULA", "Point", "Stage", "Training", "remaining", "train"]
 
 _RATE, _LAST_RATE, _WARM_UP_STEPS = 2e-3, 1e-4, 100
 _STEP_TOKENS = 2_400
@@ -39,14 +39,17 @@ class Stage:
 _TWO = (
     Stage([Level(2, 3)], 6_000),
     Stage([Level(2, 5)], 3_000),
-    Stage([Level(2, 8), Level(2, 16)], 600, settles=True),
+    Stage([Level(2, 8), Level(2, 16), Level(2, 16)], 1_200, settles=True),
 )
 _THREE = (
     Stage([Level(3, 3), Level(3, 5)], 4_000),
-    Stage([Level(2, 8), Level(3, 8), Level(2, 16), Level(3, 16)], 1_000, settles=True),
+    Stage([Level(2, 8), Level(3, 8), Level(2, 16), Level(3, 16), Level(3, 16)], 1_500, settles=True),
 )
 CURRICULA = {2: _TWO, 3: (*_TWO, *_THREE)}
 """By the most hops."""
+
+_GOING_ON = 1_000_000
+"""Of the seed: what goes on sees other batches than what began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,11 @@ class Point:
 
 
 class Training:
-    """One model in training; the same seed on the same machine gives the same model."""
+    """One model in training, from `start` on, whose weights change; the same seed on the same machine gives the same
+    model."""
 
-    def __init__(self, seed: int) -> None:
-        self.model = ChainModel.random(seed)
+    def __init__(self, seed: int, start: ChainModel | None = None) -> None:
+        self.model = start or ChainModel.random(seed)
         self.steps = self.tokens = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._weights = [weight.requires_grad_(True) for weight in self.model.trained()]
@@ -111,10 +115,20 @@ class Training:
         return Point(time.process_time() - self._start, self.tokens, level.hops, level.documents, shares)
 
 
-def train(seed: int, hops: int, advance: Callable[[Point], None]) -> Iterator[ChainModel]:
-    """The model after each stage of the curriculum, as it is saved. One thread is enough."""
-    training = Training(seed)
-    for stage in CURRICULA[hops]:
+def remaining(hops: int, known: int | None) -> Sequence[Stage]:
+    """The stages for a model that is trained for `known` hops: of as many, the last stage again."""
+    stages = CURRICULA[hops]
+    if known is None:
+        return stages
+    return stages[-1:] if known == hops else stages[len(CURRICULA[known]) :]
+
+
+def train(
+    seed: int, stages: Sequence[Stage], advance: Callable[[Point], None], start: ChainModel | None = None
+) -> Iterator[ChainModel]:
+    """The model after each stage, as it is saved; at first a random one without `start`. One thread is enough."""
+    training = Training(seed if start is None else seed + _GOING_ON, start)
+    for stage in stages:
         for point in training.run(stage):
             advance(point)
         yield training.model.rounded()
