@@ -28,7 +28,7 @@ def foresee(tokens: Tokens, run: NodeRun, values: Mapping[str, Any]) -> list[Nod
     ahead.finish(run, values)
     runs: list[NodeRun] = []
     for _ in range(_MAX_STEPS):
-        steps = []
+        steps: list[NodeRun] = []
         for started in ahead.take():
             (steps if isinstance(started.node, Step) else runs).append(started)
         if not steps:

@@ -93,6 +93,7 @@ class WorkflowRun(Generic[D, R]):
             self._begun(piece)
             self._spawn(self._work(piece))
             return
+        piece.trace.planned_s = self._elapsed_s()
         try:
             self._ahead.begin(piece, piece.after, self._branched)
         except Exception:

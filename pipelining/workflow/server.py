@@ -159,35 +159,29 @@ class WorkflowServer(Generic[D, R]):
         came_s = self._clock()
 
         async def course() -> WorkflowResult:
-            trace.started_s = self._clock()
-            try:
-                async with self._limiter.slot(None):
-                    trace.started_s = self._clock()
-                    trace.waited_s = trace.started_s - came_s
-                    run = WorkflowRun(self._workers, graph, begun, scope, trace, emit)
-                    result = WorkflowResult.of(graph, await run.run(), trace)
-                    trace.outcome = "answered"
-                    return result
-            except asyncio.CancelledError:
-                trace.outcome = "cancelled"
-                raise
-            except BaseException:
-                trace.outcome = "failed"
-                raise
-            finally:
-                trace.total_s = self._clock() - trace.started_s
-                self._observe(trace)
+            async with self._limiter.slot(None):
+                trace.started_s = self._clock()
+                trace.waited_s = trace.started_s - came_s
+                run = WorkflowRun(self._workers, graph, begun, scope, trace, emit)
+                return WorkflowResult.of(graph, await run.run(), trace)
 
         task = asyncio.create_task(course())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        trace.started_s, trace.outcome = came_s, "failed"
         try:
-            return await task
+            result = await task
+            trace.outcome = "answered"
+            return result
         except asyncio.CancelledError:
+            trace.outcome = "cancelled"
             caller = asyncio.current_task()
             if self._closed and (caller is None or not caller.cancelling()):
                 raise RuntimeError("the server was closed before this request ended") from None
             raise
+        finally:
+            trace.total_s = self._clock() - trace.started_s
+            self._observe(trace)
 
     async def _stream(
         self,

@@ -32,7 +32,7 @@ class PieceTrace:
     node: NodeId
     kind: Kind
     worker: Worker
-    planned_s: float
+    planned_s: float = 0.0
     started_s: float | None = None
     ended_s: float | None = None
     outcome: Outcome = "running"
