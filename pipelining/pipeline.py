@@ -99,6 +99,13 @@ class PipelinedStream(AsyncIterator[str]):
     def text(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time between the answer's tokens (RAGCache 5.4); None for fewer than two, or an unreported number."""
+        first_s, last_s = self.trace.first_token_s, self.trace.last_token_s
+        tokens = (self.usage and self.usage.completion_tokens) or 0
+        return None if first_s is None or last_s is None or tokens < 2 else (last_s - first_s) / (tokens - 1)
+
     async def __anext__(self) -> str:
         async for chunk in self._chunks:
             self.usage = chunk.usage or self.usage
@@ -207,9 +214,11 @@ class _QuestionRun(Generic[Q, D, R]):
         try:
             async with aclosing(self._generate(committed.request)) as chunks:
                 async for chunk in chunks:
+                    if chunk.text or not began:
+                        self._trace.last_token_s = self._elapsed_s()
                     if not began:
                         began = True
-                        self._trace.first_token_s = self._elapsed_s()
+                        self._trace.first_token_s = self._trace.last_token_s
                     usage = chunk.usage or usage
                     yield chunk
         except BaseException:

@@ -78,10 +78,12 @@ Node = Generation | Retrieval | Step
 
 @dataclass(frozen=True, slots=True)
 class NodeQuestion:
-    """The question of a `RequestBuilder`: a generation's prompt without its documents."""
+    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: these may be put in
+    the order of the engine's cache, else they stay in that of their rank."""
 
     text: str = field(repr=False)
     scope: Hashable = field(default=None, repr=False)
     max_tokens: int = 256
     temperature: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    ordered: bool = True
