@@ -90,6 +90,13 @@ class EngineSettings(KVTierSettings):
         description="With fused: compute them as though their document came last, so that they see all others and "
         "answers depend less on the order of documents.",
     )
+    build_idle: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With fused: while no request is due, compute documents that were asked for in the sight of those "
+        "asked for with them (FusionRAG 3.1), at most so many tokens for each that requests compute; 0: none.",
+    )
 
     @property
     def fusion(self) -> Fusion | None:

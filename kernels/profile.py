@@ -35,7 +35,8 @@ class PrefillProfile:
     - below the first cached tokens constant.
 
     `loads` are the seconds in which a cached token comes to the device, by the tier that holds it ("host", "disk"); a
-    tier that is not measured costs nothing. `facts` are JSON values. Raises ValueError for an invalid grid, falling
+    disk without a time costs what the host does, through which it is read, and a host without one nothing. `facts` are
+    JSON values. Raises ValueError for an invalid grid, falling
     times, or invalid loads.
     """
 
@@ -88,12 +89,8 @@ class PrefillProfile:
 
     def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
         """Seconds to prefill if some of the cached tokens must be loaded first, from host memory and from disk."""
-        loads = self.loads
-        return (
-            self(cached_tokens, new_tokens)
-            + host_tokens * loads.get("host", 0.0)
-            + disk_tokens * loads.get("disk", 0.0)
-        )
+        host_s = self.loads.get("host", 0.0)
+        return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
         """Seconds per new token (at least 1), as in formula 4."""

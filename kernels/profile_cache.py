@@ -46,6 +46,11 @@ class ProfileCache:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
+    def file_of(self, profile: PrefillProfile) -> Path | None:
+        """Where this profile is kept; None if it is not."""
+        key = profile.facts.get("key")
+        return self.path(key) if isinstance(key, str) and self.find(key) == profile else None
+
     def find(self, key: str) -> PrefillProfile | None:
         path = self.path(key)
         # Unlike Path.exists, without an error in a folder that cannot be read.

@@ -1,21 +1,25 @@
-"""Prefill profiles of few points, measured within a time budget."""
+"""Prefill and load times of few points, measured within a time budget."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from ragorder.kernels.profile import PrefillProfile
 
-__all__ = ["LONGEST_TOKENS", "PrefillTimes", "measure_short_profile"]
+__all__ = ["LONGEST_TOKENS", "LoadTimes", "PrefillTimes", "measure_short_loads", "measure_short_profile"]
 
 LONGEST_TOKENS = 8_192
 """Longest prompt that is sent; beyond it a profile continues in straight lines."""
 
 PrefillTimes = Callable[[int, int], float]
 """Seconds of one prefill of so many new tokens behind so many cached ones."""
+
+LoadTimes = Mapping[str, Callable[[], float]]
+"""By tier, seconds of one load of a fixed number of tokens."""
 
 _FIRST_NEW = 16
 _FACTOR = 4
@@ -86,6 +90,38 @@ def measure_short_profile(
     return _profile(
         cached_tokens, new_tokens, repeats, {"budget_s": budget_s, "took_s": clock() - start, **(facts or {})}
     )
+
+
+def measure_short_loads(
+    profile: PrefillProfile,
+    load_s: LoadTimes,
+    tokens: int,
+    *,
+    budget_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> PrefillProfile:
+    """The profile with load times: medians of up to five loads of `tokens` tokens from each tier, behind a first one
+    that does not count.
+
+    A tier that raises OSError is left out, and so is one whose second load would not fit into `budget_s`.
+    """
+    samples: dict[str, list[float]] = {}
+    end_s = clock() + budget_s
+    for tier, load in load_s.items():
+        try:
+            before_s = clock()
+            load()
+            took_s = clock() - before_s
+            times: list[float] = []
+            while len(times) < _ROUNDS and clock() + took_s <= end_s:
+                times.append(load())
+        except OSError:
+            continue
+        if times:
+            samples[tier] = [seconds / tokens for seconds in times]
+    facts = {"load_samples_s_per_token": samples, "load_tokens": tokens}
+    loads = {tier: median(times) for tier, times in samples.items()}
+    return replace(profile, loads=loads, facts={**profile.facts, **facts})
 
 
 def _profile(

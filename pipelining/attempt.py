@@ -82,9 +82,11 @@ class Attempt(Generic[Q, D, R]):
         try:
             async with aclosing(self._generate(committed.request)) as chunks:
                 async for chunk in chunks:
+                    if chunk.text or not began:
+                        self._trace.last_token_s = self._elapsed_s()
                     if not began:
                         began = True
-                        self._trace.first_token_s = self._elapsed_s()
+                        self._trace.first_token_s = self._trace.last_token_s
                     usage = chunk.usage or usage
                     yield chunk
         except BaseException:

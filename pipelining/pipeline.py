@@ -98,6 +98,13 @@ class PipelinedStream(AsyncIterator[str]):
     def text(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time between the answer's tokens (RAGCache 5.4); None for fewer than two, or an unreported number."""
+        first_s, last_s = self.trace.first_token_s, self.trace.last_token_s
+        tokens = (self.usage and self.usage.completion_tokens) or 0
+        return None if first_s is None or last_s is None or tokens < 2 else (last_s - first_s) / (tokens - 1)
+
     async def __anext__(self) -> str:
         async for chunk in self._chunks:
             self.usage = chunk.usage or self.usage

@@ -83,6 +83,7 @@ class PipelineTrace:
     - `speculated_stage`: the stage, from 1, after which the used speculation started
     - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound
     - `warmed_up`: a warm-up ran during retrieval
+    - `last_token_s`: until the answer ends, that of the latest token
     """
 
     warmed_up: bool = False
@@ -96,4 +97,5 @@ class PipelineTrace:
     retrieval_s: float | None = None
     exposed_search_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     total_s: float | None = None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, Self, TypeVar
 
+from ragorder.pipelining.loop_thread import LoopThread
 from ragorder.pipelining.pipeline import Pipeline, PipelinedStream
 from ragorder.pipelining.protocols import PipelineTrace, Usage
 
@@ -26,18 +25,15 @@ class SyncPipeline(Generic[Q]):
     """
 
     def __init__(self, make: Callable[[], Pipeline[Q, Any, Any]]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ragorder-pipeline", daemon=True)
-        self._thread.start()
-        self._closed = False
+        self._thread = LoopThread("this pipeline")
         try:
-            self._pipeline = self._run(_call(make))
+            self._pipeline = self._thread.run(_call(make))
         except BaseException:
-            self.close()
+            self._thread.close()
             raise
 
     def stream(self, question: Q) -> SyncStream:
-        return SyncStream(self._run(_call(lambda: self._pipeline.stream(question))), self._run)
+        return SyncStream(self._thread.run(_call(lambda: self._pipeline.stream(question))), self._thread.run)
 
     def answer(self, question: Q) -> SyncStream:
         with self.stream(question) as stream:
@@ -46,40 +42,13 @@ class SyncPipeline(Generic[Q]):
         return stream
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(self._pipeline.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise RuntimeError("this pipeline is closed")
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return running.result()
-        except BaseException:
-            running.cancel()
-            raise
-
-    async def _end(self) -> None:
-        if hasattr(self, "_pipeline"):
-            await self._pipeline.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
-        await self._loop.shutdown_default_executor()
 
 
 class SyncStream(Iterator[str]):

@@ -15,11 +15,14 @@ except ImportError as error:
 
 from ragorder.adapters.embedded.app import hosted, make_engine_app
 from ragorder.adapters.embedded.metrics import EngineMetrics
+from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams
 from ragorder.adapters.embedded.transport import AppTransport
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
 
 __all__ = [
     "AppTransport",
+    "EmbeddedRequestError",
+    "EmbeddedStreams",
     "EngineMetrics",
     "EngineStoppedError",
     "EngineWorker",

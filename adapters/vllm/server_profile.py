@@ -7,12 +7,15 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from random import Random
 from typing import Any
 
 from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.vllm.cache_config import cache_config
 from ragorder.adapters.vllm.load import requests_on
+from ragorder.adapters.vllm.load_times import Answered, TierLoads
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache
 from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
@@ -27,6 +30,9 @@ _POLL_S = 0.1
 _TIMEOUT_S = 60.0
 _TRIES = 3
 _CHECK_TOKENS = 16
+# Of the budget, on a server with tiers; loads have the rest.
+_PREFILLS_SHARE = 0.5
+_LOADS = 3
 # Ordinary tokens, or at least harmless ones, in any vocabulary.
 _TOKEN_IDS = range(100, 256)
 
@@ -34,8 +40,8 @@ _TOKEN_IDS = range(100, 256)
 def profile_server(
     base_url: str, *, api_key: str | None = None, budget_s: float = 10.0, cache: ProfileCache | None = None
 ) -> PrefillProfile | None:
-    """The cached profile of the server at `base_url`, else a new one, which is cached: the engine finds it there if it
-    runs on this machine, for this user.
+    """The cached profile of the server at `base_url`, else a new one with load times, which is cached: the engine finds
+    it there if it runs on this machine, for this user.
 
     None for a server that awaits none (its tiers have no `--profile auto`). Raises ServerError with the reason if it
     cannot be measured: the server is busy, does not answer, or does not report cached tokens.
@@ -46,7 +52,7 @@ def profile_server(
         key = _awaited(server, prefills)
         if key is None:
             return None
-        return cache.find_or_measure(key, lambda: _measure(server, prefills, budget_s))
+        return cache.find_or_measure(key, lambda: _measure_tiers(server, prefills, budget_s, base_url, api_key))
 
 
 def measure_server(base_url: str, *, api_key: str | None = None, budget_s: float = 10.0) -> PrefillProfile:
@@ -95,6 +101,28 @@ def _measure(server: Server, prefills: _Prefills, budget_s: float) -> PrefillPro
     )
 
 
+def _measure_tiers(
+    server: Server, prefills: _Prefills, budget_s: float, base_url: str, api_key: str | None
+) -> PrefillProfile:
+    begun_s = time.monotonic()
+    profile = _measure(server, prefills, _PREFILLS_SHARE * budget_s)
+    try:
+        config = cache_config(server)
+        loads = TierLoads(
+            base_url,
+            prefills.answer,
+            profile,
+            block_size=config.block_size,
+            capacity_tokens=config.capacity_tokens,
+            longest_tokens=prefills.longest_tokens,
+            api_key=api_key,
+        )
+        profile = loads.measure(_LOADS, max(0.0, begun_s + budget_s - time.monotonic()))
+    except ServerError as error:
+        _logger.warning("load times are not measured (%s): cached prefixes are compared in tokens", error)
+    return replace(profile, facts={**profile.facts, "budget_s": budget_s})
+
+
 class _Prefills:
     """Times of requests for one token. A row's prefix is sent first, under a salt of its own, so that nothing else is
     cached. Raises ServerError."""
@@ -107,8 +135,6 @@ class _Prefills:
         self._prefixes: dict[int, tuple[str, list[int]]] = {}
 
     def block_size(self) -> int:
-        from ragorder.adapters.vllm.cache_config import cache_config
-
         return cache_config(self._server).block_size
 
     def __call__(self, cached_tokens: int, new_tokens: int) -> float:
@@ -130,6 +156,10 @@ class _Prefills:
             f"of {cached_tokens:,} tokens that the server had been sent just before it had {found:,} cached: is it one "
             "engine that serves nothing else?"
         )
+
+    def answer(self, token_ids: list[int], salt: str) -> Answered:
+        seconds, found = self.send(token_ids, 0, salt)
+        return Answered(seconds, found or 0, len(token_ids))
 
     def send(self, prefix: list[int], new_tokens: int, salt: str | None = None) -> tuple[float, int | None]:
         body: dict[str, Any] = {

@@ -80,6 +80,8 @@ def note_profile(vllm_config: Any) -> None:
 
 def _identity(vllm_config: Any) -> dict[str, Any]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    disks = [tier.get("path") for tier in extra_config.get("secondary_tiers", ())]
     return {
         "engine": "vllm",
         "vllm": vllm_version(),
@@ -91,6 +93,7 @@ def _identity(vllm_config: Any) -> dict[str, Any]:
         "block_size": vllm_config.cache_config.block_size,
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "disk": disks,
     }
 
 

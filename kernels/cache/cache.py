@@ -100,13 +100,17 @@ class KnowledgeCache:
         """Tokens of documents behind that prefix with KV elsewhere, by tier."""
         return _by_tier(node for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path))))
 
-    def acquire(self, path: Sequence[Segment], *, borrow: bool = False) -> KVLease:
+    def ranks_elsewhere(self, path: Sequence[Segment]) -> list[Rank | None]:
+        """How the copy of each document of a path that a lease would borrow was made; None: there is none."""
+        return self._elsewhere.ranks(path)
+
+    def acquire(self, path: Sequence[Segment], *, borrow: bool = False, background: bool = False) -> KVLease:
         """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
-        elsewhere, as far as the pool has room for them beside the path.
+        elsewhere, as far as the pool has room for them beside the path. A use in the `background` counts as none.
 
         Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
-        lease = KVLease(tuple(path), self._tiers.poll)
+        lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
             raise ValueError("a segment has 1 or more tokens: leave empty ones out")
@@ -149,7 +153,7 @@ class KnowledgeCache:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
             borrowed.copy.origin, borrowed.copy.prefetched = "device", False
         found = TierTokens(**tokens)
-        if lease.borrowed:
+        if lease.borrowed and not lease.background:
             self._count_hits(found)
             last = lease.borrowed[-1]
             # What it would take to compute them.
@@ -350,8 +354,9 @@ class KnowledgeCache:
         lease.started = True
         for copy in lease.pinned:
             copy.origin, copy.prefetched = "device", False
-        self._requests += 1
-        self._count_hits(lease.tokens_by_tier)
+        if not lease.background:
+            self._requests += 1
+            self._count_hits(lease.tokens_by_tier)
         parent, start = None, 0
         for segment in lease.path[: len(lease.pinned)]:
             self._elsewhere.add(segment, parent, start)

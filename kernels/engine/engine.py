@@ -19,6 +19,8 @@ from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.fused import CriticalTokens, Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.engine.idle import IdleBuilder
+from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.prefill_times import engine_profile
@@ -114,9 +116,14 @@ class TieredEngine:
         )
         layers = PagedLayers(self._cache.pool)
         fuser = None
+        self._questions: KeptQuestions | None = None
+        self._idle: IdleBuilder | None = None
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
-            fuser = Fuser(self._cache, rotation, CriticalTokens(scorer, shape.block_size))
+            self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
+            fuser = Fuser(self._cache, rotation, CriticalTokens(scorer, shape.block_size, self._questions))
+        if rotation is not None and settings.build_idle:
+            self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
         self._scheduler = Scheduler(
             self._cache,
             shape.block_size,
@@ -146,6 +153,12 @@ class TieredEngine:
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._updates)
 
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether a step without requests would compute documents (`build_idle`)."""
+        with self._lock:
+            return self._idle is not None and self._idle.has_work
+
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. Raises RequestRefusedError; RuntimeError after `close`."""
         with self._lock:
@@ -160,6 +173,8 @@ class TieredEngine:
                 raise
             self._sequences[request_id] = sequence
             self._scheduler.add(sequence)
+            if self._idle is not None:
+                self._idle.observe(sequence)
             return request_id
 
     def abort(self, request_id: int) -> bool:
@@ -217,6 +232,7 @@ class TieredEngine:
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
         with self._lock:
+            self._forget_work()
             self._scheduler.requeue()
             self._cache.forget_device()
             for sequence in self._scheduler.waiting:
@@ -224,6 +240,7 @@ class TieredEngine:
 
     def clear_cache(self) -> None:
         with self._lock:
+            self._forget_work()
             self._cache.clear()
 
     def close(self) -> None:
@@ -234,6 +251,7 @@ class TieredEngine:
             for request_id in list(self._sequences):
                 self.abort(request_id)
             self._closed = True
+            self._forget_work()
             try:
                 self._cache.close()
             finally:
@@ -249,7 +267,27 @@ class TieredEngine:
         self._check_device()
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
+        if self._idle is not None and not self._sequences:
+            self._build_idle(self._idle)
+            return
+        if self._idle is not None:
+            self._idle.abort()
         self._updates.put(self._advance())
+
+    def _build_idle(self, builder: IdleBuilder) -> None:
+        try:
+            if builder.has_work and not builder.step():
+                sleep(_IDLE_S)
+        except Exception as error:
+            builder.give_up()
+            self._updates.put(self._recover([], error, "a document could not be built", tokens=0))
+
+    def _forget_work(self) -> None:
+        """What is not of requests, and reads the cache."""
+        if self._idle is not None:
+            self._idle.abort()
+        if self._questions is not None:
+            self._questions.clear()
 
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
@@ -296,6 +334,8 @@ class TieredEngine:
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
         self._scheduler.mark_computed(chunk)
+        if first and sequence.request.keep_question and self._questions is not None:
+            self._questions.keep(sequence)
         try:
             update = sequence.take(choice.token_id, choice.logprobs)
         except Exception as error:

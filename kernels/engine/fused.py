@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ragorder.kernels.cache import Borrowed, KnowledgeCache
+from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.request import Request
 from ragorder.kernels.engine.scoring import Scene, Scorer
@@ -81,9 +82,10 @@ class Fuser:
 class CriticalTokens:
     """The tokens taken over that a fused request computes anew, by its selection."""
 
-    def __init__(self, scorer: Scorer, block_size: int) -> None:
+    def __init__(self, scorer: Scorer, block_size: int, questions: KeptQuestions) -> None:
         self._scorer = scorer
         self._block_size = block_size
+        self._questions = questions
         self._selections: dict[str, Selection] = {}
 
     def choose(self, sequence: Sequence, spans: _Spans) -> Positions:
@@ -115,6 +117,7 @@ class CriticalTokens:
             sequence.computed,
             spans,
             (sequence.path_tokens, sequence.prompt_tokens),
+            asked=self._questions.find(sequence) if selection.needs == "question" else None,
         )
         return selection.choose(self._scorer.measure(selection.needs, scene), budget)
 

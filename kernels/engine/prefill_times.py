@@ -1,4 +1,4 @@
-"""Prefill times of the embedded engine, measured before it serves."""
+"""Prefill and load times of the embedded engine, measured before it serves."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ import ragorder
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.identity import ORIGIN, device_name
+from ragorder.kernels.engine.load_times import blocks_of_a_load, tier_loads
 from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import BlockPool
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache, processor_name, profile_key
-from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
+from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
 
 __all__ = ["engine_profile", "profile_identity"]
 
 _logger = logging.getLogger("ragorder.profile")
+
+# Of the budget; loads have the rest.
+_PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
@@ -36,17 +40,17 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
     def measure(identity: Mapping[str, Any]) -> PrefillProfile:
+        budget_s = settings.profile_budget_s
         _logger.info(
-            "measuring prefill times of %s, once for this model and machine (at most %g s)",
-            model.name,
-            settings.profile_budget_s,
+            "measuring prefill times of %s, once for this model and machine (at most %g s)", model.name, budget_s
         )
+        begun_s = time.monotonic()
         try:
-            return measure_short_profile(
+            profile = measure_short_profile(
                 _PrefillTimer(model, longest, settings.max_batch_tokens),
                 longest_tokens=longest,
                 block_size=settings.block_size,
-                budget_s=settings.profile_budget_s,
+                budget_s=_PREFILLS_SHARE * budget_s,
                 facts={
                     "engine": f"ragorder {identity['versions']['ragorder']}",
                     "model": model.name,
@@ -54,9 +58,11 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
                     "measured": "one forward in the engine's process, in seconds: median of the repeats",
                     "block_size": settings.block_size,
                     "longest_tokens": longest,
+                    "budget_s": budget_s,
                     "identity": identity,
                 },
             )
+            return _with_loads(profile, model, settings, begun_s + budget_s - time.monotonic())
         finally:
             if model.device.type == "cuda":
                 # The engine's own pool was sized before this one took its room.
@@ -71,8 +77,17 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
         return LINEAR
 
 
+def _with_loads(
+    profile: PrefillProfile, model: PatchedModel, settings: EngineSettings, budget_s: float
+) -> PrefillProfile:
+    shape = model.shape
+    blocks = blocks_of_a_load(shape, profile.facts["longest_tokens"])
+    with tier_loads(shape, blocks, model.device, settings.disk_path) as loads:
+        return measure_short_loads(profile, loads, blocks * shape.block_size, budget_s=budget_s)
+
+
 def profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """What the times depend on: shapes, dtypes, hardware, threads, versions. Not the values of the weights."""
+    """What the times depend on: shapes, dtypes, hardware, threads, versions, disk. Not the values of the weights."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()
     for parameter in model.model.parameters():
@@ -94,6 +109,7 @@ def profile_identity(model: PatchedModel, settings: EngineSettings, longest: int
         "precision": torch.get_float32_matmul_precision(),
         "longest_tokens": longest,
         "max_batch_tokens": settings.max_batch_tokens,
+        "disk": None if settings.disk_path is None else str(settings.disk_path.absolute()),
     }
 
 

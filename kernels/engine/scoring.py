@@ -32,6 +32,7 @@ class Scene:
     - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
       their rows hold anything.
     - `inter` fp32: of each token of `spans`, what `CrossAttention` measured when the copy was made; None: unknown.
+    - `asked`: the question behind the system prompt, if a warm-up has computed it.
     """
 
     token_ids: Sequence[int]
@@ -41,6 +42,7 @@ class Scene:
     spans: tuple[Span, ...]
     question: Span
     inter: Tensor | None = None
+    asked: Question | None = None
 
     @property
     def seed(self) -> int:
@@ -88,10 +90,13 @@ class Scorer:
         """fp32: the question's attention to each token in front of it.
 
         Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
-        prompt, and moved behind the documents: all that this needs is there before the documents are.
+        prompt, and moved behind the documents: all that this needs is there before the documents are, so that a warm-up
+        may have computed it (`Scene.asked`).
         """
         held = scene.held(self._device)
-        if bool(held.all()) and not alone:
+        if scene.asked is not None:
+            question = scene.asked.moved(scene.question[0], self._rotation)
+        elif bool(held.all()) and not alone:
             question = self.read(scene, scene.question[0])
         else:
             question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens))

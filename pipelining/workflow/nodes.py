@@ -80,8 +80,8 @@ Node = Generation | Retrieval | Step
 
 @dataclass(frozen=True, slots=True)
 class NodeQuestion:
-    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: those may be put into
-    the order of the engine's cache; otherwise they stay in the order of their rank."""
+    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: these may be put in
+    the order of the engine's cache, else they stay in that of their rank."""
 
     text: str = field(repr=False)
     scope: Hashable = field(default=None, repr=False)

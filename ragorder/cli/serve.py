@@ -114,7 +114,8 @@ def serve(
                 )
             else:
                 if tiers and engine_settings["profile"] in (None, "auto"):
-                    _profile_server(str(upstream), upstream_api_key, engine_settings["profile_budget_s"])
+                    measured = _profile_server(str(upstream), upstream_api_key, engine_settings["profile_budget_s"])
+                    settings = settings.model_copy(update={"profile": settings.profile or measured})
                 # After that: tiers publish their sizes with an engine's first request.
                 known, source = _settings_of_server(settings, str(upstream), upstream_api_key)
                 how = {"upstream": upstream, "upstream_api_key": upstream_api_key, "send_facts": tiers}
@@ -217,18 +218,22 @@ def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) 
     return settings.model_copy(update=cache.completes(settings)), "from the server's /metrics"
 
 
-def _profile_server(upstream: str, api_key: str | None, budget_s: float | None) -> None:
-    """Measures what the tiers of the server await, if they do. Raises AddressError."""
+def _profile_server(upstream: str, api_key: str | None, budget_s: float | None) -> Path | None:
+    """The file of the server's profile, if its tiers await one and it has load times. Raises AddressError."""
     from ragorder.adapters.http_client import AddressError, ServerError
     from ragorder.adapters.vllm.server_profile import profile_server
+    from ragorder.kernels.profile_cache import ProfileCache
 
+    cache = ProfileCache()
     try:
         with log_shown("ragorder.profile", "Profile"):
-            profile_server(upstream, api_key=api_key, **given({"budget_s": budget_s}))
+            profile = profile_server(upstream, api_key=api_key, cache=cache, **given({"budget_s": budget_s}))
     except AddressError:
         raise
     except ServerError as error:
         _warn(f"the server's prefill times are not measured, every token counts the same there ({error})")
+        return None
+    return cache.file_of(profile) if profile is not None and profile.loads else None
 
 
 def _announce(url: str, settings: Settings, asked: Settings, source: str, *, shadow: bool) -> None:
@@ -240,6 +245,8 @@ def _announce(url: str, settings: Settings, asked: Settings, source: str, *, sha
     tokens = "unlimited tokens" if capacity is None else f"{capacity:,} tokens"
     blocks = f"blocks of {settings.block_size} ({origin('block_size')})"
     click.echo(f"Cache: {tokens} ({origin('capacity_tokens')}), {blocks}", err=True)
+    if settings.profile is not None and (settings.host_tokens or settings.disk_tokens):
+        click.echo(f"Tiers: cached prefixes are compared in seconds, by {settings.profile}", err=True)
     mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"
     click.echo(f"Mode: {mode}", err=True)
     click.echo(f"Page: {url}/ragorder", err=True)

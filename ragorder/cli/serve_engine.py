@@ -51,10 +51,11 @@ _SETTINGS = (
     "recompute",
     "select",
     "as_if_last",
+    "build_idle",
     "dtype",
     "device",
 )
-_FUSED = ("recompute", "select", "as_if_last", "copies")
+_FUSED = ("recompute", "select", "as_if_last", "build_idle", "copies")
 _PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(
@@ -178,6 +179,9 @@ def take_model(options: dict[str, Any]) -> str:
 
 
 def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
+    """And with the profile, if it has load times."""
+    from ragorder.kernels.profile_cache import ProfileCache
+
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {
         "block_size": engine.block_size,
@@ -193,6 +197,8 @@ def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
             "tier_policy": engine.settings.policy,
             "tier_copies": "evicted",
         }
+    if settings.profile is None and engine.profile.loads:
+        known["profile"] = ProfileCache().file_of(engine.profile)
     return settings.model_copy(update=known)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.far_server import BLOCK, FarServer
+from support.far_server import BLOCK, FarServer, TieredServer
 
 pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
 
+from ragorder import Orderer
 from ragorder.adapters.http_client import ServerError
+from ragorder.adapters.vllm.copy_times import copy_times
 from ragorder.adapters.vllm.load import requests_on
 from ragorder.adapters.vllm.server_profile import profile_server
 from ragorder.adapters.vllm_tiers.awaited_profile import AwaitedProfile, note_profile, prefill_costs
@@ -29,6 +31,12 @@ from ragorder.kernels.profile_cache import ProfileCache
 KEY = "0123456789abcdef01234567"
 PROFILE = PrefillProfile((0,), (10, 20), ((1.0, 5.0),))
 METRIC = 'vllm:ragorder_profile{{engine="0",key="{key}",model_name="far"}} 0.0\n'
+COPIES = """
+vllm:kv_offload_store_bytes_total{engine="0",model_name="far"} 2e+03
+vllm:kv_offload_store_time_total{engine="0",model_name="far"} 4.0
+vllm:kv_offload_tiering_write_bytes_total{engine="0",model_name="far",tier="1:DiskTier"} 1000.0
+vllm:kv_offload_tiering_write_time_total{engine="0",model_name="far",tier="1:DiskTier"} 5.0
+"""
 
 
 @pytest.fixture
@@ -49,14 +57,15 @@ def far() -> Iterator[FarServer]:
 
 class TestProfileServer:
     def test_measures_what_the_engine_awaits_once(self, far: FarServer, cache: ProfileCache) -> None:
-        profile = profile_server(far.base_url, budget_s=2)
+        profile = profile_server(far.base_url, budget_s=60)
         assert profile is not None
         assert profile == cache.find(KEY)
         assert profile.new_tokens == (16, 64, 256)
         assert profile.cached_tokens == (0, 64, 256)
         assert (profile.facts["model"], profile.facts["block_size"]) == ("far", BLOCK)
         lengths = {len(body["prompt"]) for body in far.bodies}
-        assert lengths <= {cached + new for cached in (0, 64, 256) for new in (0, 16, 64, 256)}
+        # The last one of 400 shows that this server has no tiers to load from.
+        assert lengths <= {cached + new for cached in (0, 64, 256) for new in (0, 16, 64, 256)} | {400}
         assert all(body["max_tokens"] == 1 for body in far.bodies)
         sent = len(far.bodies)
         assert profile_server(far.base_url) == profile
@@ -109,6 +118,74 @@ class TestProfileServer:
             profile_server(far.base_url)
         far.forgets = lambda number: number % 7 == 0
         assert profile_server(far.base_url, budget_s=1) is not None
+
+
+class TestLoads:
+    """Load times are part of the profile that tiers await."""
+
+    @pytest.fixture
+    def tiers(self) -> Iterator[TieredServer]:
+        with TieredServer(400, disk=True, load_s={"host": 1e-4, "disk": 4e-4}) as server:
+            server.models = [{"id": "far", "max_model_len": 513}]
+            server.pages["/metrics"] += METRIC.format(key=KEY)
+            yield server
+
+    def test_are_measured_where_the_budget_evicts_a_prompt_from_the_tiers_in_front(
+        self, tiers: TieredServer, cache: ProfileCache
+    ) -> None:
+        profile = profile_server(tiers.base_url, budget_s=120)
+        assert profile is not None
+        assert profile == cache.find(KEY)
+        assert set(profile.loads) == {"host", "disk"}
+        assert profile.facts["load_missing"] == []
+
+    def test_are_those_of_the_copies_so_far_where_it_does_not(
+        self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.load_times.TierLoads._filling_s", lambda *_: float("inf"))
+        tiers.pages["/metrics"] += COPIES
+        profile = profile_server(tiers.base_url, budget_s=2)
+        assert profile is not None
+        # The device's 100 bytes are those of its 1,600 tokens, each copied in 2 ms a byte, and from the disk in 5 more.
+        assert profile.loads == pytest.approx({"host": 2e-3 / 16, "disk": 7e-3 / 16})
+        assert profile.facts["load_missing"] == ["host", "disk"]
+
+    def test_are_no_less_than_those_of_the_copies(self, tiers: TieredServer, cache: ProfileCache) -> None:
+        tiers.pages["/metrics"] += COPIES.replace("4.0\n", "4e9\n")
+        profile = profile_server(tiers.base_url, budget_s=120)
+        assert profile is not None
+        assert profile.loads["host"] == pytest.approx(2e6 / 16)
+
+    def test_are_not_invented(self, tiers: TieredServer, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.load_times.TierLoads._filling_s", lambda *_: float("inf"))
+        profile = profile_server(tiers.base_url, budget_s=2)
+        assert profile is not None
+        assert (dict(profile.loads), profile.facts["load_missing"]) == ({}, ["host", "disk"])
+
+    def test_are_not_needed_for_a_profile(
+        self, far: FarServer, cache: ProfileCache, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        profile = profile_server(far.base_url, budget_s=2)
+        assert profile is not None
+        assert dict(profile.loads) == {}
+        assert "cached prefixes are compared in tokens" in caplog.text
+
+
+class TestCopies:
+    def test_loads_count_before_stores(self) -> None:
+        assert copy_times(COPIES, 10.0) == pytest.approx({"host": 0.02, "disk": 0.07})
+        loads = "vllm:kv_offload_load_bytes_total 100.0\nvllm:kv_offload_load_time_total 0.1\n"
+        assert copy_times(COPIES + loads, 10.0) == pytest.approx({"host": 0.01, "disk": 0.06})
+
+    def test_engines_and_tiers_are_added_up(self) -> None:
+        twice = COPIES + COPIES.replace('engine="0"', 'engine="1"')
+        assert copy_times(twice, 10.0) == pytest.approx(copy_times(COPIES, 10.0))
+
+    @pytest.mark.parametrize(
+        "page", ["", "vllm:kv_offload_store_bytes_total 0.0\nvllm:kv_offload_store_time_total 0.0\n"]
+    )
+    def test_none_so_far(self, page: str) -> None:
+        assert copy_times(page, 10.0) == {}
 
 
 def test_requests_on_a_server() -> None:
@@ -234,6 +311,23 @@ class TestServe:
         assert f"Profile: measuring prefill times of {far.base_url}" in first.stderr
         assert str(cache.path(KEY)) in first.stderr
         assert "Profile:" not in second.stderr
+
+    def test_orders_in_seconds_by_itself(self, cache: ProfileCache, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With sizes and load times of the server's tiers, and nothing given by hand."""
+        pytest.importorskip("starlette")
+        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
+        made: list[Orderer] = []
+        monkeypatch.setattr("ragorder.cli.serve.Orderer", lambda settings: made.append(Orderer(settings)) or made[-1])
+        with TieredServer(400, disk=False) as tiers:
+            policy = 'vllm:ragorder_policy{engine="0",policy="lru"} 1.0\n'
+            tiers.pages["/metrics"] += METRIC.format(key=KEY) + policy
+            command = ["serve", "--upstream", tiers.base_url, "--port", "0", "--tiers", "--profile-budget", "60"]
+            done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.output
+        assert f"cached prefixes are compared in seconds, by {cache.path(KEY)}" in " ".join(done.stderr.split())
+        [orderer] = made
+        assert (orderer.settings.profile, orderer.settings.host_tokens) == (cache.path(KEY), 400 * BLOCK)
+        assert orderer.degraded == ()
 
     def test_starts_without(self, far: FarServer, cache: ProfileCache, serve: Callable[..., Any]) -> None:
         far.reports = False

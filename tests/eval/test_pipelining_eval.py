@@ -266,6 +266,7 @@ class TestMeasuring:
         ]
         assert set(ours["settled_stage"]) == {1, 2, 3}
         for row in [dict(zip(ours, values, strict=True)) for values in zip(*ours.values(), strict=True)]:
+            assert row["tbt_ms"] >= 0
             assert row["refused"] == 0 and row["speculations"] == len(row["started_stages"])
             assert row["computed_tokens"] >= row["prompt_tokens"] - row["cached_tokens"]
             assert row["right"] == (row["settled_stage"] < 3)
@@ -346,7 +347,7 @@ def suite(text: str = SUITE) -> Suite:
 
 class TestSuites:
     def test_of_the_papers_tables_can_be_run(self) -> None:
-        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 16, 9)):
+        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 18, 10)):
             (found,) = choose_suites([name])
             assert (found.kind, found.needs, found.baseline) == ("pipelining", "", "none")
             assert (len(found.points), len(found.short_form.points)) == (cells, short)
@@ -525,6 +526,16 @@ class TestTheReport:
         assert found["paper: T2 / T1"] == "4.34 × (MMLU), 3.08 × (Natural Questions)"
         assert cells(stages) == {"search": found["search"], "after stage 1": "1 of 10", "after stage 2": "8 of 8"}
 
+    def test_has_the_time_between_tokens_where_answers_have_several(self, tmp_path: Path) -> None:
+        rows = searched([400.0] * 10, [100.0] * 10, started=[[1]] * 10, right=[True] * 10)
+        for mode, times in (("none", [10.0] * 9 + [None]), ("speculative", [None] + [12.0] * 9)):
+            rows[mode]["tbt_ms"] = times
+        ours = line("speculation", rows, search_ratio=0.5, search_ms=243.7, output_tokens=16)
+        _, between, *_ = report(tmp_path, ours).sections[0].tables
+        found = cells(between)
+        assert found.pop("search").endswith("answers of 16 tokens")
+        assert list(found.values()) == ["10.0", "10.0", "12.0", "12.0"]
+
     def test_begins_with_the_time_that_speculation_saves(self, tmp_path: Path) -> None:
         rows = searched([400.0] * 50, [100.0] * 50, started=[[1]] * 50, right=[True] * 50)
         found = report(tmp_path, line("speculation", rows, search_ratio=1.0, search_ms=422.3))
@@ -633,5 +644,6 @@ class TestTheBenchmark:
         assert plain["prompt_tokens"] == ours["prompt_tokens"]
         assert plain["speculations"] == plain["warmups"] == plain["wasted_prompt_tokens"] == 0
         assert plain["exposed_ms"] >= 60
+        assert plain["tbt_ms"] is ours["tbt_ms"] is None, "answers have one token"
         assert 0 <= ours["right"] <= min(5, ours["speculations"])
         assert ours["warmups"] <= (1 if not load else 3)

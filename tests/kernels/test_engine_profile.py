@@ -17,6 +17,7 @@ from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEng
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache
+from ragorder.kernels.store import StoreRefusedError
 
 VOCABULARY = 256
 REQUEST = Request(list(range(100)), (40, 80), Sampling(max_tokens=4, ignore_eos=True), keep_logits=True)
@@ -122,6 +123,33 @@ def test_a_file_is_read(make: Make, profiles: Path, tmp_path: Path) -> None:
     assert not profiles.exists()
     with pytest.raises(ValueError, match=r"nowhere\.json"):
         make(profile=tmp_path / "nowhere.json")
+
+
+class TestLoads:
+    def test_are_those_of_the_tiers(self, make: Make, tmp_path: Path) -> None:
+        folder = tmp_path / "disk"
+        for exists in (False, True):
+            options = {"disk_path": folder, "disk_bytes": 1 << 24} if exists else {}
+            profile = profile_of(make(**options, profile_budget_s=60))
+            assert set(profile.loads) == ({"host", "disk"} if exists else {"host"})
+            assert all(load_s > 0 for load_s in profile.loads.values())
+        assert not list(tmp_path.glob("**/.ragorder-*")), "what was written to the disk is gone"
+
+    def test_of_a_disk_that_takes_nothing_are_left_out(
+        self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise StoreRefusedError("full", "no store")
+
+        monkeypatch.setattr("ragorder.kernels.engine.load_times.ChunkStore", full)
+        profile = profile_of(make(disk_path=tmp_path / "disk", disk_bytes=1 << 24, profile_budget_s=60))
+        assert set(profile.loads) == {"host"}
+        assert len(profile.new_tokens) > 1
+
+    def test_of_another_disk_are_measured_again(self, make: Make, tmp_path: Path, profiles: Path) -> None:
+        for name in ("first", "second", "first"):
+            make(disk_path=tmp_path / name, disk_bytes=1 << 24, profile_budget_s=0.5).close()
+        assert len(list(profiles.glob("*.json"))) == 2
 
 
 def test_its_costs_are_those_of_the_nodes(make: Make) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ragorder.cache_folder import cache_folder
 from ragorder.kernels.policies import Tier, make_policy
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache, profile_key
-from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_profile
+from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
 
 
 class FakeEngine:
@@ -112,6 +113,43 @@ class TestShortProfile:
         }
 
 
+class TestShortLoads:
+    @staticmethod
+    def measured(times_s: dict[str, list[float]], budget_s: float = 100.0) -> PrefillProfile:
+        now = [0.0]
+        left = {tier: iter(times) for tier, times in times_s.items()}
+
+        def load_s(tier: str) -> float:
+            seconds = next(left[tier])
+            if seconds < 0:
+                raise OSError("no disk")
+            now[0] += seconds
+            return seconds
+
+        loads = {tier: partial(load_s, tier) for tier in times_s}
+        profile = measure_short_loads(PROFILE, loads, 100, budget_s=budget_s, clock=lambda: now[0])
+        assert now[0] <= budget_s + max(times[0] for times in times_s.values())
+        return profile
+
+    def test_are_medians_behind_a_first_one(self) -> None:
+        profile = self.measured({"host": [9.0, 1.0, 2.0, 3.0, 4.0, 50.0], "disk": [5.0] * 6})
+        assert profile.loads == {"host": 0.03, "disk": 0.05}
+        assert profile.facts["load_tokens"] == 100
+        assert profile.facts["load_samples_s_per_token"]["host"] == [0.01, 0.02, 0.03, 0.04, 0.5]
+        assert (profile.seconds, profile.facts["engine"]) == (PROFILE.seconds, "test")
+
+    def test_keep_to_their_budget(self) -> None:
+        assert self.measured({"host": [1.0] * 6, "disk": [40.0] * 6}, budget_s=50.0).loads == {"host": 0.01}
+
+    def test_a_tier_that_fails_is_left_out(self) -> None:
+        assert self.measured({"disk": [-1.0], "host": [1.0] * 6}).loads == {"host": 0.01}
+        assert self.measured({"disk": [1.0, 1.0, -1.0], "host": [1.0] * 6}).loads == {"host": 0.01}
+
+    def test_a_disk_that_was_not_measured_costs_what_the_host_does(self) -> None:
+        profile = self.measured({"host": [1.0] * 6})
+        assert profile.with_loads(0, 1, 0, 100) == profile.with_loads(0, 1, 100, 0) == profile(0, 1) + 1.0
+
+
 IDENTITY = {"engine": "test", "model": "m", "device": "a CPU", "threads": 2}
 KEY = profile_key(IDENTITY)
 PROFILE = PrefillProfile((0, 16), (1, 2), ((1.0, 2.0), (1.5, 2.5)), {"engine": "test"})
@@ -158,6 +196,14 @@ class TestCache:
         facts = {"spread_share": {"median": spread, "largest": spread}}
         ProfileCache(tmp_path).keep(KEY, PrefillProfile((0,), (1, 2), ((1.0, 2.0),), facts))
         assert any("differ by 40%, as on a busy machine" in said for said in warnings(caplog)) == warned
+
+    def test_names_the_file_of_a_profile_that_it_keeps(self, tmp_path: Path) -> None:
+        cache = ProfileCache(tmp_path)
+        kept = cache.keep(KEY, PROFILE)
+        assert cache.file_of(kept) == cache.path(KEY)
+        assert cache.file_of(PROFILE) is None
+        cache.path(KEY).unlink()
+        assert cache.file_of(kept) is None
 
     def test_keeps_load_times(self, tmp_path: Path) -> None:
         with_loads = PrefillProfile((0,), (1, 2), ((1.0, 2.0),), loads={"host": 1e-6})

@@ -393,6 +393,28 @@ class TestFaults:
         await self._cancel_after(pauses, pipeline(Search("A", "B", "B"), engine, prompts), engine)
         assert prompts.finished in ([], ["discarded"])
 
+    async def test_the_time_between_tokens_is_the_mean_of_those_behind_the_first(self) -> None:
+        """Of three tokens, the last ten seconds behind the first."""
+        now_s = [0.0]
+
+        class Timed(PlayedEngine):
+            tokens: int | None = None
+
+            async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
+                for text in ("", "b", "c"):
+                    now_s[0] += 5.0
+                    yield AnswerChunk(text)
+                now_s[0] += 100.0
+                yield AnswerChunk("", Usage(10, 0, self.tokens))
+
+        for tokens, tbt_s in ((3, 5.0), (1, None), (None, None)):
+            engine = Timed()
+            engine.tokens = tokens
+            one = Pipeline(Search("A"), PlayedPrompts(), engine, key=str, clock=lambda: now_s[0])
+            stream = await one.answer("q")
+            assert stream.tbt_s == tbt_s
+            assert (stream.trace.last_token_s or 0) - (stream.trace.first_token_s or 0) == 10.0
+
     @pytest.mark.parametrize("pauses", range(40, 60))
     async def test_a_caller_that_cancels_during_an_abort_waits_for_its_end(self, pauses: int) -> None:
         class Slow(PlayedEngine):

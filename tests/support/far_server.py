@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from support.http_server import Handler, LocalServer
 
 BLOCK = 16
+DEVICE_BLOCKS = 100
+"""As its metrics say."""
 
 
 class FarServer(LocalServer):
@@ -20,9 +23,10 @@ class FarServer(LocalServer):
     def __init__(self) -> None:
         super().__init__(_Handler)
         self.models: list[dict[str, Any]] = [{"id": "far", "max_model_len": 2048}, {"id": "other"}]
+        sizes = f'block_size="{BLOCK}",num_gpu_blocks="{DEVICE_BLOCKS + 1}",engine="0"'
         self.pages = {
             "/version": json.dumps({"version": "0.32.0"}),
-            "/metrics": f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="101",engine="0"}} 1.0\n',
+            "/metrics": f"vllm:cache_config_info{{{sizes}}} 1.0\n",
         }
         self.reports = True
         self.longest = 2048
@@ -48,6 +52,53 @@ class FarServer(LocalServer):
             hits = next((number for number, head in enumerate(usable) if head not in self._held), len(usable))
             self._held.update(heads)
             return hits * BLOCK
+
+
+class TieredServer(FarServer):
+    """Keeps all blocks that were computed in each of its tiers, least recently used first out, and takes `load_s` for a
+    token that it loads."""
+
+    def __init__(self, host_blocks: int, *, disk: bool, load_s: dict[str, float] | None = None) -> None:
+        super().__init__()
+        sizes = {"device": DEVICE_BLOCKS, "host": host_blocks, "disk": 1 << 20 if disk else 0}
+        self.tiers: dict[str, OrderedDict[Any, None]] = {tier: OrderedDict() for tier, size in sizes.items() if size}
+        self.sizes = sizes
+        self.load_s = load_s or {}
+        self.hits: Counter[str] = Counter()
+        self.queried = 0
+
+    def cached_tokens(self, body: dict[str, Any]) -> int:
+        prompt, salt = body["prompt"], body["cache_salt"]
+        heads = [(salt, tuple(prompt[:end])) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+        found = []
+        for head in heads[: (len(prompt) - 1) // BLOCK]:
+            source = next((tier for tier, held in self.tiers.items() if head in held), None)
+            if source is None:
+                break
+            found.append(source)
+        for tier, held in self.tiers.items():
+            for head in reversed(heads):
+                held[head] = None
+                held.move_to_end(head)
+            while len(held) > self.sizes[tier]:
+                held.popitem(last=False)
+        with self._lock:
+            self.bodies.append(body)
+            self.queried += len(prompt)
+            self.hits.update({tier: BLOCK * count for tier, count in Counter(found).items()})
+        time.sleep(sum(BLOCK * self.load_s.get(tier, 0.0) for tier in found))
+        return BLOCK * len(found)
+
+    def page(self, path: str) -> str | None:
+        if path != "/metrics":
+            return super().page(path)
+        hits = "vllm:prompt_tokens_cached_by_source_total"
+        lines = [f'{hits}{{source="{tier}"}} {self.hits[tier]}' for tier in self.tiers]
+        lines.append(f"vllm:prefix_cache_queries_total {self.queried}")
+        for tier, held in self.tiers.items() if self.queried else ():
+            lines.append(f'vllm:ragorder_chunks{{tier="{tier}"}} {len(held)}')
+            lines.append(f'vllm:ragorder_capacity_bytes{{tier="{tier}"}} {self.sizes[tier]}')
+        return "\n".join([str(super().page(path)).strip(), *lines, ""])
 
 
 class _Handler(Handler):

@@ -41,8 +41,8 @@ class PipelineError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """`ttft_ms` counts from the question; `exposed_ms` is the mean retrieval time that overlaps with nothing. Failed
-    requests count only in `failures`."""
+    """`ttft_ms` counts from the question; `exposed_ms` is the mean retrieval time that overlaps with nothing; `tbt_ms`
+    is the time between the tokens of an answer. Failed requests count only in `failures`."""
 
     workload: str
     policy: str
@@ -61,6 +61,7 @@ class PipelineResult:
     right: int
     refused: int
     wasted_prompt_tokens: int
+    tbt_ms: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -171,6 +172,7 @@ class _PipelineRun:
             right=sum(trace.right for trace in traces),
             refused=sum(trace.refused for trace in traces),
             wasted_prompt_tokens=sum(trace.wasted_prompt_tokens for trace in traces),
+            tbt_ms=_summary([1e3 * stream.tbt_s for stream in ended if stream.tbt_s is not None], (50, 99)),
         )
 
 
@@ -227,8 +229,8 @@ def _check_lengths(trace: Trace, builder: PromptBuilder, facts: ServerFacts, out
             )
 
 
-def _summary(values: Sequence[float]) -> dict[str, float] | None:
+def _summary(values: Sequence[float], shares: Sequence[int] = (50, 95)) -> dict[str, float] | None:
     if not values:
         return None
-    shares = {f"p{share}": round(percentile(values, share), 3) for share in (50, 95)}
-    return {**shares, "mean": round(fmean(values), 3)}
+    quantiles = {f"p{share}": round(percentile(values, share), 3) for share in shares}
+    return {**quantiles, "mean": round(fmean(values), 3)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.compared import Compared
-from ragorder.eval.report.metrics import TTFT_P50, Metric
+from ragorder.eval.report.metrics import TBT_P50, TTFT_P50, Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, compare, summary
@@ -54,6 +54,10 @@ _THROUGHPUT = (
     "speculation take turns; the interval is over segments, each without its beginning and end. Offered: what the "
     "clients would ask for if a request took no longer than alone, in terms of what is served. Refused: of the "
     "occasions to speculate, those for which the engine had too much to do."
+)
+_BETWEEN = (
+    "Of answers of several tokens (RAGCache 5.4): each answer's mean, or under saturation that of a segment's answers. "
+    "Tokens that speculation computed before the search ended come at once."
 )
 _RATE = Metric("throughput", "requests_per_s", "requests/s", relative=True)
 _Group = Sequence[PipeliningRecord]
@@ -158,7 +162,19 @@ def _speculation(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
         table.rows.append(row)
     table.note = f"{_SPECULATION} {_counted(groups)}"
     known = [lines for lines in groups if not lines[0].cell.get("cautious")]
-    return [table, _stages(known)] if known else [table]
+    return [table, *_between(groups), *([_stages(known)] if known else [])]
+
+
+def _between(groups: Sequence[_Group]) -> list[Table]:
+    modes = ("none", "speculative")
+    headings = [f"{words}, p{share}, ms" for words in ("without", "speculating") for share in (50, 99)]
+    table = Table("Time between tokens", ["search", *headings], note=_BETWEEN)
+    for lines in groups:
+        found = [summary([v for line in lines for v in line.figures(mode, TBT_P50.column)]) for mode in modes]
+        times = [value for each in found if each is not None for value in (each.p50, each.p99)]
+        if len(times) == len(headings):
+            table.rows.append([Entry(_search(lines[0])), *(Entry(format_number(value)) for value in times)])
+    return [table] if table.rows else []
 
 
 def _stages(groups: Sequence[_Group]) -> Table:
@@ -198,7 +214,7 @@ def _throughput(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
                 _extra(lines),
             ]
         )
-    return [table]
+    return [table, *_between(groups)]
 
 
 _TABLES: Mapping[str, Callable[[Suite, Sequence[_Group]], list[Table]]] = {
@@ -260,6 +276,8 @@ def _search(line: PipeliningRecord) -> str:
     taken = f"stretched to {cell['search_ms']:g}{THIN}ms" if cell.get("search_ms") else "not stretched"
     kind = {"ivf": "IVF", "hnsw": "HNSW"}.get(cell.get("index", "ivf"), "")
     words = f"{kind}, {100 * cell.get('search_ratio', 1.0):g}{THIN}% searched, {taken}"
+    if (tokens := cell.get("output_tokens", 1)) > 1:
+        words += f", answers of {tokens} tokens"
     return f"{words}, cautious" if cell.get("cautious") else words
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from ragorder.document import Document
 from ragorder.eval.experiments.pipelining.modes import Asked, ask, closed_loop, make_pipeline, milliseconds
 from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer
+from ragorder.eval.report.statistics import known_mean
 from ragorder.eval.running.load import rotated
-from ragorder.pipelining import Pipeline, PipelineTrace, Provisional, Retrieval
+from ragorder.pipelining import Pipeline, PipelinedStream, Provisional, Retrieval
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["MODES", "measure_speculation", "measure_throughput"]
@@ -59,6 +60,7 @@ async def measure_speculation(
             started, settled = watched[mode].stages()
             found = {
                 "ttft_ms": milliseconds(trace.first_token_s),
+                "tbt_ms": milliseconds(stream.tbt_s),
                 "search_ms": milliseconds(trace.retrieval_s),
                 "exposed_ms": milliseconds(trace.exposed_search_s),
                 "prompt_tokens": usage and usage.prompt_tokens,
@@ -95,8 +97,8 @@ async def measure_throughput(
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
     """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop (None: enough for
-    `overload`). `requests_per_s` leaves out both ends of a segment, where the engine is not saturated. Raises as
-    `measure_speculation`."""
+    `overload`). `requests_per_s` leaves out both ends of a segment, where the engine is not saturated; `tbt_ms` is the
+    mean of all its answers. Raises as `measure_speculation`."""
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
     rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
@@ -110,8 +112,10 @@ async def measure_throughput(
             alone = await pipelines[mode].answer(first)
             before = await server.quiet()
             start = time.perf_counter()
-            traces, ends_s = await _closed_loop(pipelines[mode], asked, clients, advance)
+            streams, ends_s = await _closed_loop(pipelines[mode], asked, clients, advance)
             seconds = time.perf_counter() - start
+            traces = [stream.trace for stream in streams]
+            tbt_s = known_mean(stream.tbt_s for stream in streams)
             found = {
                 "requests": len(asked),
                 "clients": clients,
@@ -121,6 +125,7 @@ async def measure_throughput(
                 "speculations": sum(trace.speculations for trace in traces),
                 "refused": sum(trace.refused for trace in traces),
                 "right": sum(trace.right for trace in traces),
+                "tbt_ms": milliseconds(tbt_s),
                 "alone_s": alone.trace.total_s and round(alone.trace.total_s, 4),
             }
             for name, value in found.items():
@@ -165,17 +170,17 @@ async def _clients(
 
 async def _closed_loop(
     pipeline: Pipeline[Any, Document, Any], questions: Iterable[Asked], clients: int, advance: Advance
-) -> tuple[list[PipelineTrace], list[float]]:
-    traces, ends_s = [], []
+) -> tuple[list[PipelinedStream], list[float]]:
+    streams, ends_s = [], []
 
     async def ask_one(question: Asked) -> None:
         stream = await pipeline.answer(question)
         ends_s.append(time.perf_counter())
-        traces.append(stream.trace)
+        streams.append(stream)
         advance()
 
     await closed_loop(ask_one, questions, clients)
-    return traces, ends_s
+    return streams, ends_s
 
 
 def _rate(ends_s: Sequence[float], clients: int) -> float | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from ragorder.eval.experiments.pipelining.bench import PipelineResult
 from ragorder.eval.report.statistics import known_mean
 from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import format_number
 
 __all__ = ["pipelines_table", "print_pipelines"]
 
@@ -26,11 +27,12 @@ def pipelines_table(results: Sequence[PipelineResult]) -> Table:
     first = results[0]
     seeds = ", ".join(map(str, sorted({result.seed for result in results})))
     failed = any(result.failures for result in results)
+    answered = any(result.tbt_ms is not None for result in results)
     speculated = any(result.pipeline == "speculative" for result in results)
     headings = ["policy", "TTFT ms\np50, p95", "p50\nratio", "exposed\nms", "cached"]
     table = Table(
         f"{first.workload}: {first.requests:,} requests, retrieval takes {first.retrieval_delay_ms:g} ms",
-        [*headings, *["right", "wasted\ntokens"] * speculated, *["failed"] * failed],
+        [*headings, *["TBT ms\np50, p99"] * answered, *["right", "wasted\ntokens"] * speculated, *["failed"] * failed],
         note=f"TTFT counts from the question; {first.concurrency} in flight, seeds {seeds}",
     )
     rows: dict[tuple[str, str], list[PipelineResult]] = {}
@@ -45,6 +47,9 @@ def pipelines_table(results: Sequence[PipelineResult]) -> Table:
             "–" if exposed is None else f"{exposed:.0f}",
             f"{100 * _sum(runs, 'cached_tokens') / max(1, _sum(runs, 'prompt_tokens')):.1f} %",
         ]
+        if answered:
+            between = [known_mean(run.tbt_ms[share] for run in runs if run.tbt_ms) for share in ("p50", "p99")]
+            cells += [", ".join(map(format_number, between))]
         if speculated:
             cells += [f"{_sum(runs, 'right'):,}/{_sum(runs, 'speculations'):,}"]
             cells += [f"{_sum(runs, 'wasted_prompt_tokens'):,}"]

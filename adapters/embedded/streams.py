@@ -1,0 +1,65 @@
+"""The embedded engine as the engine of a pipeline or a workflow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from ragorder.adapters.embedded.worker import EngineWorker
+from ragorder.adapters.openai.endpoint import checked_salt
+from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
+from ragorder.kernels.engine import Request, Sampling
+from ragorder.pipelining import AnswerChunk
+
+__all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
+
+
+class EmbeddedStreams:
+    """Sends requests to an `EngineWorker`. Closing a stream aborts its request after the current step.
+
+        worker = EngineWorker(TieredEngine.load(model))
+        engine = EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens)
+
+    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. `prefix_tokens`: the
+    system prompt's, which all requests then share. A string scope is the salt. The worker stays open.
+    """
+
+    def __init__(self, worker: EngineWorker, *, prefix_tokens: int = 0) -> None:
+        self._worker = worker
+        self._prefix_tokens = prefix_tokens
+
+    def requests(self) -> int:
+        """Requests of all clients, waiting or running."""
+        return self._worker.unfinished
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        """The last chunk has the usage. Raises the worker's errors, TypeError for an option that `Sampling` does not
+        have, and ValueError for messages and for a scope that cannot be a salt."""
+        if request.token_ids is None:
+            raise ValueError("the embedded engine takes token ids: OrderedPrompts(…, prompts='token_ids')")
+        options = {name: value for name, value in request.options.items() if value is not None}
+        asked = Request(
+            request.token_ids,
+            # Without documents the system prompt is what can be shared.
+            request.document_ends or ((self._prefix_tokens,) if self._prefix_tokens else ()),
+            Sampling(**options),
+            checked_salt(request.scope) if isinstance(request.scope, str) else None,
+            expected_uses=request.expected_uses,
+            prefix_tokens=self._prefix_tokens,
+        )
+        sent_s = time.perf_counter()
+        async with self._worker.submit([asked]) as updates:
+            async for _, update in updates:
+                if (done := update.completion) is None:
+                    yield AnswerChunk(update.text)
+                    continue
+                if done.finish_reason not in ("stop", "length"):
+                    raise EmbeddedRequestError(f"the engine ended the request ({done.finish_reason}): {done.error}")
+                if update.text:
+                    yield AnswerChunk(update.text)
+                usage = done.prompt_tokens, done.cached.total, len(done.token_ids), done.finish_reason
+                yield AnswerChunk("", TimedUsage(*usage, sent_s=sent_s))
+
+
+class EmbeddedRequestError(RuntimeError):
+    """A request that failed, ran out of time, or was aborted."""

@@ -1,0 +1,182 @@
+"""Load times of a vLLM server's tiers: seconds for each token that comes from host memory or disk.
+
+Prompts of random tokens are sent until the device has evicted the first of them, and then the host. An early one is
+sent again with new tokens behind it: the server's metrics say which tier it came from, and what its time exceeds a
+prefill behind tokens on the device is that of the load.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from statistics import median
+from typing import NamedTuple, Protocol
+
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.observing.tier_stats import Hits, TierStats, fetch_hits, fetch_tier_stats
+from ragorder.adapters.vllm.copy_times import copy_times
+from ragorder.kernels.profile import PrefillProfile
+
+__all__ = ["Advance", "Answered", "Send", "TierLoads"]
+
+_TOKEN_IDS = range(100, 256)
+_TIERS = ("host", "disk")
+_TIMEOUT_S = 5.0
+_COUNTED_S = 2.0
+_POLL_S = 0.02
+# Prompts that fill the device so many times evict those before them.
+_FILLS = 1.25
+
+
+class Answered(NamedTuple):
+    """Seconds to the first token, and the tokens that the server reports."""
+
+    seconds: float
+    cached_tokens: int
+    prompt_tokens: int
+
+
+class Send(Protocol):
+    def __call__(self, token_ids: list[int], salt: str, /) -> Answered:
+        """A request for one token."""
+
+
+Advance = Callable[[], None]
+
+
+class _Salted(NamedTuple):
+    salt: str
+    token_ids: list[int]
+
+
+class TierLoads:
+    """Measures a server with ragorder's tiers that serves nothing else: `capacity_tokens` are its device's. Raises
+    ServerError, also if the server takes no prompt of a block."""
+
+    def __init__(
+        self,
+        base_url: str,
+        send: Send,
+        profile: PrefillProfile,
+        *,
+        block_size: int,
+        capacity_tokens: int,
+        longest_tokens: int,
+        api_key: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._base_url, self._api_key = base_url, api_key
+        self._send = send
+        self._profile = profile
+        self._draw = Random(seed)
+        self._new_tokens = profile.new_tokens[0]
+        room = min(longest_tokens - 1 - self._new_tokens, capacity_tokens // 4)
+        if room < block_size:
+            raise ServerError(
+                f"the server takes prompts of {room:,} tokens, less than one of its blocks of {block_size}"
+            )
+        self._capacity_tokens = capacity_tokens
+        self._prefix_tokens = room // block_size * block_size
+        self._filling = int(_FILLS * capacity_tokens) // self._prefix_tokens + 1
+        self._sent: deque[_Salted] = deque()
+        self._samples: dict[str, list[float]] = {tier: [] for tier in _TIERS}
+        self._deadline = float("inf")
+
+    def measure(
+        self, repeats: int, limit_s: float, progress: Callable[[int], Advance] = lambda samples: lambda: None
+    ) -> PrefillProfile:
+        """The profile with `loads`: medians of `repeats` samples of each tier, or of as many as `limit_s` allows.
+
+        A tier is not tried if filling those in front of it takes longer. The server's own times of its copies are the
+        least of a tier's, and stand in for those of tiers without a sample (`load_missing` among the facts): a client
+        sees a load only as the difference of two prefills.
+        """
+        samples = self._samples
+        self._deadline = time.monotonic() + limit_s
+        self._fill(1)
+        stats = fetch_tier_stats(self._base_url, api_key=self._api_key)
+        present = [figures.tier for figures in stats.tiers if figures.tier in _TIERS and figures.capacity_bytes]
+        wanted = [tier for tier in present if self._filling_s(tier, stats) <= limit_s]
+        if wanted:
+            self._sample(wanted, repeats, progress(repeats * len(wanted)))
+        measured = {tier: [median(times)] for tier, times in samples.items() if times}
+        copies = {tier: time_s for tier, time_s in self._copies(stats).items() if tier in present}
+        loads = {tier: max([*measured.get(tier, ()), copies.get(tier, 0.0)]) for tier in {*measured, *copies}}
+        facts = {
+            "load_samples_s_per_token": samples,
+            "load_copies_s_per_token": copies,
+            "load_tokens": self._prefix_tokens,
+            "load_missing": [tier for tier in present if tier not in measured],
+        }
+        return replace(self._profile, loads=loads, facts={**self._profile.facts, **facts})
+
+    def _sample(self, wanted: list[str], repeats: int, advance: Advance) -> None:
+        samples = self._samples
+        self._fill(self._filling + repeats)
+        while self._in_time and self._sent:
+            tier = self._probe()
+            if tier in wanted and len(samples[tier]) <= repeats:
+                advance()
+            left = [tier for tier in wanted if len(samples[tier]) < repeats]
+            if not left:
+                break
+            # The device is full; the host takes many more.
+            self._fill(1 if left[0] == "host" else self._filling)
+
+    @property
+    def _in_time(self) -> bool:
+        return time.monotonic() < self._deadline
+
+    def _filling_s(self, tier: str, stats: TierStats) -> float:
+        """What it takes to evict a prompt from all tiers in front of this one, by the profile."""
+        sizes = {figures.tier: figures.capacity_bytes for figures in stats.tiers}
+        prompts = float(self._filling)
+        if tier == "disk" and sizes.get("device"):
+            prompts *= max(1.0, sizes.get("host", 0) / sizes["device"])
+        return prompts * self._profile(0, self._prefix_tokens)
+
+    def _copies(self, stats: TierStats) -> dict[str, float]:
+        device_bytes = sum(figures.capacity_bytes for figures in stats.tiers if figures.tier == "device")
+        with Server(self._base_url, timeout_s=_TIMEOUT_S, api_key=self._api_key) as server:
+            return copy_times(server.get("/metrics"), device_bytes / self._capacity_tokens)
+
+    def _fill(self, prompts: int) -> None:
+        for _ in range(prompts):
+            if not self._in_time:
+                return
+            prompt = _Salted(secrets.token_hex(16), self._token_ids(self._prefix_tokens))
+            self._send(prompt.token_ids, prompt.salt)
+            self._sent.append(prompt)
+
+    def _probe(self) -> str | None:
+        """The tier from which the oldest prompt came, if it was one alone."""
+        prompt = self._sent.popleft()
+        before = self._hits()
+        answer = self._send([*prompt.token_ids, *self._token_ids(self._new_tokens)], prompt.salt)
+        found = self._counted(before, answer.prompt_tokens)
+        for tier in _TIERS:
+            tokens: int = getattr(found, tier)
+            if tokens and tokens == answer.cached_tokens - found.device and 10 * tokens >= 9 * answer.cached_tokens:
+                on_device_s = self._profile(answer.cached_tokens, answer.prompt_tokens - answer.cached_tokens)
+                self._samples[tier].append(max(0.0, answer.seconds - on_device_s) / tokens)
+                return tier
+        return None
+
+    def _counted(self, before: Hits, prompt_tokens: int) -> Hits:
+        """A server counts a request a moment after its last token has left."""
+        deadline = time.monotonic() + _COUNTED_S
+        found = self._hits() - before
+        while found.total < prompt_tokens and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            found = self._hits() - before
+        return found
+
+    def _hits(self) -> Hits:
+        return fetch_hits(self._base_url, api_key=self._api_key)
+
+    def _token_ids(self, count: int) -> list[int]:
+        return self._draw.choices(_TOKEN_IDS, k=count)

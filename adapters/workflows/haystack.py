@@ -1,0 +1,70 @@
+"""Haystack: a component that runs a workflow on a shared server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+try:
+    from haystack import Document, component
+    from haystack.core.errors import SerializationError
+except ImportError as error:
+    message = "ragorder.adapters.workflows.haystack needs haystack-ai: pip install 'ragorder[haystack]'"
+    raise ImportError(message, name=error.name) from error
+
+import ragorder
+from ragorder.adapters.workflows.shared import SharedWorkflows
+from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
+
+__all__ = ["WorkflowComponent"]
+
+
+@component
+class WorkflowComponent:
+    """Answers queries by a workflow. Thread-safe.
+
+        pipeline.add_component("research", WorkflowComponent(workflows, multistep().compile()))
+
+    - `documents`: their name in the workflow's state (a state without it has none).
+    - `convert`: Haystack's document of one of the workflow's (default: of a `ragorder.Document`).
+    - `scope`: the tenant. Scopes share no cache.
+
+    Raises the server's errors. It cannot be serialised: its server lives in this process.
+    """
+
+    def __init__(
+        self,
+        workflows: SharedWorkflows,
+        graph: CompiledGraph,
+        *,
+        documents: str = "docs",
+        convert: Callable[[Any], Document] | None = None,
+        scope: str | None = None,
+    ) -> None:
+        self.workflows = workflows
+        self.graph = graph
+        self.documents = documents
+        self.convert = convert or _document
+        self.scope = scope
+
+    def to_dict(self) -> dict[str, Any]:
+        raise SerializationError("a WorkflowComponent belongs to a server in this process: add it after loading")
+
+    @component.output_types(replies=list[str], documents=list[Document])
+    def run(self, query: str, state: Mapping[str, Any] | None = None, scope: str | None = None) -> dict[str, list[Any]]:
+        """`state`: values of the graph's `inputs`. `scope` overrides the component's own."""
+        return self._output(self.workflows.run(self.graph, query, state=state, scope=scope or self.scope))
+
+    @component.output_types(replies=list[str], documents=list[Document])
+    async def run_async(
+        self, query: str, state: Mapping[str, Any] | None = None, scope: str | None = None
+    ) -> dict[str, list[Any]]:
+        return self._output(await self.workflows.arun(self.graph, query, state=state, scope=scope or self.scope))
+
+    def _output(self, result: WorkflowResult) -> dict[str, list[Any]]:
+        found = result.state.get(self.documents, ())
+        return {"replies": [result.text], "documents": [self.convert(document) for document in found]}
+
+
+def _document(document: ragorder.Document) -> Document:
+    return Document(id=document.id, content=document.text, meta=dict(document.metadata), score=document.score)

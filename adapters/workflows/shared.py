@@ -1,0 +1,73 @@
+"""A workflow server that callers of any thread share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, Self
+
+from ragorder.pipelining.loop_thread import LoopThread
+from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
+
+__all__ = ["ServerLike", "SharedWorkflows"]
+
+
+class ServerLike(Protocol):
+    async def run(
+        self, graph: CompiledGraph, question: str, *, state: Mapping[str, Any] = ..., scope: Hashable = ...
+    ) -> WorkflowResult: ...
+
+    async def close(self) -> None: ...
+
+
+class SharedWorkflows:
+    """A workflow server in an event loop on its own thread, which LangGraph, LangChain and Haystack submit to.
+
+        with SharedWorkflows(lambda: ordered_workflows(engine, search, embed, document, **parts)) as workflows:
+            print(workflows.run(graph, "Which drawer?").text)
+
+    `make` is called on that thread: clients that belong to an event loop are made there. Thread-safe; `arun` is for
+    callers with an event loop. Closed, it raises RuntimeError.
+    """
+
+    def __init__(self, make: Callable[[], ServerLike]) -> None:
+        self._thread = LoopThread("the shared workflow server")
+        try:
+            self._server = self._thread.run(_call(make))
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def run(
+        self,
+        graph: CompiledGraph,
+        question: str,
+        *,
+        state: Mapping[str, Any] | None = None,
+        scope: Hashable = None,
+    ) -> WorkflowResult:
+        """Raises the server's errors, RuntimeError on the server's own thread."""
+        return self._thread.run(self._server.run(graph, question, state=state or {}, scope=scope))
+
+    async def arun(
+        self,
+        graph: CompiledGraph,
+        question: str,
+        *,
+        state: Mapping[str, Any] | None = None,
+        scope: Hashable = None,
+    ) -> WorkflowResult:
+        return await self._thread.arun(self._server.run(graph, question, state=state or {}, scope=scope))
+
+    def close(self) -> None:
+        """Close the server and end its thread."""
+        self._thread.close(self._server.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _call(make: Callable[[], ServerLike]) -> ServerLike:
+    return make()
