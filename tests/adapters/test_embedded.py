@@ -1669,7 +1669,9 @@ class TestOptions:
             "--device": "cpu",
             "--max-waiting": "7",
         }
-        command = serving("--as-if-last", *[part for pair in options.items() for part in pair])
+        command = serving(
+            "--as-if-last", "--anywhere", "--select-rounds", "2", *[part for pair in options.items() for part in pair]
+        )
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(
             device_tokens=2048,
@@ -1692,6 +1694,8 @@ class TestOptions:
             recompute=0.2,
             select="head",
             as_if_last=True,
+            anywhere=True,
+            select_rounds=2,
             build_idle=0.5,
             dtype="float32",
             device="cpu",
