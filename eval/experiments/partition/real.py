@@ -15,6 +15,7 @@ from ragorder.eval.experiments.partition.sharing import EqualShares
 from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, SearchHandle
+from ragorder.pipelining.staged._faiss import load_faiss
 
 __all__ = ["MeasuredCosts", "RealBatches", "RealPieces", "build_index", "measure_costs", "pieces_of", "search_seconds"]
 
@@ -42,8 +43,7 @@ class _WatchedBudget(Budget):
 
 
 def build_index(vectors: int, dimensions: int) -> Any:
-    import faiss
-
+    faiss = load_faiss()
     stored = clustered(vectors, dimensions, clusters=vectors // 50, seed=0)
     clusters = round(4 * vectors**0.5)
     index = faiss.index_factory(dimensions, f"IVF{clusters},Flat", faiss.METRIC_INNER_PRODUCT)
@@ -55,8 +55,7 @@ def build_index(vectors: int, dimensions: int) -> Any:
 
 def search_seconds(index: Any, queries: Vectors, nprobes: Sequence[int]) -> float:
     """Of a whole search on one core, the mean of each nprobe's median."""
-    import faiss
-
+    faiss = load_faiss()
     faiss.omp_set_num_threads(1)
     sums = 0.0
     for nprobe in sorted(set(nprobes)):
@@ -98,8 +97,7 @@ class RealBatches:
         self._waiting.append(number)
 
     def step(self, end: Callable[[int], None]) -> bool:
-        import faiss
-
+        faiss = load_faiss()
         batch, self._waiting = self._waiting, []
         faiss.omp_set_num_threads(self._cores)
         self._index.parallel_mode = self._mode
@@ -121,8 +119,7 @@ class RealPieces:
         self._running: dict[int, SearchHandle] = {}
 
     def submit(self, number: int) -> None:
-        import faiss
-
+        faiss = load_faiss()
         params = faiss.SearchParametersIVF(nprobe=self._nprobes[number])
         self._running[number] = self._search.submit(self._queries[number], _K, params=params)
 
