@@ -2,7 +2,7 @@
 
     {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [requests to
     come that will contain all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
-    tokens in front of the first document}}}; each may be missing or null.
+    tokens in front of the first document, "question": true}}}; each may be missing or null.
 
 Standard library only: vLLM's processes load this module.
 """
@@ -21,6 +21,7 @@ __all__ = [
     "FACTS",
     "FIELD",
     "PREFIX",
+    "QUESTION",
     "RequestFacts",
     "add_facts",
     "read_facts",
@@ -37,6 +38,8 @@ FACTS = "ragorder"
 """The key of the facts in that field."""
 PREFIX = "prefix"
 """The key, in the facts, of the tokens in front of the first document: for the embedded engine."""
+QUESTION = "question"
+"""Likewise: true for a warm-up, whose prompt is a system prompt, as its only document, and a question to keep."""
 
 # A digest cannot be tried against names: the key exists in this process only.
 _KEY = secrets.token_bytes(32)
@@ -112,7 +115,12 @@ def tenant_digest(scope: Hashable) -> str | None:
 
 
 def request_facts(
-    document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0, expected_uses: Sequence[float] = ()
+    document_ends: Sequence[int],
+    scope: Hashable,
+    prefix_tokens: int = 0,
+    expected_uses: Sequence[float] = (),
+    *,
+    keep_question: bool = False,
 ) -> dict[str, Any]:
     """Without unknown facts."""
     facts: dict[str, Any] = {}
@@ -122,13 +130,21 @@ def request_facts(
             facts["expected"] = [min(round(uses, 3), _MAX_EXPECTED) for uses in expected_uses]
         if prefix_tokens:
             facts[PREFIX] = prefix_tokens
+        if keep_question:
+            facts[QUESTION] = True
     if (tenant := tenant_digest(scope)) is not None:
         facts["tenant"] = tenant
     return facts
 
 
 def with_facts(
-    arguments: Mapping[str, Any], document_ends: Sequence[int], scope: Hashable, expected_uses: Sequence[float] = ()
+    arguments: Mapping[str, Any],
+    document_ends: Sequence[int],
+    scope: Hashable,
+    expected_uses: Sequence[float] = (),
+    *,
+    prefix_tokens: int = 0,
+    keep_question: bool = False,
 ) -> dict[str, Any]:
     """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's own
     values precede ours."""
@@ -137,7 +153,8 @@ def with_facts(
     params = {} if params is None else params
     own = params.get(FACTS, {}) if isinstance(params, Mapping) else None
     if isinstance(params, Mapping) and isinstance(own, Mapping):
-        facts = _behind(own, request_facts(document_ends, scope, expected_uses=expected_uses))
+        known = request_facts(document_ends, scope, prefix_tokens, expected_uses, keep_question=keep_question)
+        facts = _behind(own, known)
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
     return sent

@@ -138,8 +138,8 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def finish(self, lease: Lease, outcome: RequestOutcome) -> None:
-        """End a lease. Callable by any thread at any time; never waits."""
+    def finish(self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None) -> None:
+        """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
         reported: Sequence[float | None]
         served, *reported = outcome
         wrong = None
@@ -148,20 +148,25 @@ class Scope:
         except Exception as error:
             reported = ()
             wrong = error
-        self._owner.defer(partial(self._end, lease, served, reported))
+        self._owner.defer(partial(self._end, lease, served, reported, documents_end))
         if wrong is not None:
             run_or_defer(partial(self._owner.report, wrong))
 
-    def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
+    def _end(
+        self, lease: Lease, served: bool, reported: Sequence[float | None], documents_end: int | None = None
+    ) -> None:
         # A forgotten or half changed scope has no requests any more.
         if self.mirror.closed or not self.whole:
             return
         self.whole = False
         if served:
             self.tail.served(lease.path)
-            if self.fused is not None and lease.open:
-                # Nothing behind the exact documents is kept, and their end is not that of all documents.
-                reported = [*reported[:1], lease.path[-1].end]
+            if documents_end is not None and lease.open:
+                cached_tokens, _, prompt_tokens = reported or (None, None, None)
+                if prompt_tokens is not None and isinstance(self.residency, FeedbackResidency):
+                    self.residency.learn_prompt(documents_end - self.tree.root.end, prompt_tokens)
+                # Nothing behind the exact documents is kept.
+                reported = [cached_tokens, lease.path[-1].end]
             self.residency.release(lease, *reported)
         else:
             self.residency.cancel(lease)
@@ -232,7 +237,7 @@ class Scope:
             lease.cached_documents,
             lease.cached_tokens,
             guard_cost_tokens,
-            self.finish,
+            self.finish if self.fused is None else partial(self.finish, documents_end=path[-1].end + behind_tokens),
             lease,
             path[-1].end + behind_tokens,
             expected_uses,

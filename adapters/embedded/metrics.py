@@ -68,8 +68,17 @@ class EngineMetrics:
         yield _counters(f"{_ENGINE}fused_tokens", description, "tier", fused)
         description = "Of these, tokens computed anew."
         yield _counter(f"{_ENGINE}recomputed_tokens", description, stats.recomputed)
+        questions = {"kept": stats.questions_kept, "used": stats.questions_used}
+        description = "Questions computed ahead by warm-ups, and used by fused requests."
+        yield _counters(f"{_ENGINE}questions", description, "event", questions)
+        description = "Documents computed in idle steps in the sight of others, and those ended for due work."
+        idle = {"built": stats.idle_documents, "aborted": stats.idle_aborted}
+        yield _counters(f"{_ENGINE}idle_documents", description, "event", idle)
+        yield _counter(f"{_ENGINE}idle_tokens", "Tokens computed in idle steps.", stats.idle_tokens)
         yield _counter(f"{_ENGINE}generated_tokens", "Tokens of answers.", stats.generated_tokens)
-        yield _counter(f"{_ENGINE}computed_tokens", "Tokens that went through the model.", stats.computed_tokens)
+        yield _counter(
+            f"{_ENGINE}computed_tokens", "Tokens of requests that went through the model.", stats.computed_tokens
+        )
         yield _counter(f"{_ENGINE}steps", "Forward passes of the model.", stats.steps)
         yield _counter(f"{_ENGINE}failed_steps", "Forward passes that failed.", stats.failed_steps)
         yield _counter(f"{_ENGINE}retries", "Requests computed again after failed forward passes.", stats.retries)

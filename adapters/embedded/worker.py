@@ -152,7 +152,7 @@ class EngineWorker:
 
     def _run(self) -> None:
         while self._run_commands():
-            if self._failure is None and self.engine.has_unfinished:
+            if self._busy:
                 try:
                     self._deliver(self.engine.step())
                 except BaseException as error:
@@ -169,9 +169,13 @@ class EngineWorker:
                 if (command := self._commands.get_nowait()) is not None:
                     command()
 
+    @property
+    def _busy(self) -> bool:
+        return self._failure is None and (self.engine.has_unfinished or self.engine.has_idle_work)
+
     def _run_commands(self) -> bool:
         """Waits if the engine is idle. False once the worker is to end."""
-        idle = self._failure is not None or not self.engine.has_unfinished
+        idle = not self._busy
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
                 command()

@@ -38,7 +38,12 @@ class ModelEndpoint:
         options = options | {"model": self._model, "stream": True}
         if self._send_facts:
             options["extra_body"] = with_facts(
-                options["extra_body"], request.document_ends, request.scope, request.expected_uses
+                options["extra_body"],
+                request.document_ends,
+                request.scope,
+                request.expected_uses,
+                prefix_tokens=request.prefix_tokens,
+                keep_question=request.keep_question,
             )
         if usage.sent:
             options["stream_options"] = {"include_usage": True}

@@ -46,7 +46,8 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
-    tokens) empty. `expected_uses`: those of the ordering."""
+    tokens) empty. `expected_uses`: those of the ordering. `prefix_tokens`: in front of the documents, if the prompt is
+    tokens. `keep_question`: a warm-up, with the question behind the system prompt."""
 
     messages: Sequence[Mapping[str, str]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
@@ -55,6 +56,8 @@ class PromptRequest:
     prompt_tokens: int | None = field(default=None, compare=False)
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
     expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
+    prefix_tokens: int = field(default=0, repr=False, compare=False)
+    keep_question: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,9 @@ class OrderedPrompts:
         length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
         messages, token_ids = (prompt.messages, None) if self._form == "messages" else (None, prompt.token_ids)
         ends = tuple(span.end for span in prompt.spans)
-        return PromptRequest(messages, token_ids, scope, options, length, ends, ordering.expected_uses)
+        # Of messages the server finds the prefix itself, in its own tokens.
+        prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
+        return PromptRequest(messages, token_ids, scope, options, length, ends, ordering.expected_uses, prefix_tokens)
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""

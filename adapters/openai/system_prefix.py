@@ -62,7 +62,9 @@ class SystemPrefix:
         prefix = SystemPrefix(orderer, builder, engine)
         pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
 
-    After a failure of its `engine`, prefixes count as lost. Raises ValueError for invalid `prompts`.
+    If the orderer has `reuse="fused"`, and the builder a tokenizer, each question is prefilled behind the prefix, for
+    the embedded engine to select by it. After a failure of its `engine`, prefixes count as lost. Raises ValueError for
+    invalid `prompts`.
     """
 
     def __init__(
@@ -76,12 +78,15 @@ class SystemPrefix:
         self._orderer = orderer
         self._builder = builder
         self._form = checked_form(prompts, builder)
+        self._asks = orderer.settings.reuse == "fused" and len(builder.prefix_ids) > 0
 
     def scope(self, question: Question, /) -> Hashable:
-        return question.scope
+        return (question.scope, question.query) if self._asks else question.scope
 
     def is_cached(self, question: Question, /) -> bool:
         """Also True for a prefix shorter than a block, which cannot be cached."""
+        if self._asks:
+            return False
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
             return True
         return self._orderer.holds_prefix(scope=question.scope) and self.engine.trusted(question.scope)
@@ -109,11 +114,21 @@ class SystemPrefix:
         if body := question.options.get("extra_body"):
             options["extra_body"] = _shaping(body)
         options |= {"max_tokens": 1, "temperature": 0.0}
+        if self._asks:
+            return self._with_question(question, options)
         if self._form == "token_ids":
             ids = self._builder.prefix_ids
             return PromptRequest(None, ids, question.scope, options, len(ids))
         messages = self._builder.build("", ()).messages
         return PromptRequest(messages, None, question.scope, options, self._builder.prefix_tokens)
+
+    def _with_question(self, question: Question, options: dict[str, Any]) -> PromptRequest:
+        prompt, front = self._builder.build(question.query, ()), self._builder.prefix_tokens
+        length = front + self._builder.suffix_tokens(question.query)
+        if self._form == "token_ids":
+            ids, prefix_tokens = prompt.token_ids, front
+            return PromptRequest(None, ids, question.scope, options, length, (front,), (), prefix_tokens, True)
+        return PromptRequest(prompt.messages, None, question.scope, options, length, (front,), keep_question=True)
 
 
 def _shaping(options: Any) -> dict[str, Any]:

@@ -100,13 +100,17 @@ class KnowledgeCache:
         """Tokens of documents behind that prefix with KV elsewhere, by tier."""
         return _by_tier(node for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path))))
 
-    def acquire(self, path: Sequence[Segment], *, borrow: bool = False) -> KVLease:
+    def ranks_elsewhere(self, path: Sequence[Segment]) -> list[Rank | None]:
+        """How the copy of each document of a path that a lease would borrow was made; None: there is none."""
+        return self._elsewhere.ranks(path)
+
+    def acquire(self, path: Sequence[Segment], *, borrow: bool = False, background: bool = False) -> KVLease:
         """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
-        elsewhere, as far as the pool has room for them beside the path.
+        elsewhere, as far as the pool has room for them beside the path. A use in the `background` counts as none.
 
         Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
-        lease = KVLease(tuple(path), self._tiers.poll)
+        lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
             raise ValueError("a segment has 1 or more tokens: leave empty ones out")
@@ -141,6 +145,18 @@ class KnowledgeCache:
             lease.block_table += self.pool.allocate(missing)
             lease.tokens = tokens
 
+    def make_private(self, lease: KVLease, positions: Iterable[int]) -> None:
+        """Have these tokens of the lease in blocks that no node and no other lease holds, by copies.
+
+        Raises OutOfBlocksError, changing nothing.
+        """
+        self._check_open(lease)
+        places = sorted({position // self.shape.block_size for position in positions})
+        shared = [place for place in places if self.pool.references(lease.block_table[place]) > 1]
+        self._tiers.make_room(len(shared))
+        for place, block in zip(shared, self.pool.allocate(len(shared)), strict=True):
+            self._replace_block(lease, place, block)
+
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
         """End the borrowing, by copies that are made or queued on the device; returns the tokens by tier, without nodes
         `computed` for this request."""
@@ -149,7 +165,7 @@ class KnowledgeCache:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
             borrowed.copy.origin, borrowed.copy.prefetched = "device", False
         found = TierTokens(**tokens)
-        if lease.borrowed:
+        if lease.borrowed and not lease.background:
             self._count_hits(found)
             last = lease.borrowed[-1]
             # What it would take to compute them.
@@ -340,18 +356,21 @@ class KnowledgeCache:
     def _make_writable(self, lease: KVLease) -> None:
         place = lease.tokens // self.shape.block_size
         if self._must_copy(lease):
-            (block,) = self.pool.allocate(1)
-            self.pool.copy(lease.block_table[place], block)
-            self.pool.release((lease.block_table[place],))
-            lease.block_table[place] = block
+            self._replace_block(lease, place, *self.pool.allocate(1))
         lease.writable_from = min(lease.writable_from, place)
+
+    def _replace_block(self, lease: KVLease, place: int, block: int) -> None:
+        self.pool.copy(lease.block_table[place], block)
+        self.pool.release((lease.block_table[place],))
+        lease.block_table[place] = block
 
     def _start(self, lease: KVLease) -> None:
         lease.started = True
         for copy in lease.pinned:
             copy.origin, copy.prefetched = "device", False
-        self._requests += 1
-        self._count_hits(lease.tokens_by_tier)
+        if not lease.background:
+            self._requests += 1
+            self._count_hits(lease.tokens_by_tier)
         parent, start = None, 0
         for segment in lease.path[: len(lease.pinned)]:
             self._elsewhere.add(segment, parent, start)

@@ -79,6 +79,10 @@ class Contents:
             chosen.append(_preferred(copies, lengths, last))
         return chosen
 
+    def best(self, content: bytes) -> Rank | None:
+        """None: there is no copy."""
+        return min((rank for rank, _ in self._alive(content)), default=None)
+
     def clear(self) -> None:
         self._copies.clear()
         self._entries = 0

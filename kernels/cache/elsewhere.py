@@ -40,6 +40,12 @@ class Elsewhere:
                 yield start, node
             start += segment.tokens
 
+    def ranks(self, path: Sequence[Segment]) -> list[Rank | None]:
+        """Of each segment's best copy; None: it has none."""
+        if self._disk is not None:
+            self._find_on_disk(self._disk, path, path)
+        return [self._contents.best(segment.content) for segment in path]
+
     def _find_on_disk(self, disk: StoreTier, path: Sequence[Segment], later: Sequence[Segment]) -> None:
         # Copies directly behind the prefix are found by their content alone, also after a restart.
         front = path[0] if path and not path[0].content else None

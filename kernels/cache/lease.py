@@ -33,6 +33,7 @@ class KVLease:
     - `pinned`: nodes of the path kept on the device, root first, ending at token `committed`; `pending` ones are in the
       step under way.
     - `borrowed`: copies of documents behind the cached prefix, computed elsewhere, to be copied into own blocks.
+    - `background`: it is of no request, and what it finds is no use of that.
     """
 
     path: tuple[Segment, ...]
@@ -46,6 +47,7 @@ class KVLease:
     pinned: list[DeviceCopy] = field(default_factory=list)
     pending: list[DeviceCopy] = field(default_factory=list)
     borrowed: list[Borrowed] = field(default_factory=list)
+    background: bool = False
     started: bool = False
     counted: bool = False
     closed: bool = False

@@ -10,25 +10,27 @@ from threading import RLock
 from time import sleep
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.forward import Forward
-from ragorder.kernels.engine.fused import CriticalTokens, Fuser, check_fusion
+from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.engine.idle import IdleBuilder
+from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
-from ragorder.kernels.engine.sampling import SampledToken, choose
+from ragorder.kernels.engine.runner import ModelRunner
+from ragorder.kernels.engine.sampling import SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
-from ragorder.kernels.engine.sequence import RequestValidator, Sequence
+from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine.updates import UpdateQueues
+from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import OutOfBlocksError
@@ -114,9 +116,14 @@ class TieredEngine:
         )
         layers = PagedLayers(self._cache.pool)
         fuser = None
+        self._questions: KeptQuestions | None = None
+        self._idle: IdleBuilder | None = None
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
-            fuser = Fuser(self._cache, rotation, CriticalTokens(scorer, shape.block_size))
+            self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
+            fuser = Fuser(self._cache, rotation, scorer, self._questions)
+        if rotation is not None and settings.build_idle:
+            self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
         self._scheduler = Scheduler(
             self._cache,
             shape.block_size,
@@ -126,7 +133,7 @@ class TieredEngine:
             self.profile,
             fuser,
         )
-        self._runner = _ModelRunner(model.forward, layers, model.device, rotation)
+        self._runner = ModelRunner(model.forward, layers, model.device, rotation)
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -146,6 +153,12 @@ class TieredEngine:
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._updates)
 
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether a step without requests would compute documents (`build_idle`)."""
+        with self._lock:
+            return self._idle is not None and self._idle.has_work
+
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. Raises RequestRefusedError; RuntimeError after `close`."""
         with self._lock:
@@ -160,6 +173,8 @@ class TieredEngine:
                 raise
             self._sequences[request_id] = sequence
             self._scheduler.add(sequence)
+            if self._idle is not None:
+                self._idle.observe(sequence)
             return request_id
 
     def abort(self, request_id: int) -> bool:
@@ -217,6 +232,7 @@ class TieredEngine:
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
         with self._lock:
+            self._forget_work()
             self._scheduler.requeue()
             self._cache.forget_device()
             for sequence in self._scheduler.waiting:
@@ -224,6 +240,7 @@ class TieredEngine:
 
     def clear_cache(self) -> None:
         with self._lock:
+            self._forget_work()
             self._cache.clear()
 
     def close(self) -> None:
@@ -234,6 +251,7 @@ class TieredEngine:
             for request_id in list(self._sequences):
                 self.abort(request_id)
             self._closed = True
+            self._forget_work()
             try:
                 self._cache.close()
             finally:
@@ -249,7 +267,27 @@ class TieredEngine:
         self._check_device()
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
+        if self._idle is not None and not self._sequences:
+            self._build_idle(self._idle)
+            return
+        if self._idle is not None:
+            self._idle.abort()
         self._updates.put(self._advance())
+
+    def _build_idle(self, builder: IdleBuilder) -> None:
+        try:
+            if builder.has_work and not builder.step():
+                sleep(_IDLE_S)
+        except Exception as error:
+            builder.give_up()
+            self._updates.put(self._recover([], error, "a document could not be built", tokens=0))
+
+    def _forget_work(self) -> None:
+        """What is not of requests, and reads the cache."""
+        if self._idle is not None:
+            self._idle.abort()
+        if self._questions is not None:
+            self._questions.clear()
 
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
@@ -296,8 +334,10 @@ class TieredEngine:
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
         self._scheduler.mark_computed(chunk)
+        if first and sequence.request.keep_question and self._questions is not None:
+            self._questions.keep(sequence)
         try:
-            update = sequence.take(choice.token_id, choice.logprobs)
+            update = sequence.push(choice.token_id, choice.logprobs)
         except Exception as error:
             # Some tokenizers have fewer tokens than their model.
             return self._end(sequence, "error", f"the tokenizer cannot decode the answer ({type(error).__name__})")
@@ -318,9 +358,8 @@ class TieredEngine:
             return self._fail(sequences, why)
         self._count_failure(len(sequences), why)
         try:
-            if fault == "memory" and tokens > 1:
+            if fault == "memory" and self._scheduler.shrink(tokens):
                 self._scheduler.requeue()
-                self._scheduler.shrink(tokens)
                 sequences = []
             else:
                 self.forget_device()
@@ -394,66 +433,3 @@ class TieredEngine:
 def _requests(sequences: Iterable[Sequence]) -> list[Sequence]:
     """Those that are answered: helpers count as their owners."""
     return list(dict.fromkeys(sequence.owner or sequence for sequence in sequences))
-
-
-class UpdateQueues:
-    """A queue for each subscribed request's updates, and one for the others."""
-
-    def __init__(self) -> None:
-        self._others: list[Update] = []
-        self._subscribed: dict[int, list[Update]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._others)
-
-    def put(self, updates: Iterable[Update]) -> None:
-        for update in updates:
-            self._subscribed.get(update.request_id, self._others).append(update)
-
-    def take(self) -> list[Update]:
-        taken, self._others = self._others, []
-        return taken
-
-    def subscribe(self, request_id: int) -> None:
-        self._subscribed[request_id] = []
-
-    def take_for(self, request_id: int) -> list[Update]:
-        taken, self._subscribed[request_id] = self._subscribed[request_id], []
-        return taken
-
-    def unsubscribe(self, request_id: int) -> None:
-        self._subscribed.pop(request_id, None)
-
-
-class _ModelRunner:
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device, rotation: Rotation | None) -> None:
-        self.forward = forward
-        self._rotation = rotation
-        self._layers = layers
-        self._device = device
-
-    def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device, self._rotation)
-        logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
-        chosen = [chunk.sequence for chunk in chunks if chunk.last]
-        if not chosen:
-            return logits, []
-        samplings = [sequence.request.sampling for sequence in chosen]
-        with torch.inference_mode():
-            return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
-
-    def recover(self) -> None:
-        """Raises the device's error if it persists."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.synchronize(self._device)
-
-    def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
-        positions = sequence.positions(chunk.tokens)
-        critical, start, end = sequence.critical(positions), int(positions[0]), int(positions[-1]) + 1
-        if critical is None and np.array_equal(positions, np.arange(start, end)):
-            return Piece(sequence.tokens[start:end], start, table, chunk.last)
-        token_ids = [sequence.tokens[place] for place in positions]
-        documents = sequence.documents if critical is not None else ()
-        return Piece(token_ids, start, table, chunk.last, positions, critical, documents)

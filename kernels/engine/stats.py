@@ -22,7 +22,8 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 class EngineStats:
     """`finished` by finish reason; prompt, cached, fused and recomputed tokens are of requests with a first token;
     `retries` of requests after failed steps. `tbt_counts`: times between tokens by bucket, the last one above
-    `TBT_BOUNDS_S`."""
+    `TBT_BOUNDS_S`. `questions_kept` of warm-ups, `questions_used` by fused requests. Built in idle steps:
+    `idle_documents`, with `idle_tokens` computed; `idle_aborted`: ended for due work."""
 
     cache: CacheStats
     running: int
@@ -43,6 +44,11 @@ class EngineStats:
     retries: int
     tbt_counts: tuple[int, ...]
     tbt_s_sum: float
+    questions_kept: int
+    questions_used: int
+    idle_documents: int
+    idle_tokens: int
+    idle_aborted: int
 
 
 @dataclass(slots=True)
@@ -62,6 +68,11 @@ class EngineCounters:
     retries: int = 0
     tbt_counts: list[int] = field(default_factory=lambda: [0] * (len(TBT_BOUNDS_S) + 1))
     tbt_s_sum: float = 0.0
+    questions_kept: int = 0
+    questions_used: int = 0
+    idle_documents: int = 0
+    idle_tokens: int = 0
+    idle_aborted: int = 0
 
     def first_token(self, sequence: Sequence) -> None:
         self.prompt_tokens += sequence.prompt_tokens

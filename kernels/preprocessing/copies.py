@@ -11,7 +11,8 @@ import torch
 
 from ragorder.kernels.cache.disk import store_identity
 from ragorder.kernels.cache.segments import segments_of
-from ragorder.kernels.paging import BlockPool, KVShape
+from ragorder.kernels.fusion.document_kv import as_blocks
+from ragorder.kernels.paging import KVShape
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.store import ChunkStore
 
@@ -78,7 +79,7 @@ class CopyStore:
     def write(self, key: bytes, kv: torch.Tensor, prefix: torch.Tensor) -> None:
         """Store the KV of a document, or of the system prompt itself, unless it is there. Raises WriteFailedError."""
         start, parent = self._place(key)
-        payload = self._payload(kv, start, prefix)
+        payload = as_blocks(kv.cpu(), start, prefix[:start].cpu(), self._shape)
         cost = self._profile.cost(start, len(kv))
         if not self.store.write(key, memoryview(payload.rows()), parent, cost=cost, protected=_Everything()):
             why = ", ".join(self.store.counters.refusals()) or "unknown reason"
@@ -94,18 +95,6 @@ class CopyStore:
 
     def _place(self, key: bytes) -> tuple[int, bytes | None]:
         return (0, None) if key == self.prefix_key else (len(self._prefix_ids), self.prefix_key)
-
-    def _payload(self, kv: torch.Tensor, start: int, prefix: torch.Tensor) -> BlockPool:
-        # Whole blocks: in front of the document is the end of the system prompt, behind it nothing.
-        size = self._shape.block_size
-        covering = self._shape.covering(start, len(kv))
-        lead = start - covering.start * size
-        rows = torch.zeros(len(covering) * size, *kv.shape[1:], dtype=kv.dtype)
-        rows[:lead] = prefix[start - lead : start]
-        rows[lead : lead + len(kv)] = kv
-        blocks = BlockPool(self._shape, len(covering))
-        blocks.kv.copy_(rows.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4, 5))
-        return blocks
 
 
 class _Everything(Container[bytes]):

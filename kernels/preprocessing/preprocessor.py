@@ -11,6 +11,7 @@ from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.fused import check_fusion
 from ragorder.kernels.engine.model import PatchedModel
+from ragorder.kernels.fusion.document_kv import moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import BlockPool
 
@@ -97,7 +98,7 @@ class Preprocessor:
             return
         parts, position = [self.prefix], self._prefix_tokens
         for kv in prefill.neighbours:
-            parts.append(self._moved(kv.to(self._pool.device), self._prefix_tokens, position))
+            parts.append(moved_rows(kv.to(self._pool.device), self._prefix_tokens, position, self._rotation))
             position += len(kv)
         rows = torch.cat(parts)
         padded = rows.new_zeros(len(placed.blocks) * self._model.shape.block_size, *rows.shape[1:])
@@ -122,21 +123,8 @@ class Preprocessor:
             yield pieces
 
     def _take(self, placed: _Placed) -> torch.Tensor:
-        blocks = self._pool.kv[placed.blocks.start : placed.blocks.stop]
-        rows = blocks.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
-        own = rows[placed.start : placed.start + len(placed.token_ids)].clone()
-        return self._moved(own, placed.start, self._prefix_tokens)
-
-    def _moved(self, kv: torch.Tensor, old: int, new: int) -> torch.Tensor:
-        """KV of consecutive tokens whose first stood at `old` and stands at `new`."""
-        if old == new:
-            return kv
-        origin = torch.arange(old, old + len(kv), device=kv.device)
-        turn = self._rotation.turn(new - old, origin)
-        moved = kv.clone()
-        for layer in range(kv.shape[1]):
-            moved[:, layer, 0] = turn.apply(kv[:, layer, 0], layer)
-        return moved
+        own = read_rows(self._pool, placed.blocks, placed.start, placed.start + len(placed.token_ids))
+        return moved_rows(own, placed.start, self._prefix_tokens, self._rotation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
+import httpx
 import httpx2
 
-from ragorder import Orderer
+from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.embedded import (
     AppTransport,
     EngineStoppedError,
@@ -46,11 +47,13 @@ from ragorder.adapters.embedded import (
     make_engine_app,
 )
 from ragorder.adapters.observing.tier_stats import TierStats
+from ragorder.adapters.openai.pipelined import PipelinedClient, Question
 from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.kernels.random_model import make_model
+from ragorder.pipelining import plain_retrieval
 
 pytestmark = pytest.mark.merge
 
@@ -535,6 +538,56 @@ class TestFusion:
         sources = dict(re.findall(r'ragorder_engine_prompt_tokens_total{source="(\w+)"} ([0-9.]+)', text))
         assert float(sources["fused"]) == stats.fused.total - stats.recomputed > 0
         assert sum(map(float, sources.values())) == stats.prompt_tokens
+
+    @pytest.mark.parametrize("prompts", ["token_ids", "messages"])
+    async def test_a_warm_up_brings_the_question_ahead(self, fusing: EngineWorker, prompts: Any) -> None:
+        fusing.engine.clear_cache()
+        before = fusing.stats()
+        builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(fusing.engine.tokenizer))
+        orderer = Orderer(
+            prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens, capacity_tokens=8192, reuse="fused"
+        )
+        names = iter(["a", "b", "ab"])
+        asked = itertools.count(1)
+
+        async def search(question: Question) -> list[Document]:
+            kept = before.questions_kept + next(asked)
+            assert await asyncio.to_thread(eventually, lambda: fusing.stats().questions_kept == kept, 60)
+            return [Document(name, TEXTS[name]) for name in next(names)]
+
+        transport = httpx.ASGITransport(app=make_engine_app(fusing))
+        async with (
+            httpx.AsyncClient(transport=transport) as http_client,
+            PipelinedClient(
+                openai.AsyncOpenAI(base_url="http://embedded/v1", api_key="none", http_client=http_client),
+                model=fusing.engine.model_name,
+                orderer=orderer,
+                builder=builder,
+                retrieval=plain_retrieval(search),
+                prompts=prompts,
+                report_load=False,
+                send_facts=True,
+            ) as client,
+        ):
+            for query in ("Which?", "What?", "Which?"):
+                stream = await client.answer(query, max_tokens=2)
+                assert stream.trace.warmed_up
+        stats = fusing.stats()
+        assert (stats.questions_kept - before.questions_kept, stats.questions_used - before.questions_used) == (3, 1)
+        assert stats.recomputed > before.recomputed
+        async with reaching(make_engine_app(fusing)) as client:
+            text = (await client.get("/metrics")).text
+        assert f'ragorder_engine_questions_total{{event="used"}} {stats.questions_used:.1f}' in text
+
+    async def test_documents_are_built_while_nothing_is_due(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load(reuse="fused", build_idle=100.0)
+        for names in ("a", "b", "ba"):
+            await self.ask(worker, names)
+        assert await asyncio.to_thread(eventually, lambda: worker.stats().idle_documents == 2, 60)
+        async with reaching(make_engine_app(worker)) as client:
+            text = (await client.get("/metrics")).text
+        assert 'ragorder_engine_idle_documents_total{event="built"} 2.0' in text
+        assert f"ragorder_engine_idle_tokens_total {worker.stats().idle_tokens:.1f}" in text
 
     @pytest.mark.parametrize(
         ("fields", "param"),
@@ -1611,11 +1664,14 @@ class TestOptions:
             "--reuse": "fused",
             "--recompute": "0.2",
             "--select": "head",
+            "--build-idle": "0.5",
             "--dtype": "float32",
             "--device": "cpu",
             "--max-waiting": "7",
         }
-        command = serving("--as-if-last", *[part for pair in options.items() for part in pair])
+        command = serving(
+            "--as-if-last", "--anywhere", "--select-rounds", "2", *[part for pair in options.items() for part in pair]
+        )
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(
             device_tokens=2048,
@@ -1638,6 +1694,9 @@ class TestOptions:
             recompute=0.2,
             select="head",
             as_if_last=True,
+            anywhere=True,
+            select_rounds=2,
+            build_idle=0.5,
             dtype="float32",
             device="cpu",
         )
@@ -1678,6 +1737,8 @@ class TestOptions:
             (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
+            (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),
+            (None, ["--reuse", "fused", "--build-idle", "-1"], "--build-idle"),
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
             (None, ["--host-bytes", "many"], "'many' is no size"),

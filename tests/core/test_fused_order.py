@@ -162,3 +162,20 @@ def test_most_of_a_zipf_workload_is_reused() -> None:
             ordering.confirm()
         reused[reuse] = tokens
     assert reused["fused"] > 1.5 * reused["exact"]
+
+
+def test_estimated_lengths_are_learnt_from_whole_prompts() -> None:
+    """Although only the exact documents are in the tree."""
+    documents = [Document(f"d{number}", "x" * (200 + 40 * number)) for number in range(12)]
+    orderer = fusing(prefix_tokens=40)
+
+    def served(turn: int) -> tuple[int, int]:
+        ordering = orderer.order([documents[(5 * turn + step) % 12] for step in range(1 + turn % 6)])
+        true = 40 + round(1.6 * sum(document.token_count for document in ordering.documents))
+        ordering.confirm(prompt_tokens=true + 12)
+        return ordering.documents_end, true
+
+    first = [served(turn) for turn in range(40)]
+    assert all(predicted < true for predicted, true in first[:6])
+    assert "fused" in orderer.order(documents[:6]).reuse
+    assert all(abs(predicted - true) <= 0.05 * true for predicted, true in map(served, range(40, 60)))

@@ -76,11 +76,16 @@ class FeedbackResidency:
         prompt_tokens: float | None = None,
     ) -> None:
         if lease.open:
-            if self._learns and prompt_tokens is not None and 0 <= prompt_tokens < _MAX_TOKENS:
-                self.lengths.learn_prompt(lease.path[-1].end - self.tree.root.end, prompt_tokens)
+            if prompt_tokens is not None:
+                self.learn_prompt(lease.path[-1].end - self.tree.root.end, prompt_tokens)
             if cached_tokens is not None:
                 self._learn(lease, cached_tokens)
         self.mirror.release(lease, None, total_tokens)
+
+    def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
+        """The whole prompt's length with documents of `documents_tokens`."""
+        if self._learns and 0 <= prompt_tokens < _MAX_TOKENS:
+            self.lengths.learn_prompt(documents_tokens, prompt_tokens)
 
     def cancel(self, lease: Lease) -> None:
         self.mirror.cancel(lease)

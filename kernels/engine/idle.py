@@ -1,0 +1,244 @@
+"""Documents computed in the sight of those that were asked for with them, while no request is due (FusionRAG 3.1)."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ragorder.kernels.cache import KnowledgeCache, KVLease, OutOfBlocksError, Rank, Segment, Whereabouts, segments_of
+from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.model import PatchedModel
+from ragorder.kernels.engine.scattered import Positions
+from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine.stats import EngineCounters
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.fusion.assemble import Assembler, Rows
+from ragorder.kernels.fusion.document_kv import as_blocks, moved_rows, read_rows
+from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.store.variants import variant_key
+
+__all__ = ["IdleBuilder"]
+
+# As in `ragorder fuse build`.
+_NEIGHBOURS = 10
+# Of all documents that are remembered, and how many of those that were asked for with one of them.
+_MOST_TOKENS = 1 << 20
+_MOST_COMPANIONS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Document:
+    """A document that requests asked for behind the system prompt `front`."""
+
+    segment: Segment
+    token_ids: tuple[int, ...]
+    front: Segment
+    front_ids: tuple[int, ...]
+    salt: str | None
+    requests: int = 0
+    companions: Counter[bytes] = field(default_factory=Counter)
+
+    def asked_with(self, others: set[bytes]) -> None:
+        self.requests += 1
+        self.companions.update(others - {self.segment.content})
+        if len(self.companions) > _MOST_COMPANIONS:
+            self.companions = Counter(dict(self.companions.most_common(_MOST_COMPANIONS // 2)))
+
+
+@dataclass(slots=True, eq=False)
+class _Build:
+    """The document behind its neighbours, and what is left to compute once these are in place."""
+
+    document: _Document
+    neighbours: tuple[bytes, ...]
+    token_ids: list[int]
+    lease: KVLease
+    todo: Positions | None = None
+
+    @property
+    def start(self) -> int:
+        return len(self.token_ids) - len(self.document.token_ids)
+
+
+class IdleBuilder:
+    """Computes documents of fused requests that have no preprocessed KV, those asked for most often first.
+
+    Each is computed behind its system prompt and the documents that were asked for with it most often and have KV; its
+    keys are turned to where it stands directly behind the system prompt, and the cache adopts it. At most `build_idle`
+    times the tokens that requests compute. The caller serialises all calls.
+    """
+
+    def __init__(
+        self,
+        cache: KnowledgeCache,
+        model: PatchedModel,
+        rotation: Rotation,
+        settings: EngineSettings,
+        longest: int,
+        counters: EngineCounters,
+    ) -> None:
+        self._cache = cache
+        self._model = model
+        self._rotation = rotation
+        self._layers = PagedLayers(cache.pool)
+        self._assembler = Assembler(cache.pool, rotation)
+        self._share = settings.build_idle
+        self._step_tokens = settings.max_batch_tokens
+        # Copies take as much room again.
+        self._longest = min(longest, cache.pool.blocks * cache.shape.block_size // 2)
+        self._counters = counters
+        self._documents: OrderedDict[bytes, _Document] = OrderedDict()
+        self._tokens = 0
+        self._build: _Build | None = None
+        # There was nothing to build, and no request since.
+        self._exhausted = True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would find something to compute, as far as is known."""
+        return self._build is not None or not self._exhausted
+
+    def observe(self, sequence: Sequence) -> None:
+        """Documents of a request that has come."""
+        front, *documents = sequence.path or (None,)
+        if sequence.fusion is None or front is None or front.content or not documents or not documents[0].content:
+            return
+        self._exhausted = False
+        others = {segment.content for segment in documents}
+        start = front.tokens
+        for segment in documents:
+            known = self._documents.get(segment.content)
+            if known is None:
+                own = tuple(sequence.tokens[start : start + segment.tokens])
+                front_ids = tuple(sequence.tokens[: front.tokens])
+                known = _Document(segment, own, front, front_ids, sequence.request.salt)
+                self._documents[segment.content] = known
+                self._tokens += segment.tokens
+            self._documents.move_to_end(segment.content)
+            known.asked_with(others)
+            start += segment.tokens
+        while self._tokens > _MOST_TOKENS:
+            self._forget(next(iter(self._documents)))
+
+    def step(self) -> int:
+        """Tokens computed; 0 without a document, and while its neighbours are loaded."""
+        build = self._build or self._begin()
+        if build is None or not build.lease.ready:
+            return 0
+        if build.todo is None:
+            build.todo = self._put_neighbours(build)
+        positions, build.todo = build.todo[: self._step_tokens], build.todo[self._step_tokens :]
+        if len(positions):
+            token_ids = [build.token_ids[position] for position in positions]
+            table = np.asarray(build.lease.block_table, dtype=np.int32)
+            piece = Piece(token_ids, int(positions[0]), table, False, positions)
+            packed = pack([piece], self._layers, self._model.device)
+            self._model.forward(packed.token_ids, packed.positions, packed.kept, packed.attention)
+            self._counters.idle_tokens += len(positions)
+        if not len(build.todo):
+            self._finish(build)
+        return len(positions)
+
+    def abort(self) -> None:
+        """Give the blocks back to a request that is due. The document is begun again later."""
+        if self._build is not None:
+            self._counters.idle_aborted += 1
+            self._end(self._build)
+
+    def give_up(self) -> None:
+        """Of a document that has failed."""
+        if self._build is not None:
+            self._forget(self._build.document.segment.content)
+            self._end(self._build)
+
+    def _begin(self) -> _Build | None:
+        left = self._share * self._counters.computed_tokens - self._counters.idle_tokens
+        for document in self._candidates():
+            if len(document.token_ids) > left:
+                # The budget grows with requests alone.
+                break
+            self._build = self._start(document)
+            if self._build is not None:
+                return self._build
+        self._exhausted = True
+        return None
+
+    def _candidates(self) -> Iterator[_Document]:
+        asked = sorted(self._documents.values(), key=lambda document: -document.requests)
+        for document in asked:
+            [_, rank] = self._cache.ranks_elsewhere([document.front, document.segment])
+            if rank is not Rank.PREPROCESSED:
+                yield document
+
+    def _start(self, document: _Document) -> _Build | None:
+        neighbours = self._neighbours(document)
+        if not neighbours:
+            return None
+        token_ids, ends = list(document.front_ids), [document.front.tokens]
+        for each in (*neighbours, document):
+            token_ids += each.token_ids
+            ends.append(len(token_ids))
+        # The last token of a prompt is in no node.
+        path = segments_of([*token_ids, 0], ends, salt=document.salt, prefix_tokens=document.front.tokens)
+        # It is to be computed here, whatever else there is of it.
+        path = (*path[:-1], path[-1]._replace(content=b""))
+        try:
+            lease = self._cache.acquire(path, borrow=True, background=True)
+        except OutOfBlocksError:
+            return None
+        return _Build(document, tuple(each.segment.content for each in neighbours), token_ids, lease)
+
+    def _neighbours(self, document: _Document) -> list[_Document]:
+        known = [self._documents[each] for each, _ in document.companions.most_common() if each in self._documents]
+        ranks = self._cache.ranks_elsewhere([document.front, *(each.segment for each in known)])[1:]
+        left = self._longest - document.front.tokens - len(document.token_ids)
+        chosen: list[_Document] = []
+        for each, rank in zip(known, ranks, strict=True):
+            if rank is not None and len(each.token_ids) <= left and len(chosen) < _NEIGHBOURS:
+                left -= len(each.token_ids)
+                chosen.append(each)
+        return chosen
+
+    def _put_neighbours(self, build: _Build) -> Positions:
+        """Copy what is taken over into the build's own blocks; the positions that are still to compute."""
+        lease, missing = build.lease, np.ones(len(build.token_ids), dtype=np.bool_)
+        self._cache.extend(lease, len(build.token_ids))
+        missing[: lease.cached_tokens] = False
+        rows = []
+        for each in lease.borrowed:
+            missing[each.start : each.start + each.tokens] = False
+            node = each.copy.node
+            rows.append(Rows(each.copy.blocks, node.start, node.tokens, each.start))
+        self._assembler.copy(rows, lease.block_table)
+        self._cache.give_back(lease)
+        return np.flatnonzero(missing)
+
+    def _finish(self, build: _Build) -> None:
+        document, front = build.document, build.document.front
+        with torch.inference_mode():
+            own = read_rows(self._cache.pool, build.lease.block_table, build.start, len(build.token_ids))
+            in_front = read_rows(self._cache.pool, build.lease.block_table, 0, front.tokens)
+            own = moved_rows(own, build.start, front.tokens, self._rotation)
+            blocks = as_blocks(own, front.tokens, in_front, self._cache.shape)
+        self._end(build)
+        key = variant_key(document.segment.content, b"".join(build.neighbours))
+        copy = Whereabouts(key, front.key, front.tokens, len(own))
+        if self._cache.adopt(document.segment.content, copy, blocks):
+            self._counters.idle_documents += 1
+        else:
+            # There is no room, nor will there be for the next attempt.
+            self._forget(document.segment.content)
+
+    def _end(self, build: _Build) -> None:
+        self._cache.release(build.lease)
+        self._build = None
+
+    def _forget(self, content: bytes) -> None:
+        document = self._documents.pop(content, None)
+        if document is not None:
+            self._tokens -= len(document.token_ids)
