@@ -40,6 +40,7 @@ _COMMANDS = {
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
     "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),
     "demo": LazyCommand("ragorder.eval.cli.demo:demo", "Serve Python's documentation with and without ordering."),
+    "workflow": LazyCommand("ragorder.eval.cli.workflow:workflow", "Look into workflows of searches and generations."),
     "doctor": LazyCommand("ragorder.cli.doctor:doctor", "Check whether a server and its prompts use the prefix cache."),
 }
 
