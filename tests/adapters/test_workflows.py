@@ -311,7 +311,7 @@ class TestEmbeddedEngine:
         from ragorder.adapters.embedded import EmbeddedStreams
 
         builder = PromptBuilder(SYSTEM, question_template="{query}", tokenizer=tokenizer)
-        streams = EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens)
+        streams = EmbeddedStreams(worker)
         usages: list[Usage] = []
 
         class Watched:
