@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
 
+from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import (
     AnswerChunk,
@@ -19,7 +19,7 @@ from ragorder.pipelining.protocols import (
     Usage,
 )
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.speculation import Speculation, SpeculationGain, counted
+from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
 
 __all__ = ["Pipeline", "PipelinedStream"]
@@ -28,7 +28,6 @@ Q = TypeVar("Q")
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
 
-_logger = logging.getLogger("ragorder")
 _own_key: Callable[[Any], Hashable] = attrgetter("key")
 
 
@@ -131,18 +130,18 @@ class _QuestionRun(Generic[Q, D, R]):
         self._trace = trace
         self._start_s = 0.0
         self._keys: tuple[Hashable, ...] | None = None
-        self._speculation: Speculation[R] | None = None
+        self._attempt = Attempt(pipeline._engine, pipeline._prompts, pipeline.load, trace, self._elapsed_s)
 
     async def run(self) -> AsyncGenerator[AnswerChunk, None]:
         self._start_s = self._pipeline._clock()
         try:
             documents = await self._retrieve()
-            async with aclosing(self._answer(documents)) as chunks:
+            async with aclosing(self._attempt.answer(self._question, documents)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             self._trace.total_s = self._elapsed_s()
         finally:
-            await self._abort()
+            await self._attempt.abort()
 
     def _elapsed_s(self) -> float:
         return self._pipeline._clock() - self._start_s
@@ -176,81 +175,12 @@ class _QuestionRun(Generic[Q, D, R]):
         return tuple(map(self._pipeline._key, documents))
 
     async def _speculate(self, documents: Sequence[D], load: EngineLoad) -> None:
-        """RAGCache Algorithm 2, lines 6-10. A refused or declined speculation is tried again after the next stage."""
         keys, gain = self._keys_of(documents), self._pipeline.gain
-        if keys == self._keys:
-            return
-        try:
-            request = self._pipeline._prompts.preview(self._question, documents)
-        except Exception as error:
-            _logger.warning("no speculation: %s", type(error).__name__)
-            await self._abort()
-            return
-        if self._speculation is None or self._speculation.request != request:
-            await self._abort()
-            if not load.has_room:
-                self._trace.refused += 1
-                return
-            if gain is not None and not gain.worthwhile(self._trace.stages, load.prefill_s):
-                self._trace.declined += 1
-                return
-            self._trace.speculations += 1
-            self._trace.speculated_stage = self._trace.stages
-            self._speculation = Speculation(self._pipeline._engine, request, load, at_s=self._elapsed_s())
-        self._keys = keys
-
-    async def _abort(self) -> None:
-        speculation, self._keys = self._speculation, None
-        if speculation is not None:
-            speculation.cancel()
-            # If the caller is cancelled here, `run` aborts once more: it must not leave before the engine is done.
-            await speculation.ended()
-            self._speculation = None
-            self._trace.wasted_prompt_tokens += speculation.request.prompt_tokens or 0
-
-    async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[AnswerChunk, None]:
-        committed = self._pipeline._prompts.commit(self._question, documents)
-        usage, began = None, False
-        try:
-            async with aclosing(self._generate(committed.request)) as chunks:
-                async for chunk in chunks:
-                    if chunk.text or not began:
-                        self._trace.last_token_s = self._elapsed_s()
-                    if not began:
-                        began = True
-                        self._trace.first_token_s = self._trace.last_token_s
-                    usage = chunk.usage or usage
-                    yield chunk
-        except BaseException:
-            # A computed prompt stays in the cache, even if the answer failed.
-            if began:
-                committed.confirm(usage)
-            else:
-                committed.discard()
-            raise
-        committed.confirm(usage)
-
-    async def _generate(self, request: R) -> AsyncGenerator[AnswerChunk, None]:
-        speculation = self._speculation
-        if speculation is not None and not speculation.failed and speculation.request == request:
-            self._speculation = None
-            began = False
-            try:
-                async with aclosing(speculation.chunks()) as chunks:
-                    async for chunk in chunks:
-                        if not began:
-                            began = self._trace.right = True
-                            self._trace.exposed_search_s = speculation.at_s
-                        yield chunk
-                return
-            except Exception:
-                # Sent again, as without speculation, the request may succeed.
-                if began:
-                    raise
-        elif speculation is not None:
-            # It ends while the final request is already running.
-            speculation.cancel()
-        self._trace.speculated_stage = None
-        async with aclosing(counted(self._pipeline._engine, request, self._pipeline.load)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        if keys != self._keys:
+            speculates = await self._attempt.speculate(
+                self._question,
+                documents,
+                load,
+                lambda: gain is None or gain.worthwhile(self._trace.stages, load.prefill_s),
+            )
+            self._keys = keys if speculates else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from itertools import count
 from typing import Generic, TypeVar
 
 from ragorder.pipelining.load import EngineLoad
@@ -82,18 +83,30 @@ class SpeculationGain:
 
     def __init__(self) -> None:
         # For each stage: the share of searches in which it had the final documents, and the seconds left after it.
-        self._stages: list[tuple[RunningMean, RunningMean]] = []
+        self._stages: dict[int, tuple[RunningMean, RunningMean]] = {}
 
-    def learn(self, stages: Sequence[tuple[bool, float]]) -> None:
-        for number, seen in enumerate(stages):
-            if number == len(self._stages):
-                self._stages.append((RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)))
+    def learn(self, stages: Sequence[tuple[bool, float]], numbers: Iterable[int] | None = None) -> None:
+        """Whether each stage was right, and the seconds left after it; `numbers` are those of the stages (default: from
+        1)."""
+        for number, seen in zip(count(1) if numbers is None else numbers, stages, strict=False):
+            if number not in self._stages:
+                self._stages[number] = RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)
             for mean, value in zip(self._stages[number], seen, strict=True):
                 mean.add(value)
 
+    def right(self, stage: int) -> float | None:
+        """Share of searches in which this stage was right; None before the first."""
+        return self._stages[stage][0].value if stage in self._stages else None
+
+    def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
+        """Seconds that a speculation after this stage saves on average, at most `saved_s`, less what a wrong one, which
+        takes `wasted_s`, costs beyond the search. None before the first search."""
+        right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
+        if right is None or left_s is None:
+            return None
+        return right * min(left_s, saved_s) - (1 - right) * max(0.0, wasted_s - left_s)
+
     def worthwhile(self, stage: int, prefill_s: float | None) -> bool:
         """Whether a speculation after this stage (from 1) saves time on average; True before the first search."""
-        right, left_s = (mean.value for mean in self._stages[stage - 1]) if stage <= len(self._stages) else (None, None)
-        if prefill_s is None or right is None or left_s is None:
-            return True
-        return right * min(left_s, prefill_s) >= (1 - right) * max(0.0, prefill_s - left_s)
+        gain_s = None if prefill_s is None else self.gain_s(stage, prefill_s, prefill_s)
+        return gain_s is None or gain_s >= 0

@@ -30,6 +30,7 @@ __all__ = [
     "MODEL_FOLDER",
     "SEEDS",
     "Integers",
+    "Shares",
     "arrival_rates",
     "embedding_model",
     "events_of",
@@ -52,6 +53,23 @@ class Integers(ParamType[list[int]]):
             return [int(part) if part.lstrip("+-").isdecimal() else parse_count(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"{value!r}: give integers with commas between them, such as 0,1,2", param, ctx)
+
+
+class Shares(ParamType[list[float]]):
+    """Shares from 0 to 1 with commas between them."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            shares = [float(part) for part in value.split(",")]
+        except ValueError:
+            shares = []
+        if not shares or not all(0 <= share <= 1 for share in shares):
+            self.fail(f"{value!r}: give shares from 0 to 1 with commas between them, such as 0,.05,.15", param, ctx)
+        return shares
 
 
 class CapacityType(ParamType[Any]):

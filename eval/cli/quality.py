@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ragorder.cli.options import Choice, Command, build, option, options_from, section
-from ragorder.eval.cli.options import embedding_model, served_by
+from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 
@@ -67,6 +67,22 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
     ),
 )
 @section(
+    "Fusion",
+    option(
+        "--fusion",
+        type=Shares(),
+        metavar="SHARE,...",
+        help="Answer in each order also with documents' KV that was computed alone, and these shares of it computed "
+        "anew, such as 0,.05,.15 (see docs/fusion.md); requires --engine torch. Without --policy in retrieval order "
+        "only.",
+    ),
+    option(
+        "--select",
+        metavar="NAME,...",
+        help="Which tokens --fusion computes anew: query, deviation, head, random. [default: query]",
+    ),
+)
+@section(
     "Engine",
     served_by(
         AnswererSpec,
@@ -103,6 +119,8 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
 def quality(
     output: Path,
     orders: tuple[str, ...],
+    fusion: list[float] | None,
+    select: str | None,
     dry_run: bool,
     retriever: str | None,
     embedding_model: str | None,
@@ -125,6 +143,7 @@ def quality(
         done_in,
         serve_quality,
     )
+    from ragorder.eval.experiments.quality.fused import fused_orders
     from ragorder.eval.experiments.quality.previous import judge_previous
     from ragorder.eval.experiments.quality.report import print_quality
     from ragorder.eval.running.policies import PolicyError
@@ -132,16 +151,20 @@ def quality(
     from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import Store, StoreError
 
+    if select is not None and fusion is None:
+        raise click.UsageError("--select requires --fusion")
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model requires --retriever dense")
     try:
         made = make_retriever(retriever, embedding_model) if retriever else None
         questions = {name: value for name, value in options.items() if name in QuestionsSpec.model_fields}
         engine = {name: value for name, value in options.items() if name in AnswererSpec.model_fields}
+        orders = orders or (DEFAULT_ORDERS if fusion is None else DEFAULT_ORDERS[:1])
+        orders += fused_orders(orders, fusion or (), (select or "query").split(","))
         bench = QualityBench(
             build(QuestionsSpec, questions | {"retriever": made}),
             build(AnswererSpec, engine),
-            orders=orders or DEFAULT_ORDERS,
+            orders=orders,
             dry_run=dry_run,
         )
         used = {**click.get_current_context().params}

@@ -155,7 +155,7 @@ class TorchEngine:
         sampling = self._sampling if output_tokens is None else replace(self._sampling, max_tokens=output_tokens)
         # What was served under a unique salt is never found again.
         salt = None if self._prefix_caching else secrets.token_hex(16)
-        return Request(list(token_ids), ends, sampling, salt)
+        return Request(list(token_ids), ends, sampling, salt, fusion="exact")
 
     def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
         """Raises ValueError for an empty or too long prompt, EngineError if unanswered, RuntimeError once closed."""

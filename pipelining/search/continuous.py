@@ -137,14 +137,22 @@ class ContinuousIVF:
         return stages()
 
     def submit(
-        self, query: Any, k: int, *, history: History | None = None, due: bool = True, params: Any = None
+        self,
+        query: Any,
+        k: int,
+        *,
+        history: History | None = None,
+        due: bool = True,
+        whole: bool = False,
+        params: Any = None,
     ) -> SearchHandle:
         """A search for one query, of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
 
         `history`: the earlier searches of this request; its clusters are visited first, and this search joins it. Not
-        with a selector. `due=False`: ahead of need, in the time that due searches leave.
+        with a selector. `due=False`: ahead of need, in the time that due searches leave. `whole`: in one
+        piece.
         """
-        return self._join(self._read(one_row(query), k, params, history), due=due)
+        return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole)
 
     def advance(self) -> bool:
         """Scan one piece. False: no search was left. Errors of FAISS end the search that they belong to."""
@@ -176,8 +184,8 @@ class ContinuousIVF:
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-    def _join(self, request: SearchRequest, *, due: bool = True) -> SearchHandle:
-        handle = SearchHandle(self._wait_by, due=due)
+    def _join(self, request: SearchRequest, *, due: bool = True, whole: bool = False) -> SearchHandle:
+        handle = SearchHandle(self._wait_by, due=due, whole=whole)
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 

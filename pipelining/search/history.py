@@ -71,6 +71,12 @@ class History:
     def __len__(self) -> int:
         return len(self._past)
 
+    def branch(self) -> History:
+        """A history that begins with what this one has, for a course that the request may not take."""
+        branch = History(self.kept, self._past.maxlen or 1)
+        branch._past.extend(self._past.copy())
+        return branch
+
     def add(self, past: PastSearch) -> None:
         self._past.append(past)
 

@@ -67,7 +67,7 @@ class RunningSearch:
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
         """The cluster before which a piece with room for so many codes ends: at least one is scanned."""
-        stop = self.total if whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
+        stop = self.total if whole or self.handle.whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
         if self._patience is not None:
             # A run of clusters without change begins and ends at the same places in every interleaving.
             stop = min(stop, self.done + self._patience - self.done % self._patience)

@@ -8,7 +8,10 @@ from ragorder.pipelining.workflow.interpreter import interpret
 from ragorder.pipelining.workflow.library import hyde, irg, multistep, one_shot, recomp
 from ragorder.pipelining.workflow.nodes import END, START, Generation, NodeQuestion, Retrieval, Step
 from ragorder.pipelining.workflow.result import WorkflowResult
+from ragorder.pipelining.workflow.server import WorkflowServer
 from ragorder.pipelining.workflow.state import State
+from ragorder.pipelining.workflow.stream import WorkflowStream
+from ragorder.pipelining.workflow.trace import WorkflowTrace
 
 __all__ = [
     "END",
@@ -24,6 +27,9 @@ __all__ = [
     "Step",
     "WorkflowError",
     "WorkflowResult",
+    "WorkflowServer",
+    "WorkflowStream",
+    "WorkflowTrace",
     "hyde",
     "interpret",
     "irg",

@@ -70,8 +70,9 @@ class RAGraph:
         *,
         reads: str | Sequence[str] = (),
         writes: str | Sequence[str] = (),
+        pure: bool = False,
     ) -> Self:
-        return self._add(Step(id, function, _names(reads), _names(writes)))
+        return self._add(Step(id, function, _names(reads), _names(writes), pure))
 
     def add_edge(
         self, source: NodeId | Terminal, target: NodeId | Terminal | Choice, *, to: Sequence[NodeId | Terminal] = ()

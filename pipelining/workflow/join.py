@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,13 @@ class Tokens:
         self._ended: list[tuple[int, int, State]] = []
         self._runs: Counter[NodeId] = Counter()
         self._send(START, 0, state)
+
+    def copy(self) -> Tokens:
+        """The same places, from which another course may be tried."""
+        other = copy(self)
+        other._waiting = {place: list(tokens) for place, tokens in self._waiting.items()}
+        other._running, other._ended, other._runs = dict(self._running), list(self._ended), self._runs.copy()
+        return other
 
     @property
     def running(self) -> tuple[NodeRun, ...]:

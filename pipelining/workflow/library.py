@@ -68,7 +68,7 @@ def multistep(
 
     graph = RAGraph("multistep", max_rounds=_checked("rounds", rounds))
     graph.add_generation("plan", prompt=plan_prompt, output="subquestions", parse=planned, max_tokens=plan_tokens)
-    graph.add_step("next", take, reads="subquestions", writes=("subquestion", "subquestions", "notes"))
+    graph.add_step("next", take, reads="subquestions", writes=("subquestion", "subquestions", "notes"), pure=True)
     graph.add_retrieval("search", query="subquestion", topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)
     graph.add_edge(START, "plan").add_edge("plan", "next").add_edge("next", "search").add_edge("search", "answer")
@@ -91,7 +91,7 @@ def irg(*, topk: int = 5, rounds: int = 3, prompt: str = _ANSWER, max_tokens: in
     graph = RAGraph("irg", max_rounds=_checked("rounds", rounds))
     graph.add_retrieval("search", query=query, topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)
-    graph.add_step("count", count, writes="round")
+    graph.add_step("count", count, writes="round", pure=True)
     graph.add_edge(START, "search").add_edge("search", "answer").add_edge("answer", "count")
     return graph.add_edge("count", after, to=("search", END))
 
@@ -123,8 +123,8 @@ def recomp(
         summaries = (state.get(f"summary_{rank}", "") for rank in ranks)
         return {"summary": "\n".join(filter(None, summaries))}
 
-    graph.add_step("deal", deal, reads="docs", writes=[f"docs_{rank}" for rank in ranks])
-    graph.add_step("gather", gather, writes="summary")
+    graph.add_step("deal", deal, reads="docs", writes=[f"docs_{rank}" for rank in ranks], pure=True)
+    graph.add_step("gather", gather, writes="summary", pure=True)
     graph.add_edge("search", "deal").add_edge("gather", "answer")
     for rank in ranks:
         _compress(graph, rank, compress_prompt, compress_tokens)

@@ -65,12 +65,14 @@ class Retrieval:
 @dataclass(frozen=True, slots=True)
 class Step:
     """A plain function, such as a filter: it returns values for the names in `writes`. `reads` are the names that it
-    cannot do without. A function that is no coroutine runs in a thread."""
+    cannot do without. A function that is no coroutine runs in a thread. `pure`: it has no effect but its result, and is
+    quick: it may be called ahead of need, on half a text, on the event loop."""
 
     id: NodeId
     function: Callable[[State], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    pure: bool = False
 
 
 Node = Generation | Retrieval | Step

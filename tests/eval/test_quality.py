@@ -53,6 +53,7 @@ from ragorder.eval.experiments.quality.base import Reading
 from ragorder.eval.experiments.quality.compare import bootstrap_difference, mcnemar_exact
 from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.datasets import load_questions as load
+from ragorder.eval.experiments.quality.fused import FusedReuse, fused_orders, normalised_scores
 from ragorder.eval.experiments.quality.models import model_facts
 from ragorder.eval.experiments.quality.previous import judge_previous
 from ragorder.eval.experiments.quality.questions import SYSTEM, Builders, ask_questions
@@ -1448,6 +1449,85 @@ class TestModels:
     def test_unreadable_weights_are_no_evidence(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0oops")
         assert model_facts("m", tmp_path).parameters is None
+
+
+# --- documents taken over ---------------------------------------------------------------------------------------------
+
+
+class TestFused:
+    def test_orders_are_named_by_share_and_selection(self) -> None:
+        names = fused_orders(("retrieval", "auto+keep_first=2"), [0, 0.05, 0.05], ["query", "deviation"])
+        assert names[:3] == ("retrieval+fused=0", "retrieval+fused=0.05:query", "retrieval+fused=0.05:deviation")
+        assert len(names) == 6
+        order = Order.parse(names[-1])
+        assert (order.policy, order.guards) == ("auto", {"keep_first": 2})
+        assert order.fused == FusedReuse(0.05, "deviation")
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("retrieval+fused=0.05", "say which tokens"),
+            ("retrieval+fused=2:query", "from 0 to 1"),
+            ("retrieval+fused=0.05:quary", "did you mean 'query'"),
+            ("retrieval+fused=", "could not convert"),
+            ("none+fused=0", "goes with a prefix cache"),
+            ("retrieval+fused=0+fused=1:query", "once"),
+        ],
+    )
+    def test_refuses_what_cannot_be_fused(self, name: str, message: str) -> None:
+        with pytest.raises(QualityError, match=message):
+            Order.parse(name)
+
+    def test_only_the_embedded_engine_takes_documents_over(self, hotpot: Path) -> None:
+        with pytest.raises(QualityError, match="give --engine torch"):
+            run_quality(make_bench("hotpotqa", hotpot, orders=("retrieval+fused=0",)))
+        assert run_quality(make_bench("hotpotqa", hotpot, orders=("auto+fused=0",), dry_run=True))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--fusion", "0,2"], "give shares from 0 to 1"),
+            (["--fusion", "some"], "give shares from 0 to 1"),
+            (["--select", "query"], "--select requires --fusion"),
+            (["--fusion", "0.1"], "give --engine torch"),
+        ],
+    )
+    def test_the_command_refuses_what_cannot_be_measured(
+        self, hotpot: Path, tmp_path: Path, arguments: list[str], message: str
+    ) -> None:
+        done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path / "out", *arguments)
+        assert done.exit_code != 0
+        assert message in " ".join(done.output.split())
+
+    def test_normalised_scores_are_equation_11(self) -> None:
+        f1 = {"retrieval": 80.0, "retrieval+fused=0": 20.0, "retrieval+fused=0.05:query": 65.0, "auto+fused=0": 5.0}
+        assert normalised_scores(f1) == {"retrieval+fused=0": 0, "retrieval+fused=0.05:query": 75}
+        assert normalised_scores(f1 | {"retrieval": 20.5}) == {}
+
+    @pytest.mark.merge
+    def test_every_way_is_asked_end_to_end(self, tmp_path: Path, model_folder: Path) -> None:
+        """By a random model, whose answers are noise."""
+        pytest.importorskip("torch")
+        hotpot = written(tmp_path / "hotpotqa.json", [hotpot_record(number) for number in range(3)])
+        options = ["--engine", "torch", "--model", model_folder, "--output-tokens", 2, "--fusion", "0,.2,1"]
+        done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path, "--select", "query,deviation", *options)
+        assert done.exit_code == 0, done.output
+        lines = [json.loads(each) for each in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
+        asked = by_order(lines)
+        assert tuple(asked) == ("retrieval", *fused_orders(["retrieval"], [0, 0.2, 1], ["query", "deviation"]))
+        exact = asked.pop("retrieval")
+        assert exact["rows"]["fused_tokens"] is None
+        for name, found in asked.items():
+            recompute = Order.parse(name).fused.recompute  # type: ignore[union-attr]
+            assert found["failures"] == 0
+            rows = found["rows"]
+            for cached, fused, recomputed in zip(
+                rows["cached_tokens"], rows["fused_tokens"], rows["recomputed_tokens"], strict=True
+            ):
+                assert min(fused, cached) > 0
+                assert recomputed == round(recompute * fused)
+        (verdict,) = checks(lines, "quality-verdict")
+        assert not verdict["measured"]
 
 
 # --- the real engine --------------------------------------------------------------------------------------------------

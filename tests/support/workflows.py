@@ -133,7 +133,7 @@ def _add_node(draw: st.DrawFn, graph: RAGraph, id: int, names: tuple[str, ...]) 
         graph.add_retrieval(id, query=query, topk=draw(st.integers(1, 3)), output=name)
     else:
         name = "step" if shared else f"step{id}"
-        graph.add_step(id, written(id, name), reads=read if draw(st.booleans()) else (), writes=name)
+        graph.add_step(id, written(id, name), reads=read if draw(st.booleans()) else (), writes=name, pure=id % 2 == 0)
     return name
 
 

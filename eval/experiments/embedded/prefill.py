@@ -135,7 +135,7 @@ def _serve_fused(model: TorchModel, layout: Layout, block_size: int) -> Iterator
         def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
             engine.reset()
             whole = engine.request(prompt)
-            exact = replace(whole, document_ends=ends[1:], prefix_tokens=system, fusion="exact")
+            exact = replace(whole, document_ends=ends[1:], prefix_tokens=system)
             if arm == NOTHING:
                 return _served(engine, exact, found=0)
             if arm == PREFIX:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.experiments.quality.base import GradedQuestion
+from ragorder.eval.experiments.quality.fused import FusedReuse, answer_fused
 from ragorder.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -28,17 +29,21 @@ _DEFAULT_CAPACITY_TOKENS = 262_144
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """`cached_tokens` None: not reported."""
+    """Of the prompt's tokens `cached_tokens` were an exact prefix, `fused_tokens` taken over, and `recomputed_tokens`
+    of these computed anew. None: not reported."""
 
     text: str
     cached_tokens: int | None
+    fused_tokens: int | None = None
+    recomputed_tokens: int | None = None
 
 
 class Answerer(Cache, Protocol):
     """An engine that answers greedily."""
 
-    def reset(self, *, reuse: bool = True) -> None:
-        """Empty the cache; without `reuse` before every further request, too."""
+    def reset(self, *, reuse: bool = True, fused: FusedReuse | None = None) -> None:
+        """Empty the cache; without `reuse` before every further request, too. `fused`: how further requests take
+        documents over."""
 
     def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
         """Raises RequestError, which never quotes the prompt."""
@@ -58,7 +63,7 @@ class StubAnswers:
         self.capacity_tokens = capacity_tokens
         self._say = say
 
-    def reset(self, *, reuse: bool = True) -> None:
+    def reset(self, *, reuse: bool = True, fused: FusedReuse | None = None) -> None:
         pass
 
     def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
@@ -74,14 +79,18 @@ class _LocalAnswers:
         self.partial_blocks_first = engine.partial_blocks_first
         self._engine = engine
         self._reuse = True
+        self._fused: FusedReuse | None = None
 
-    def reset(self, *, reuse: bool = True) -> None:
-        self._reuse = reuse
+    def reset(self, *, reuse: bool = True, fused: FusedReuse | None = None) -> None:
+        self._reuse, self._fused = reuse, fused
         self._engine.reset()
 
     def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
         if not self._reuse:
             self._engine.reset()
+        if self._fused is not None:
+            done = answer_fused(cast("TorchEngine", self._engine), PromptIds.of(prompt), self._fused)
+            return ModelAnswer(done.text, done.cached.total, done.fused.total, done.recomputed)
         try:
             served = self._engine.generate(PromptIds.of(prompt))
         except ValueError as error:
@@ -154,7 +163,7 @@ class ServerAnswers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._server.__exit__(kind, error, at)
 
-    def reset(self, *, reuse: bool = True) -> None:
+    def reset(self, *, reuse: bool = True, fused: FusedReuse | None = None) -> None:
         self._salt = secrets.token_hex(16) if reuse else None
 
     def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.compare import summarise
 from ragorder.eval.experiments.quality.datasets import load_questions
 from ragorder.eval.experiments.quality.dry_run import dry_run
@@ -43,6 +44,8 @@ def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done =
     todo = [[order for order in orders if not done(cell, order.name)] for cell in bench.cells]
     if not any(todo):
         return
+    if bench.fuses and bench.engine.engine != "torch" and not bench.dry_run:
+        raise QualityError("only the embedded engine takes documents over: give --engine torch")
     data = load_questions(bench.questions, progress)
     if bench.dry_run:
         yield from dry_run(bench, data, orders, todo, progress)

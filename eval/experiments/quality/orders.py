@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import BuiltPrompts
 from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.experiments.quality.fused import FUSED, FusedReuse
 from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy, parse_guards
 
 __all__ = ["DEFAULT_ORDERS", "Order"]
@@ -29,19 +30,25 @@ _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "ora
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" has no prefix cache."""
+    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" has no prefix cache. `fused`: documents
+    off the cached prefix are taken over."""
 
     name: str
     policy: str
     guards: Mapping[str, Any]
     state_ranking: bool
+    fused: FusedReuse | None = None
 
     @classmethod
     def parse(cls, name: str) -> Order:
-        """From "auto+keep_first=2" or "retrieval+state_ranking". Raises QualityError."""
+        """From "auto+keep_first=2", "retrieval+state_ranking" or "retrieval+fused=0.05:query". Raises QualityError."""
         policy, *extras = name.split("+")
         if policy not in _POLICIES:
             raise QualityError(f"unknown policy {policy!r} in {name!r}: choose from {', '.join(_POLICIES)}")
+        ways = [extra.partition("=")[2] for extra in extras if extra.partition("=")[0] == FUSED]
+        extras = [extra for extra in extras if extra.partition("=")[0] != FUSED]
+        if ways and (policy == "none" or len(ways) > 1):
+            raise QualityError(f"{name!r}: {FUSED} goes with a prefix cache, and once: leave one of them out")
         try:
             guards = parse_guards(extras, ("keep_groups", "state_ranking"))
         except ValueError as error:
@@ -51,7 +58,7 @@ class Order:
             raise QualityError(f"{name!r}: guards apply to {', '.join(ORDERERS)}, not to {policy}")
         if "keep_first" in guards and "keep_last" in guards:
             raise QualityError(f"{name!r}: keep_first and keep_last exclude each other: give one of them")
-        return cls(name, policy, guards, state_ranking)
+        return cls(name, policy, guards, state_ranking, FusedReuse.parse(ways[0]) if ways else None)
 
     @property
     def reuses(self) -> bool:
@@ -61,8 +68,10 @@ class Order:
         """Raises QualityError for invalid guards."""
         if self.policy not in ORDERERS:
             return make_policy(self.policy, engine=engine, prompts=prompts, seed=seed)
-        lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
+        options = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens, **self.guards}
+        if self.fused is not None:
+            options |= {"reuse": "fused", "recompute": self.fused.recompute, "copies": "all"}
         try:
-            return make_orderer(self.policy, engine=engine, **lengths, **self.guards)
+            return make_orderer(self.policy, engine=engine, **options)
         except ValidationError as error:
             raise QualityError(f"{self.name!r}: {error.errors()[0]['msg']}") from None

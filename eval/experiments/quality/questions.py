@@ -33,6 +33,9 @@ SYSTEM = (
 """The system prompt of every question."""
 
 
+_TOKENS = ("cached_tokens", "fused_tokens", "recomputed_tokens")
+
+
 class Builders:
     """Prompt builders without and with a note of the ranking."""
 
@@ -88,7 +91,7 @@ def ask_questions(
 
 class _Scores:
     def __init__(self, scorer: Scorer) -> None:
-        names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")
+        names = ("id", "em", "f1", *_TOKENS, "displacement", "moved_share", "gold_places")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self.failures = 0
         self.failure = ""
@@ -114,7 +117,7 @@ class _Scores:
             "id": question.id,
             "em": self._scorer.exact_match(text, question.answers),
             "f1": round(self._scorer.f1(text, question.answers), 6),
-            "cached_tokens": answer.cached_tokens,
+            **{name: getattr(answer, name) for name in _TOKENS},
             "displacement": round(ordering.displacement, 4),
             "moved_share": round(moved / max(1, len(permutation)), 4),
             "gold_places": [place for place, each in enumerate(ordering.documents) if each.id in question.gold],
@@ -131,7 +134,7 @@ def _ask(
     builder: PromptBuilder,
     advance: Callable[[], None],
 ) -> _Scores:
-    engine.reset(reuse=order.reuses)
+    engine.reset(reuse=order.reuses, fused=order.fused)
     policy = order.make(engine, BuiltPrompts(builder), bench.questions.seed)
     scores, concurrency = _Scores(data.dataset.scorer), bench.engine.concurrency
     in_flight: deque[tuple[GradedQuestion, Ordering[Document], Future[ModelAnswer]]] = deque()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragorder.eval.experiments.quality.fused import normalised_scores
 from ragorder.eval.experiments.quality.record import QualityRecord
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import summary
@@ -121,6 +122,9 @@ def _title(line: QualityRecord, *, several: bool) -> str:
 def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check], verdict: _Check | None) -> Table:
     compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
     headings = ["order of documents", "exact\nmatch, %", "F1, %", "questions", "of these\nreordered, %"]
+    normalised = normalised_scores({line.policy: _score(line, "f1") for line in lines})
+    if normalised:
+        headings.insert(3, "F1,\nnormalised, %")
     table = Table(f"Answers: {title}", headings)
     for line in lines:
         row = [Entry(policy_words(line.policy))]
@@ -132,6 +136,8 @@ def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check],
                 row.append(Entry(value, "baseline" * baseline))
             else:
                 row.append(Entry(value, _change(check, name), str(check[f"{name}_verdict"])))
+        if normalised:
+            row.append(Entry(format_number(normalised.get(line.policy))))
         share = None if verdict is None else verdict["reordered"].get(line.policy)
         reordered = format_number(None if share is None else 100 * share)
         table.rows.append([*row, Entry(f"{len(line.rows.get('em', ())):,}"), Entry(reordered)])

@@ -31,7 +31,7 @@ def serve_answers(
     """Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a
     model that cannot be loaded, ImportError."""
     spec = bench.engine
-    with _server(spec, data) if spec.engine == "openai" else _local(spec, data, progress) as ready:
+    with _server(spec, data) if spec.engine == "openai" else _local(spec, data, progress, bench.fuses) as ready:
         yield ready
 
 
@@ -57,7 +57,7 @@ def _server(spec: AnswererSpec, data: QuestionSet) -> Iterator[tuple[Answerer, B
 
 @contextmanager
 def _local(
-    spec: AnswererSpec, data: QuestionSet, progress: Progress
+    spec: AnswererSpec, data: QuestionSet, progress: Progress, fuses: bool
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
     if spec.engine == "torch":
         need_torch()
@@ -78,13 +78,19 @@ def _local(
                 f"the longest prompt has {longest:,} tokens, answer included, and {whose} {takes:,}: "
                 "lower --top-k or --document-words"
             )
+    if fuses and capacity_tokens is not None and capacity_tokens < 2 * longest:
+        raise QualityError(
+            f"the longest prompt has {longest:,} tokens, and the cache holds {capacity_tokens:,}: give "
+            f"--capacity-tokens {2 * longest} for what fused requests copy"
+        )
     engine = start(
         model,
         block_size=size,
         capacity_tokens=capacity_tokens,
         max_model_len=min(room, longest + size),
         output_tokens=spec.output_tokens,
-        unlimited_tokens=sum(lengths) + len(lengths) * (spec.output_tokens + size),
+        unlimited_tokens=(1 + fuses) * (sum(lengths) + len(lengths) * (spec.output_tokens + size)),
+        **({"reuse": "fused"} if fuses else {}),
     )
     try:
         with local_answers(engine, spec.output_tokens) as answers:

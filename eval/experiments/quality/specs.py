@@ -13,7 +13,7 @@ from ragorder.eval.data.retrieval import Retriever
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality.base import DatasetName, QualityError
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS
-from ragorder.eval.experiments.quality.orders import DEFAULT_ORDERS
+from ragorder.eval.experiments.quality.orders import DEFAULT_ORDERS, Order
 
 __all__ = ["AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
 
@@ -130,6 +130,10 @@ class QualityBench:
             raise QualityError("the same order twice: name each order once")
         if not self.dry_run:
             self.engine.check()
+
+    @property
+    def fuses(self) -> bool:
+        return any(Order.parse(order).fused for order in self.orders)
 
     @property
     def cells(self) -> list[Line]:

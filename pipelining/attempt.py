@@ -1,0 +1,130 @@
+"""Generation that may begin before its documents are final (RAGCache section 5.3, Algorithm 2)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
+from ragorder.pipelining.speculation import Speculation, counted
+
+__all__ = ["Attempt"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
+
+_logger = logging.getLogger("ragorder")
+
+
+class Attempt(Generic[Q, D, R]):
+    """One generation: speculations on provisional documents, and the answer on the final ones.
+
+    A speculation is used only if its request equals the final one. `trace` gets what happens, in seconds by
+    `elapsed_s`. Whatever was begun ends with `abort`.
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine[R],
+        prompts: RequestBuilder[Q, D, R],
+        load: EngineLoad | None,
+        trace: PipelineTrace,
+        elapsed_s: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._load = load
+        self._trace = trace
+        self._elapsed_s = elapsed_s
+        self._speculation: Speculation[R] | None = None
+        self._aborted: list[Speculation[R]] = []
+
+    async def speculate(
+        self, question: Q, documents: Sequence[D], load: EngineLoad, worthwhile: Callable[[], bool]
+    ) -> bool:
+        """Algorithm 2, lines 6-10. False: try again after the next stage."""
+        trace = self._trace
+        try:
+            request = self._prompts.preview(question, documents)
+        except Exception as error:
+            _logger.warning("no speculation: %s", type(error).__name__)
+            await self.abort()
+            return False
+        if self._speculation is not None and self._speculation.request == request:
+            return True
+        await self.abort()
+        if not load.has_room:
+            trace.refused += 1
+            return False
+        if not worthwhile():
+            trace.declined += 1
+            return False
+        trace.speculations += 1
+        trace.speculated_stage = trace.stages
+        self._speculation = Speculation(self._engine, request, load, at_s=self._elapsed_s())
+        return True
+
+    async def abort(self) -> None:
+        """Returns when the engine is done with every speculation that was not used."""
+        self._drop()
+        while self._aborted:
+            # If the caller is cancelled here, it aborts once more: it must not leave before the engine is done.
+            await self._aborted[-1].ended()
+            self._aborted.pop()
+
+    async def answer(self, question: Q, documents: Sequence[D]) -> AsyncGenerator[AnswerChunk, None]:
+        committed = self._prompts.commit(question, documents)
+        usage, began = None, False
+        try:
+            async with aclosing(self._generate(committed.request)) as chunks:
+                async for chunk in chunks:
+                    if chunk.text or not began:
+                        self._trace.last_token_s = self._elapsed_s()
+                    if not began:
+                        began = True
+                        self._trace.first_token_s = self._trace.last_token_s
+                    usage = chunk.usage or usage
+                    yield chunk
+        except BaseException:
+            # A computed prompt stays in the cache, even if the answer failed.
+            if began:
+                committed.confirm(usage)
+            else:
+                committed.discard()
+            raise
+        committed.confirm(usage)
+
+    async def _generate(self, request: R) -> AsyncGenerator[AnswerChunk, None]:
+        speculation = self._speculation
+        if speculation is not None and not speculation.failed and speculation.request == request:
+            self._speculation = None
+            began = False
+            try:
+                async with aclosing(speculation.chunks()) as chunks:
+                    async for chunk in chunks:
+                        if not began:
+                            began = self._trace.right = True
+                            self._trace.exposed_search_s = speculation.at_s
+                        yield chunk
+                return
+            except Exception:
+                # Sent again, as without speculation, the request may succeed.
+                if began:
+                    raise
+        # A wrong one ends while the final request is already running.
+        self._drop()
+        self._trace.speculated_stage = None
+        async with aclosing(counted(self._engine, request, self._load)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _drop(self) -> None:
+        if (speculation := self._speculation) is not None:
+            self._speculation = None
+            self._aborted.append(speculation)
+            speculation.cancel()
+            self._trace.wasted_prompt_tokens += speculation.request.prompt_tokens or 0

@@ -1,0 +1,113 @@
+"""Searches of workflows: shared ones that advance in pieces, and plain ones."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.search import History
+    from ragorder.pipelining.staged import Stage
+
+__all__ = ["Handle", "Searcher"]
+
+D = TypeVar("D")
+
+
+class Handle(Protocol):
+    """See `SearchHandle`."""
+
+    @property
+    def stage(self) -> Stage | None: ...
+
+    def promote(self) -> None: ...
+
+    def cancel(self) -> bool: ...
+
+    def stages_async(self) -> AsyncGenerator[Stage, None]: ...
+
+
+class Searcher(Generic[D]):
+    """Embeds queries, searches for them, and fetches documents.
+
+    `search` is a `ContinuousIVF`, or has its `submit`; or a `StagedSearch`; or a function of a vector and k that
+    returns ids, best first. The latter two search whole. `embed` and functions run in a thread, coroutine functions on
+    the event loop.
+    """
+
+    def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:
+        self._search = search
+        self._embed = embed
+        self._document = document
+        self._shared = hasattr(search, "submit")
+
+    async def vector(self, query: str) -> Any:
+        return await _called(self._embed, query)
+
+    def submit(self, vector: Any, k: int, *, history: History | None, due: bool = True, split: bool = True) -> Handle:
+        if not self._shared:
+            return _WholeSearch(self._search, vector, k)
+        whole = {} if split else {"whole": True}
+        handle: Handle = self._search.submit(vector, k, history=history, due=due, **whole)
+        return handle
+
+    def history(self) -> History | None:
+        if not self._shared:
+            return None
+        from ragorder.pipelining.search import History
+
+        return History()
+
+    def distance(self, one: Any, other: Any) -> float:
+        import numpy as np
+
+        return float(np.linalg.norm(np.subtract(one, other)))
+
+    def prefetch(self, vector: Any) -> None:
+        self._search.prefetch(vector)
+
+    def documents(self, stage: Stage) -> tuple[D, ...]:
+        return tuple(self._document(int(id)) for id in stage.ids[0] if id >= 0)
+
+
+class _WholeSearch:
+    stage: Stage | None = None
+
+    def __init__(self, search: Any, vector: Any, k: int) -> None:
+        self._search = search
+        self._vector = vector
+        self._k = k
+
+    def promote(self) -> None: ...
+
+    def cancel(self) -> bool:
+        return False
+
+    async def stages_async(self) -> AsyncGenerator[Stage, None]:
+        search = self._search
+        yield await (asyncio.to_thread(self._last_stage) if hasattr(search, "search") else self._called())
+
+    def _last_stage(self) -> Stage:
+        import numpy as np
+
+        *_, stage = self._search.search(np.reshape(self._vector, (1, -1)), self._k)
+        found: Stage = stage
+        return found
+
+    async def _called(self) -> Stage:
+        import numpy as np
+
+        from ragorder.pipelining.staged import Stage
+
+        ids: Sequence[int] = await _called(self._search, self._vector, self._k)
+        found = np.array(ids, np.int64).reshape(1, -1)
+        return Stage(1, 1, found, np.zeros(found.shape, np.float32))
+
+
+async def _called(function: Callable[..., Any], *args: Any) -> Any:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(*args)
+    result = await asyncio.to_thread(function, *args)
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,260 @@
+"""Server of workflows: many requests whose searches and generations share their time (HedraRAG section 4.5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
+from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.nodes import NodeQuestion
+from ragorder.pipelining.workflow.result import WorkflowResult
+from ragorder.pipelining.workflow.run import WorkflowRun
+from ragorder.pipelining.workflow.searching import Searcher
+from ragorder.pipelining.workflow.speculations import Workers
+from ragorder.pipelining.workflow.stream import AnswerText, WorkflowStream
+from ragorder.pipelining.workflow.trace import WorkflowTrace
+from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
+from ragorder.pipelining.workflow.wavefront import Wavefront
+
+__all__ = ["WorkflowServer"]
+
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
+
+_logger = logging.getLogger("ragorder")
+
+
+class WorkflowServer(Generic[D, R]):
+    """Runs workflows for many requests at once. For one event loop.
+
+        async with WorkflowServer(engine, ContinuousIVF(index), embed, documents.__getitem__, prompts) as server:
+            result = await server.run(graph, "Which drawer?")
+            async with server.stream(graph, "Which drawer?") as stream: ...
+            async for number, result in server.batch(graph, questions): ...
+
+    - `search`, `embed`, `document`: see `Searcher`. `document` returns that of an index id, and must be quick.
+    - `transformations`: of each scheduling cycle, in this order (None: all; (): stage by stage)
+    - `load`: admits speculative generations (None: while fewer than 4 wait for their first token)
+    - `max_requests` run at once, `max_waiting` others wait in line; beyond, QueueFullError
+    - `observer` is called with the trace of each request that has ended.
+
+    Answers are those of `interpret` with the same prompts: a speculation is used only if its request is the final one.
+    A node that fails ends its own request. Raises ValueError for limits below 1.
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine[R],
+        search: Any,
+        embed: Callable[[str], Any],
+        document: Callable[[int], D],
+        prompts: RequestBuilder[NodeQuestion, D, R],
+        *,
+        transformations: Sequence[Transformation] | None = None,
+        load: EngineLoad | None = None,
+        max_requests: int = 64,
+        max_waiting: int = 1024,
+        observer: Callable[[WorkflowTrace], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.transformations = all_transformations() if transformations is None else tuple(transformations)
+        self.wavefront = Wavefront(self._wake)
+        self.facts = Facts(load or EngineLoad(4, clock=clock), self.wavefront, search)
+        self.cycles = 0
+        searcher = Searcher(search, embed, document)
+        self._workers = Workers(engine, prompts, searcher, self.facts, self.wavefront, clock)
+        self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
+            max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting
+        )
+        self._observer = observer
+        self._clock = clock
+        self._running: set[asyncio.Task[WorkflowResult]] = set()
+        self._awake = False
+        self._closed = False
+        self._failing: set[str] = set()
+
+    async def run(
+        self,
+        graph: CompiledGraph,
+        question: str,
+        *,
+        state: Mapping[str, Any] | None = None,
+        scope: Hashable = None,
+    ) -> WorkflowResult:
+        """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
+        its pieces."""
+        return await self._run(graph, question, state, scope, WorkflowTrace(graph.name))
+
+    def stream(
+        self,
+        graph: CompiledGraph,
+        question: str,
+        *,
+        state: Mapping[str, Any] | None = None,
+        scope: Hashable = None,
+    ) -> WorkflowStream:
+        """The answer as it is generated, or whole where a later node may change it; lazy. Raises what `run` raises."""
+        trace = WorkflowTrace(graph.name)
+        return WorkflowStream(self._stream(graph, question, state, scope, trace), trace)
+
+    async def batch(
+        self,
+        graph: CompiledGraph,
+        questions: Iterable[str],
+        *,
+        scope: Hashable = None,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
+        """(number of the question, result or error) in the order in which they end. Questions are taken as there is
+        room for them. `on_progress` is called with how many have ended."""
+        numbered = enumerate(questions)
+        tasks: dict[asyncio.Task[WorkflowResult], int] = {}
+        ended = 0
+        try:
+            while True:
+                while len(tasks) < self._limiter.limit and (item := next(numbered, None)) is not None:
+                    tasks[asyncio.create_task(self.run(graph, item[1], scope=scope))] = item[0]
+                if not tasks:
+                    return
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    number = tasks.pop(task)
+                    ended += 1
+                    if on_progress is not None:
+                        on_progress(ended)
+                    yield number, _outcome(task)
+        finally:
+            await _end(tasks)
+
+    async def close(self) -> None:
+        """End all requests with RuntimeError. Engine and search stay open."""
+        self._closed = True
+        await _end(self._running)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(
+        self,
+        graph: CompiledGraph,
+        question: str,
+        state: Mapping[str, Any] | None,
+        scope: Hashable,
+        trace: WorkflowTrace,
+        emit: Callable[[str], None] | None = None,
+    ) -> WorkflowResult:
+        begun = graph.begin(question, state)
+        if self._closed:
+            raise RuntimeError("this server is closed")
+        came_s = self._clock()
+
+        async def course() -> WorkflowResult:
+            async with self._limiter.slot(None):
+                trace.started_s = self._clock()
+                trace.waited_s = trace.started_s - came_s
+                run = WorkflowRun(self._workers, graph, begun, scope, trace, emit)
+                return WorkflowResult.of(graph, await run.run(), trace)
+
+        task = asyncio.create_task(course())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        trace.started_s, trace.outcome = came_s, "failed"
+        try:
+            result = await task
+            trace.outcome = "answered"
+            return result
+        except asyncio.CancelledError:
+            trace.outcome = "cancelled"
+            caller = asyncio.current_task()
+            if self._closed and (caller is None or not caller.cancelling()):
+                raise RuntimeError("the server was closed before this request ended") from None
+            raise
+        finally:
+            trace.total_s = self._clock() - trace.started_s
+            self._observe(trace)
+
+    async def _stream(
+        self,
+        graph: CompiledGraph,
+        question: str,
+        state: Mapping[str, Any] | None,
+        scope: Hashable,
+        trace: WorkflowTrace,
+    ) -> AsyncGenerator[str | WorkflowResult, None]:
+        chunks: asyncio.Queue[str | None] = asyncio.Queue()
+        text = AnswerText()
+        task = asyncio.create_task(self._run(graph, question, state, scope, trace, chunks.put_nowait))
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if shown := text.add(chunk):
+                    yield shown
+            result = await task
+            if not text.began and result.text:
+                yield result.text
+            yield result
+        finally:
+            await _end((task,))
+
+    def _wake(self) -> None:
+        if not self._awake:
+            self._awake = True
+            asyncio.get_running_loop().call_soon(self._cycle)
+
+    def _cycle(self) -> None:
+        """What has become due starts whatever a transformation does."""
+        self._awake = False
+        self.cycles += 1
+        for transformation in self.transformations:
+            try:
+                transformation.apply(self.wavefront, self.facts)
+            except Exception as error:
+                self._warn(transformation.name, error)
+        for piece in self.wavefront.take():
+            piece.request.start(piece)
+
+    def _observe(self, trace: WorkflowTrace) -> None:
+        if self._observer is not None:
+            try:
+                self._observer(trace)
+            except Exception as error:
+                self._warn("observer", error)
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if name not in self._failing:
+            self._failing.add(name)
+            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
+
+
+def _outcome(task: asyncio.Task[WorkflowResult]) -> WorkflowResult | Exception:
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel them, and wait for all. A caller that is cancelled meanwhile waits all the same."""
+    left = set(tasks)
+    for task in left:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while left := {task for task in left if not task.done()}:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

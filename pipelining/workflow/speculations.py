@@ -1,0 +1,188 @@
+"""Work of one request that is ahead of need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ragorder.pipelining.attempt import Attempt
+from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
+from ragorder.pipelining.workflow.execution import answered, found
+from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.foresight import SearchAhead, foresee
+from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
+from ragorder.pipelining.workflow.join import NodeRun, Tokens
+from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.searching import Handle, Searcher
+from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
+from ragorder.pipelining.workflow.trace import Outcome
+from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.search import History
+
+__all__ = ["Place", "Speculations", "Workers", "place_of", "question_for"]
+
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
+
+Place = tuple[NodeId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Workers(Generic[D, R]):
+    """What all requests share."""
+
+    engine: StreamingEngine[R]
+    prompts: RequestBuilder[NodeQuestion, D, R]
+    searcher: Searcher[D]
+    facts: Facts
+    wavefront: Wavefront
+    clock: Callable[[], float]
+
+
+def place_of(run: NodeRun) -> Place:
+    return run.id, run.round
+
+
+def question_for(piece: Piece, node: Generation, scope: Hashable) -> NodeQuestion:
+    """Raises what `question_of` raises."""
+    return replace(question_of(node, piece.run.state, scope), ordered=piece.ordered)
+
+
+class Speculations(Generic[D, R]):
+    """Generations and searches of one request that are not due yet. `begun` and `ended` are called for their pieces."""
+
+    def __init__(
+        self,
+        workers: Workers[D, R],
+        scope: Hashable,
+        elapsed_s: Callable[[], float],
+        begun: Callable[[Piece], None],
+        ended: Callable[[Piece, Outcome], None],
+    ) -> None:
+        self._workers = workers
+        self._scope = scope
+        self._elapsed_s = elapsed_s
+        self._begun = begun
+        self._ended = ended
+        self._generations: dict[Place, GenerationAhead[D, R]] = {}
+        self._searches: dict[Place, SearchAhead] = {}
+        self._sources: dict[Place, Piece] = {}
+        self._looks: dict[Place, dict[int, tuple[str, float]]] = {}
+
+    def foreseen(self, tokens: Tokens, piece: Piece) -> list[NodeRun]:
+        """See `Request.foreseen`. Functions of a graph may not be ready for half a text: then nothing is foreseen."""
+        try:
+            runs = foresee(tokens, piece.run, self._values(piece))
+            return [run for run in runs if self._is_new(piece, run)]
+        except Exception:
+            return []
+
+    def speculates(self, run: NodeRun) -> bool:
+        place = place_of(run)
+        return place in self._searches or (place in self._generations and self._generations[place].speculates)
+
+    def begin(self, piece: Piece, source: Piece, history: Callable[[], History | None]) -> None:
+        """A piece ahead of need, because of a due one's progress. Raises what the prompt's or query's function
+        raises."""
+        place, node = place_of(piece.run), piece.node
+        self._sources[place] = source
+        if isinstance(node, Generation):
+            question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
+            source.speculated = None if source.stage is None else source.stage.ids.tobytes()
+            self._generation(place).begin(piece, question, documents, self._workers.facts.load)
+        elif isinstance(node, Retrieval):
+            query, before = query_of(node, piece.run.state), self._searches.get(place)
+            if before is not None:
+                before.cancel()
+                self._ended(before.piece, "rolled back")
+            past = None if not piece.reorder else history() if before is None else before.history
+            self._searches[place] = SearchAhead(
+                piece, node, query, past, before, self._workers.searcher, self._workers.facts
+            )
+            self._begun(piece)
+
+    def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
+        """The run is due. Its caller must leave what this returns."""
+        place = place_of(run)
+        generation = self._generation(place)
+        del self._generations[place]
+        self._sources.pop(place, None)
+        generation.due()
+        return generation
+
+    async def search(self, run: NodeRun, query: str) -> tuple[Handle | None, History | None]:
+        """The run is due: its search, if one for this query has begun, and the history in which it is."""
+        place = place_of(run)
+        self._learn(place, query)
+        ahead, _ = self._searches.pop(place, None), self._sources.pop(place, None)
+        if ahead is None:
+            return None, None
+        try:
+            handle = await ahead.taken(query)
+        except BaseException:
+            ahead.cancel()
+            self._ended(ahead.piece, "cancelled")
+            raise
+        ahead.piece.trace.clusters = ahead.clusters
+        self._ended(ahead.piece, "rolled back" if handle is None else "used")
+        return handle, ahead.history
+
+    def left(self, tokens: Tokens) -> list[GenerationAhead[D, R]]:
+        """Drops what was foreseen on branches that were not taken. Returns generations, which their caller must
+        leave."""
+        if any(isinstance(run.node, Step) for run in tokens.running):
+            # What was foreseen may lie behind it.
+            return []
+        running = {place_of(run) for run in tokens.running}
+        places = [place for place, source in self._sources.items() if source.ended and place not in running]
+        return [generation for place in places for generation in self._drop(place, "wasted")]
+
+    def drop_all(self, outcome: Outcome) -> list[GenerationAhead[D, R]]:
+        places = {*self._sources, *self._generations}
+        return [generation for place in places for generation in self._drop(place, outcome)]
+
+    def _drop(self, place: Place, outcome: Outcome) -> list[GenerationAhead[D, R]]:
+        self._sources.pop(place, None)
+        self._looks.pop(place, None)
+        search = self._searches.pop(place, None)
+        if search is not None:
+            search.cancel()
+            self._ended(search.piece, outcome)
+        generation = self._generations.pop(place, None)
+        return [] if generation is None else [generation]
+
+    def _generation(self, place: Place) -> GenerationAhead[D, R]:
+        generation = self._generations.get(place)
+        if generation is None:
+            workers, trace = self._workers, PipelineTrace()
+            attempt = Attempt(workers.engine, workers.prompts, workers.facts.load, trace, self._elapsed_s)
+            generation = self._generations[place] = GenerationAhead(attempt, trace, self._begun, self._ended)
+        return generation
+
+    def _values(self, piece: Piece) -> Mapping[str, Any]:
+        node = piece.node
+        if isinstance(node, Generation):
+            return answered(node, "".join(piece.text), piece.run.state)
+        if isinstance(node, Retrieval) and piece.stage is not None:
+            return found(node, self._workers.searcher.documents(piece.stage))
+        raise TypeError(f"nothing can be foreseen from a {type(node).__name__}")
+
+    def _is_new(self, piece: Piece, run: NodeRun) -> bool:
+        place, node = place_of(run), run.node
+        if not isinstance(node, Retrieval):
+            return place not in self._generations or not self._generations[place].beginning
+        query = query_of(node, run.state)
+        if piece.worker == "engine":
+            self._sources[place] = piece
+            self._looks.setdefault(place, {})[piece.part] = query, self._elapsed_s()
+        return bool(query.strip()) and (place not in self._searches or self._searches[place].query != query)
+
+    def _learn(self, place: Place, query: str) -> None:
+        looks, source = self._looks.pop(place, None), self._sources.get(place)
+        if looks and source is not None:
+            now_s = self._elapsed_s()
+            seen = [(foreseen == query, now_s - at_s) for foreseen, at_s in looks.values()]
+            self._workers.facts.odds(source).learn(seen, looks)

@@ -1,0 +1,40 @@
+"""Clusters in the order of a request's earlier searches (HedraRAG section 4.3)."""
+
+from __future__ import annotations
+
+from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.nodes import Retrieval
+from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+
+__all__ = ["Reorder"]
+
+# To keep a larger top-k of a search, and to order the next one's clusters.
+_COST_S = 1e-4
+_UNKNOWN = 0.1
+
+
+class Reorder:
+    """Gives a request's searches a `History`: what the next one finds, it finds earlier."""
+
+    name = "reorder"
+
+    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
+        for piece in wavefront.starting:
+            if piece.worker == "search" and facts.cuts and self.gain_s(piece, facts) > 0:
+                piece.reorder = True
+                piece.trace.applied.append(self.name)
+
+    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
+        """Of a request's only search there is none."""
+        if not piece.request.searches and not _may_search_again(piece):
+            return 0.0
+        if facts.search_s.value is None:
+            return _UNKNOWN
+        return max(facts.hint, 0.0) * facts.search_s.value - _COST_S
+
+
+def _may_search_again(piece: Piece) -> bool:
+    """By the graph, from here on."""
+    graph = piece.request.graph
+    later = graph.topology.reached(graph.foreseen(piece.run.id))
+    return any(isinstance(graph.nodes.get(id), Retrieval) for id in later)

@@ -1,0 +1,70 @@
+"""Generation on provisional documents (HedraRAG section 4.3, RAGCache Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+
+from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.nodes import Generation
+from ragorder.pipelining.workflow.trace import PieceTrace
+from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+
+__all__ = ["SpeculateGeneration"]
+
+
+class SpeculateGeneration:
+    """Starts the generation that follows a search on the documents found so far; it is used only if its request equals
+    the final one.
+
+    - `bound`: of the generations on the engine, 16 in the paper; the engine's `EngineLoad` bounds those that wait for
+      their first token. Searches whose results are nearest to their query go first.
+    - `odds`: where it has saved time in recent searches of the same edge (False: Algorithm 2, wherever there is room)
+    - `recalled_only`: only on what the request's earlier searches recall, before any cluster is scanned (RaLMSpec)
+
+    Raises ValueError for a bound below 1.
+    """
+
+    name = "speculate_generation"
+
+    def __init__(self, bound: int = 16, *, odds: bool = True, recalled_only: bool = False) -> None:
+        if bound < 1:
+            raise ValueError(f"bound must be at least 1 generation, got {bound}")
+        self.bound = bound
+        self.odds = odds
+        self.recalled_only = recalled_only
+
+    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
+        searches = [piece for piece in wavefront.progressed("search") if self._concerns(piece)]
+        for search in sorted(searches, key=lambda piece: _distance(piece, facts)):
+            for run in search.request.foreseen(search):
+                if not isinstance(run.node, Generation):
+                    continue
+                trace = PieceTrace(run.id, "speculative", "engine", applied=[self.name])
+                piece = Piece(search.request, run, trace, after=search)
+                # A speculation takes the place of its generation's last one.
+                if wavefront.count("engine") - search.request.speculates(run) < self.bound and facts.load.has_room:
+                    if self.gain_s(piece, facts) > 0:
+                        wavefront.speculate(piece)
+                    else:
+                        search.request.trace.declined += 1
+                else:
+                    search.request.trace.refused += 1
+
+    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
+        """The rest of the search, at most the generation, if the documents are right; otherwise the prefill may keep
+        the engine busy beyond the search."""
+        prefill_s, generation_s = facts.prefill_s, facts.generation_s.value
+        if not self.odds or piece.after is None or prefill_s is None:
+            return math.inf
+        odds = facts.odds(piece.after)
+        gain_s = odds.gain_s(piece.after.part, prefill_s, max(prefill_s, generation_s or 0.0))
+        return math.inf if gain_s is None else gain_s
+
+    def _concerns(self, piece: Piece) -> bool:
+        return piece.stage is not None and not (self.recalled_only and piece.stage.number)
+
+
+def _distance(piece: Piece, facts: Facts) -> float:
+    distances = piece.stage.distances[0] if piece.stage is not None else ()
+    mean = sum(map(float, distances)) / max(1, len(distances))
+    return -mean if getattr(facts.search, "similarity", False) else mean

@@ -1,0 +1,71 @@
+"""Searches for the queries of unfinished generations (HedraRAG section 4.3)."""
+
+from __future__ import annotations
+
+import math
+
+from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.nodes import Retrieval
+from ragorder.pipelining.workflow.trace import PieceTrace
+from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+
+__all__ = ["SpeculateRetrieval"]
+
+
+class SpeculateRetrieval:
+    """Embeds the query that follows from a generation's text so far and searches for it in pieces that due searches
+    leave idle. If the final query is the same, the search goes on as the due one; otherwise what it has found orders
+    the due one's clusters.
+
+    - `bound`: of all searches, 32 in the paper
+    - `every`: tokens between two looks at a generation; queries that have drifted least since the last look go first
+    - `embeddings`: of such queries at a time
+
+    Raises ValueError for values below 1.
+    """
+
+    name = "speculate_retrieval"
+
+    def __init__(self, bound: int = 32, *, every: int = 16, embeddings: int = 1) -> None:
+        for name, value in (("bound", bound), ("every", every), ("embeddings", embeddings)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.bound = bound
+        self.every = every
+        self.embeddings = embeddings
+
+    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
+        if not facts.cuts:
+            return
+        written = [piece for piece in wavefront.progressed("engine") if piece.tokens - piece.looked >= self.every]
+        embeddings = self.embeddings - facts.embedding_ahead
+        for generation in sorted(written, key=lambda piece: piece.drift):
+            if embeddings <= 0:
+                return
+            generation.looked = generation.tokens
+            generation.looks += 1
+            request = generation.request
+            for run in request.foreseen(generation):
+                if not isinstance(run.node, Retrieval):
+                    continue
+                trace = PieceTrace(run.id, "speculative", "search", applied=[self.name])
+                piece = Piece(request, run, trace, after=generation)
+                if wavefront.count("search") - request.speculates(run) >= self.bound:
+                    request.trace.refused += 1
+                elif self.gain_s(piece, facts) > 0:
+                    embeddings -= 1
+                    wavefront.speculate(piece)
+                else:
+                    request.trace.declined += 1
+
+    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
+        """The search and its embedding, at most the rest of the generation, if the query is the final one; otherwise
+        what the order of the clusters saves, less an embedding."""
+        search_s, embed_s = facts.search_s.value, facts.embed_s.value or 0.0
+        if piece.after is None or search_s is None:
+            return math.inf
+        odds, number = facts.odds(piece.after), piece.after.part
+        right, gain_s = odds.right(number), odds.gain_s(number, embed_s, embed_s + search_s)
+        if right is None or gain_s is None:
+            return math.inf
+        return gain_s + (1 - right) * (max(facts.hint, 0.0) * search_s - embed_s)

@@ -1,0 +1,164 @@
+"""Wavefront: the pieces of work of all requests that can run now (HedraRAG section 4.5)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.join import NodeRun
+from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
+from ragorder.pipelining.workflow.trace import Outcome, PieceTrace, Worker, WorkflowTrace
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.staged import Stage
+
+__all__ = ["Piece", "Request", "Wavefront", "worker_of"]
+
+
+_PARTS = 8
+_MOST_LOOKS = 16
+
+
+class Request(Protocol):
+    """The request that a piece belongs to."""
+
+    graph: CompiledGraph
+    scope: Hashable
+    trace: WorkflowTrace
+
+    @property
+    def searches(self) -> int:
+        """Those whose results its history holds."""
+
+    def foreseen(self, piece: Piece, /) -> list[NodeRun]:
+        """Runs that would become due if the piece ended with what it has so far. Those are left out that a piece ahead
+        of need does already, with the same inputs."""
+
+    def speculates(self, run: NodeRun, /) -> bool:
+        """Whether a piece ahead of need, with whatever inputs, would be replaced by one for this run."""
+
+    def start(self, piece: Piece, /) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Work on one run of a node, and what transformations have decided about it. A due piece is waited for; another is
+    ahead of need, `after` a due one.
+
+    - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
+    - `fast`: with the index's fast tier; `prefetch`: its clusters are loaded into that
+    - `ordered`: documents in the cache's order
+    - `at_end` is called once the piece has ended
+    - progress of a search: its latest `stage`, and the ids that are `speculated` on
+    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`; `drift` between
+      the last two queries that followed from it
+    """
+
+    request: Request
+    run: NodeRun
+    trace: PieceTrace
+    after: Piece | None = None
+    split: bool = False
+    reorder: bool = False
+    fast: bool = False
+    prefetch: bool = False
+    ordered: bool = False
+    at_end: list[Callable[[], object]] = field(default_factory=list, repr=False)
+    ended: bool = False
+    stage: Stage | None = None
+    text: list[str] = field(default_factory=list, repr=False)
+    speculated: bytes | None = None
+    tokens: int = 0
+    looks: int = 0
+    looked: int = 0
+    drift: float = 0.0
+
+    @property
+    def due(self) -> bool:
+        return self.after is None
+
+    @property
+    def node(self) -> Node:
+        return self.run.node
+
+    @property
+    def worker(self) -> Worker:
+        return self.trace.worker
+
+    @property
+    def part(self) -> int:
+        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation."""
+        if self.worker == "engine":
+            return min(self.looks, _MOST_LOOKS)
+        if self.stage is None or not self.stage.number:
+            return 0
+        return 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
+
+
+def worker_of(node: Node) -> Worker:
+    return "engine" if isinstance(node, Generation) else "search" if isinstance(node, Retrieval) else "step"
+
+
+class Wavefront:
+    """What a scheduling cycle sees: pieces to start, and due pieces whose progress may give rise to others.
+
+    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.new: list[Piece] = []
+        self._changed = changed
+        self._progressed: dict[Piece, None] = {}
+        self._ahead: list[Piece] = []
+        self._running: Counter[Worker] = Counter()
+        self._speculative: Counter[Worker] = Counter()
+
+    @property
+    def starting(self) -> Iterator[Piece]:
+        """`new` pieces, and those that this cycle adds ahead of need."""
+        return chain(self.new, self._ahead)
+
+    def add(self, piece: Piece) -> None:
+        """A piece that has become due."""
+        self.new.append(piece)
+        self._running[piece.worker] += 1
+        self._changed()
+
+    def progress(self, piece: Piece) -> None:
+        self._progressed[piece] = None
+        self._changed()
+
+    def speculate(self, piece: Piece) -> None:
+        """Start a piece ahead of need, after those that are due."""
+        self._ahead.append(piece)
+        self._running[piece.worker] += 1
+        self._speculative[piece.worker] += 1
+
+    def end(self, piece: Piece, outcome: Outcome, now_s: float) -> None:
+        if not piece.ended:
+            piece.ended = True
+            piece.trace.ended_s, piece.trace.outcome = now_s, outcome
+            self._running[piece.worker] -= 1
+            self._speculative[piece.worker] -= not piece.due
+            for call in piece.at_end:
+                call()
+
+    def progressed(self, worker: Worker) -> Iterator[Piece]:
+        """Due pieces with news since the last cycle."""
+        return (piece for piece in self._progressed if piece.worker == worker and not piece.ended)
+
+    def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
+        """Pieces that run or are about to."""
+        ahead = self._speculative[worker]
+        return self._running[worker] if speculative is None else ahead if speculative else self._running[worker] - ahead
+
+    def take(self) -> list[Piece]:
+        """What this cycle starts: due pieces first."""
+        pieces = [piece for piece in self.starting if not piece.ended]
+        self.new, self._ahead = [], []
+        self._progressed.clear()
+        return pieces
