@@ -40,7 +40,7 @@ def embed(text: str) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
-def corpus(count: int = 2000) -> list[Document]:
+def corpus(count: int = 3000) -> list[Document]:
     draw = random.Random(0)
     return [Document(f"d{number}", " ".join(draw.choices(WORDS, k=24))) for number in range(count)]
 

@@ -23,11 +23,13 @@ class WorkflowPrompts:
 
     def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:
         asked = _question(question)
-        return self._prompts.preview(asked, documents) if question.ordered else self._ranked(asked, documents)
+        if question.ordered or not documents:
+            return self._prompts.preview(asked, documents)
+        return self._ranked(asked, documents)
 
     def commit(self, question: NodeQuestion, documents: Sequence[Document], /) -> CommittedRequest[PromptRequest]:
         asked = _question(question)
-        if question.ordered:
+        if question.ordered or not documents:
             return self._prompts.commit(asked, documents)
         return _Ranked(self._ranked(asked, documents))
 

@@ -45,7 +45,7 @@ class WorkflowTracing:
         for piece in trace.pieces:
             if piece.started_s is None:
                 continue
-            own = {
+            known: dict[str, Any] = {
                 "ragorder.node": str(piece.node),
                 "ragorder.kind": piece.kind,
                 "ragorder.outcome": piece.outcome,
@@ -53,7 +53,7 @@ class WorkflowTracing:
                 "ragorder.cached_tokens": piece.cached_tokens,
                 "ragorder.clusters": piece.clusters,
             }
-            own = {name: value for name, value in own.items() if value is not None}
+            own = {name: value for name, value in known.items() if value is not None}
             name = f"ragorder.{piece.worker}"
             part = self._tracer.start_span(name, context=inside, attributes=own, start_time=at(piece.started_s))
             part.end(at(piece.ended_s))
