@@ -145,6 +145,18 @@ class KnowledgeCache:
             lease.block_table += self.pool.allocate(missing)
             lease.tokens = tokens
 
+    def make_private(self, lease: KVLease, positions: Iterable[int]) -> None:
+        """Have these tokens of the lease in blocks that no node and no other lease holds, by copies.
+
+        Raises OutOfBlocksError, changing nothing.
+        """
+        self._check_open(lease)
+        places = sorted({position // self.shape.block_size for position in positions})
+        shared = [place for place in places if self.pool.references(lease.block_table[place]) > 1]
+        self._tiers.make_room(len(shared))
+        for place, block in zip(shared, self.pool.allocate(len(shared)), strict=True):
+            self._replace_block(lease, place, block)
+
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
         """End the borrowing, by copies that are made or queued on the device; returns the tokens by tier, without nodes
         `computed` for this request."""
@@ -344,11 +356,13 @@ class KnowledgeCache:
     def _make_writable(self, lease: KVLease) -> None:
         place = lease.tokens // self.shape.block_size
         if self._must_copy(lease):
-            (block,) = self.pool.allocate(1)
-            self.pool.copy(lease.block_table[place], block)
-            self.pool.release((lease.block_table[place],))
-            lease.block_table[place] = block
+            self._replace_block(lease, place, *self.pool.allocate(1))
         lease.writable_from = min(lease.writable_from, place)
+
+    def _replace_block(self, lease: KVLease, place: int, block: int) -> None:
+        self.pool.copy(lease.block_table[place], block)
+        self.pool.release((lease.block_table[place],))
+        lease.block_table[place] = block
 
     def _start(self, lease: KVLease) -> None:
         lease.started = True

@@ -108,7 +108,7 @@ class PagedStep:
         self._layers = layers
         self._batch = batch
         self._slots = slots
-        self._scattered = scattered
+        self.scattered = scattered
 
     def attend(
         self,
@@ -126,7 +126,7 @@ class PagedStep:
         layers.key_rows[layer].index_copy_(0, self._slots, key)
         layers.value_rows[layer].index_copy_(0, self._slots, value)
         caches = layers.key_caches[layer], layers.value_caches[layer]
-        scattered = self._scattered
+        scattered = self.scattered
         rows = len(query) if scattered is None else len(query) - len(scattered.positions)
         parts: list[torch.Tensor] = []
         if rows:

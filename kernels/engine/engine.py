@@ -10,14 +10,11 @@ from threading import RLock
 from time import sleep
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.forward import Forward
-from ragorder.kernels.engine.fused import CriticalTokens, Fuser, check_fusion
+from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.idle import IdleBuilder
 from ragorder.kernels.engine.kept_questions import KeptQuestions
@@ -26,11 +23,14 @@ from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
-from ragorder.kernels.engine.sampling import SampledToken, choose
+from ragorder.kernels.engine.runner import ModelRunner
+from ragorder.kernels.engine.sampling import SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
-from ragorder.kernels.engine.sequence import RequestValidator, Sequence
+from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine.updates import UpdateQueues
+from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import OutOfBlocksError
@@ -121,7 +121,7 @@ class TieredEngine:
         if rotation is not None:
             scorer = Scorer(model.forward, self._cache.pool, rotation, model.device, settings.max_batch_tokens)
             self._questions = KeptQuestions(scorer, shape.block_size, self._counters)
-            fuser = Fuser(self._cache, rotation, CriticalTokens(scorer, shape.block_size, self._questions))
+            fuser = Fuser(self._cache, rotation, scorer, self._questions)
         if rotation is not None and settings.build_idle:
             self._idle = IdleBuilder(self._cache, model, rotation, settings, self.max_model_len, self._counters)
         self._scheduler = Scheduler(
@@ -133,7 +133,7 @@ class TieredEngine:
             self.profile,
             fuser,
         )
-        self._runner = _ModelRunner(model.forward, layers, model.device, rotation)
+        self._runner = ModelRunner(model.forward, layers, model.device, rotation)
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -337,7 +337,7 @@ class TieredEngine:
         if first and sequence.request.keep_question and self._questions is not None:
             self._questions.keep(sequence)
         try:
-            update = sequence.take(choice.token_id, choice.logprobs)
+            update = sequence.push(choice.token_id, choice.logprobs)
         except Exception as error:
             # Some tokenizers have fewer tokens than their model.
             return self._end(sequence, "error", f"the tokenizer cannot decode the answer ({type(error).__name__})")
@@ -358,9 +358,8 @@ class TieredEngine:
             return self._fail(sequences, why)
         self._count_failure(len(sequences), why)
         try:
-            if fault == "memory" and tokens > 1:
+            if fault == "memory" and self._scheduler.shrink(tokens):
                 self._scheduler.requeue()
-                self._scheduler.shrink(tokens)
                 sequences = []
             else:
                 self.forget_device()
@@ -434,66 +433,3 @@ class TieredEngine:
 def _requests(sequences: Iterable[Sequence]) -> list[Sequence]:
     """Those that are answered: helpers count as their owners."""
     return list(dict.fromkeys(sequence.owner or sequence for sequence in sequences))
-
-
-class UpdateQueues:
-    """A queue for each subscribed request's updates, and one for the others."""
-
-    def __init__(self) -> None:
-        self._others: list[Update] = []
-        self._subscribed: dict[int, list[Update]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._others)
-
-    def put(self, updates: Iterable[Update]) -> None:
-        for update in updates:
-            self._subscribed.get(update.request_id, self._others).append(update)
-
-    def take(self) -> list[Update]:
-        taken, self._others = self._others, []
-        return taken
-
-    def subscribe(self, request_id: int) -> None:
-        self._subscribed[request_id] = []
-
-    def take_for(self, request_id: int) -> list[Update]:
-        taken, self._subscribed[request_id] = self._subscribed[request_id], []
-        return taken
-
-    def unsubscribe(self, request_id: int) -> None:
-        self._subscribed.pop(request_id, None)
-
-
-class _ModelRunner:
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device, rotation: Rotation | None) -> None:
-        self.forward = forward
-        self._rotation = rotation
-        self._layers = layers
-        self._device = device
-
-    def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device, self._rotation)
-        logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
-        chosen = [chunk.sequence for chunk in chunks if chunk.last]
-        if not chosen:
-            return logits, []
-        samplings = [sequence.request.sampling for sequence in chosen]
-        with torch.inference_mode():
-            return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
-
-    def recover(self) -> None:
-        """Raises the device's error if it persists."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.synchronize(self._device)
-
-    def _piece(self, chunk: ScheduledChunk) -> Piece:
-        sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
-        positions = sequence.positions(chunk.tokens)
-        critical, start, end = sequence.critical(positions), int(positions[0]), int(positions[-1]) + 1
-        if critical is None and np.array_equal(positions, np.arange(start, end)):
-            return Piece(sequence.tokens[start:end], start, table, chunk.last)
-        token_ids = [sequence.tokens[place] for place in positions]
-        documents = sequence.documents if critical is not None else ()
-        return Piece(token_ids, start, table, chunk.last, positions, critical, documents)

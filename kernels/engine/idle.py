@@ -13,7 +13,8 @@ from ragorder.kernels.cache import KnowledgeCache, KVLease, OutOfBlocksError, Ra
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.engine.sequence import Positions, Sequence
+from ragorder.kernels.engine.scattered import Positions
+from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.assemble import Assembler, Rows

@@ -33,11 +33,13 @@ _by_turn = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `tokens` tokens of a sequence. `last`: the next token is chosen after them."""
+    """The next `tokens` tokens of a sequence. `last`: the next token is chosen after them; `selects`: they are those of
+    its selection."""
 
     sequence: Sequence
     tokens: int
     last: bool
+    selects: bool = False
 
 
 class Scheduler:
@@ -99,8 +101,8 @@ class Scheduler:
         self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
-        """At most `max_batch_tokens`; empty while all wait for prefixes. Raises OutOfBlocksError if the first never
-        fits."""
+        """At most `max_batch_tokens`, but for selections and critical tokens, which share a step; empty while all wait
+        for prefixes. Raises OutOfBlocksError if the first never fits."""
         chunks: list[ScheduledChunk] = []
         self._plan_suspect(chunks)
         if not chunks:
@@ -112,7 +114,10 @@ class Scheduler:
 
     def mark_computed(self, chunk: ScheduledChunk) -> None:
         sequence = chunk.sequence
-        sequence.advance(chunk.tokens)
+        if not chunk.selects:
+            sequence.advance(chunk.tokens)
+        elif self._fuser is not None:
+            self._fuser.advance(sequence)
         sequence.suspect = False
         if sequence.lease is not None:
             self._cache.mark_computed(sequence.lease)
@@ -148,10 +153,14 @@ class Scheduler:
             # What helpers were to compute is computed in place.
             sequence.helpers.clear()
 
-    def shrink(self, tokens: int) -> None:
-        """Halve the next steps: the memory did not suffice for `tokens`."""
-        self._step_tokens = max(1, tokens // 2)
+    def shrink(self, tokens: int) -> bool:
+        """Halve the next steps: the memory did not suffice for `tokens`. False if they cannot be smaller."""
+        smaller = min(tokens, self._step_tokens) // 2
+        if not smaller:
+            return False
+        self._step_tokens = smaller
         self._steps_since_shortage = 0
+        return True
 
     def _lengths(self, sequence: Sequence) -> CachedLengths:
         cached = sum(map(mul, self._worth, self._cache.find(sequence.path)))
@@ -184,17 +193,22 @@ class Scheduler:
         left = self._limit()
         for sequence in list(self.running):
             # An earlier sequence may have preempted it meanwhile.
-            if left and sequence.lease is not None and self._make_room(sequence):
+            if left > 0 and sequence.lease is not None and self._make_room(sequence):
                 left -= self._schedule(sequence, left, chunks)
         self._admit(left, chunks)
 
     def _schedule(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
-        tokens = min(left, sequence.pending)
         assert sequence.lease is not None
+        selecting = sequence.selecting
+        if selecting is not None and not sequence.pending:
+            chunks.append(ScheduledChunk(sequence, selecting.pending, last=False, selects=True))
+            return selecting.pending
+        tokens = sequence.take(left)
         # The first commit also counts the use of what was found.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
             self._cache.commit(sequence.lease, sequence.exact_after(tokens))
-        chunks.append(ScheduledChunk(sequence, tokens, tokens == sequence.pending and sequence.owner is None))
+        last = tokens == sequence.pending and sequence.owner is None and selecting is None
+        chunks.append(ScheduledChunk(sequence, tokens, last))
         return tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -234,7 +248,7 @@ class Scheduler:
         self._full = False
         loading = 0
         with_turns = iter(list(self._admitted))
-        while left and self._requests + loading < self._max_requests:
+        while left > 0 and self._requests + loading < self._max_requests:
             sequence = next(with_turns, None) or self._take_turn()
             if sequence is None:
                 return
@@ -301,7 +315,7 @@ class Scheduler:
             self._finish_helper(sequence, sequence.owner)
             return 0
         if self._fuser is not None:
-            self._fuser.begin(sequence)
+            self._fuser.begin(sequence, self._step_tokens)
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragorder.kernels.engine.attended import attended
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece
 from ragorder.kernels.engine.deviation import kv_deviation
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.question import Question, read_question
+from ragorder.kernels.engine.scattered import Positions
+from ragorder.kernels.fusion.as_if_last import Documents
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Needs, SelectionFacts
 from ragorder.kernels.paging import BlockPool
@@ -71,22 +74,56 @@ class Scorer:
         self._layers = PagedLayers(pool)
         self._rotation = rotation
         self._device = device
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
 
     def measure(self, needs: Needs, scene: Scene) -> SelectionFacts:
         """What `needs` names. `two layers` writes the first layer's KV behind the exact prefix, which is exact."""
+        steps = self.measuring(needs, scene, self.most_tokens)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                facts: SelectionFacts = ended.value
+                return facts
+
+    def measuring(self, needs: Needs, scene: Scene, most_tokens: int) -> Generator[int, None, SelectionFacts]:
+        """`measure` in steps: each tells the tokens of the next forward, at most `most_tokens`."""
         reused = torch.cat([torch.arange(start, end) for start, end in scene.spans or [(0, 0)]]).to(self._device)
         facts = SelectionFacts(reused, scene.spans, seed=scene.seed)
         if not len(reused) or needs == "nothing":
             return facts
         if needs == "question":
-            return replace(facts, attention=self.attention(scene)[reused])
+            begin, end = scene.question
+            most_tokens = min(most_tokens, end - begin)
+            # A question that was computed already waits for the keys of this step.
+            yield most_tokens if scene.asked is None else 1
+            return replace(facts, attention=self.attention(scene, most_tokens=most_tokens)[reused])
         if needs == "two layers":
-            return replace(facts, deviation=self.deviation(scene)[reused])
+            deviation = yield from self._deviation(scene, most_tokens)
+            return replace(facts, deviation=deviation[reused])
         unknown = torch.zeros(len(reused), device=self._device)
         return replace(facts, inter=unknown if scene.inter is None else scene.inter.to(self._device))
 
-    def attention(self, scene: Scene, *, alone: bool = False) -> Tensor:
+    def attending(
+        self, scene: Scene, chosen: Positions, documents: Documents, most_tokens: int
+    ) -> Generator[int, None, Tensor]:
+        """fp32, in steps: attention of the `chosen` tokens to each in front of the question, summed over them, mean
+        over heads and layers. They are computed anew, which is written; as though their document, one of `documents`,
+        came last, if there are any."""
+        found = torch.zeros(scene.question[0], device=self._device)
+        # As if last they share a step: they see each other.
+        size = len(chosen) if documents else most_tokens
+        for begin in range(0, len(chosen), size):
+            rows = chosen[begin : begin + size]
+            yield len(rows)
+            ids = [scene.token_ids[row] for row in rows]
+            critical = np.ones(len(rows), dtype=np.bool_) if documents else None
+            piece = Piece(ids, int(rows[0]), scene.table, False, rows, critical, documents)
+            received = attended(self._forward, self._layers, piece, self._rotation, self._device)
+            found[: len(received)] += received
+        return found
+
+    def attention(self, scene: Scene, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
         """fp32: the question's attention to each token in front of it.
 
         Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
@@ -97,22 +134,26 @@ class Scorer:
         if scene.asked is not None:
             question = scene.asked.moved(scene.question[0], self._rotation)
         elif bool(held.all()) and not alone:
-            question = self.read(scene, scene.question[0])
+            question = self.read(scene, scene.question[0], most_tokens)
         else:
-            question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens))
+            question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens), most_tokens)
             question = question.moved(scene.question[0], self._rotation)
         table = torch.as_tensor(scene.table, dtype=torch.int64, device=self._device)
         return question.attention(self._layers, table, held)
 
-    def read(self, scene: Scene, start: int) -> Question:
-        """The question behind the first `start` tokens of its prompt, which have KV."""
+    def read(self, scene: Scene, start: int, most_tokens: int | None = None) -> Question:
+        """The question behind the first `start` tokens of its prompt, which have KV; its last `most_tokens`."""
         begin, end = scene.question
-        ids = scene.token_ids[max(begin, end - self._most_tokens) : end]
+        ids = scene.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
         return read_question(self._forward, self._layers, Piece(ids, start, scene.table, False), self._device)
 
-    def deviation(self, scene: Scene) -> Tensor:
+    def _deviation(self, scene: Scene, most_tokens: int) -> Generator[int, None, Tensor]:
         """fp32: of each token up to the last document taken over; 0 in the exact prefix."""
-        end = scene.spans[-1][1] if scene.spans else scene.exact_tokens
-        piece = Piece(scene.token_ids[scene.exact_tokens : end], scene.exact_tokens, scene.table, False)
-        found = kv_deviation(self._forward, self._layers, piece, self._device, self._most_tokens)
-        return torch.cat([torch.zeros(scene.exact_tokens, device=self._device), found])
+        parts = [torch.zeros(scene.exact_tokens, device=self._device)]
+        for begin in range(scene.exact_tokens, scene.spans[-1][1], most_tokens):
+            piece = Piece(
+                scene.token_ids[begin : min(begin + most_tokens, scene.spans[-1][1])], begin, scene.table, False
+            )
+            yield len(piece.token_ids)
+            parts.append(kv_deviation(self._forward, self._layers, piece, self._device, most_tokens))
+        return torch.cat(parts)

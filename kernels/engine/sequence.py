@@ -1,36 +1,44 @@
-"""Sequences: requests under way, and their validation."""
+"""Sequences: requests under way."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import index
 from random import Random
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ragorder.kernels.cache import KVLease, Segment, TierTokens, segments_of
+from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import (
     Completion,
     FinishReason,
     Request,
-    RequestRefusedError,
     TokenLogprobs,
     Update,
 )
-from ragorder.kernels.fusion.selection import check_engine_selection
+from ragorder.kernels.engine.scattered import Positions, ScatteredPrefill, Spans
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.policies import Key
 
-__all__ = ["Positions", "RequestValidator", "Sequence"]
+__all__ = ["Selecting", "Sequence"]
 
-Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+class Selecting(Protocol):
+    """A selection under way; `pending`: tokens of its next forward, 0 in the end.
+
+    Then `chosen` positions are computed anew; or the request `in_full`, after these may have been overwritten.
+    """
+
+    pending: int
+    chosen: Positions
+    in_full: bool
+
+    def compute(self) -> None:
+        """Compute what is pending."""
 
 
 class Sequence:
@@ -77,11 +85,11 @@ class Sequence:
         # Of its prompt, taken over from elsewhere, and how many of these were computed anew.
         self.fused: TierTokens | None = None
         self.recomputed = 0
-        # Positions still to compute, and how many tokens are in front of the first approximate one.
-        self._todo: Positions | None = None
-        self._exact_tokens = 0
-        # Positions computed as though their document came last.
-        self._critical: Positions | None = None
+        # While it is computed around what it took over, and while this is selected.
+        self.scattered: ScatteredPrefill | None = None
+        self.selecting: Selecting | None = None
+        self._found: Spans = ()
+        self._by_tier = TierTokens()
         self._random = Random(request.sampling.seed)
         self._draw = self._random.random()
         self.logits: torch.Tensor | None = None
@@ -97,8 +105,8 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next can be chosen: 1 when decoding."""
-        return len(self.tokens) - self.computed if self._todo is None else len(self._todo)
+        """Tokens to compute before the next can be chosen, or before more are selected: 1 when decoding."""
+        return len(self.tokens) - self.computed if self.scattered is None else len(self.scattered)
 
     @property
     def draw(self) -> float:
@@ -129,46 +137,41 @@ class Sequence:
     def begin(self) -> None:
         assert self.lease is not None
         self.computed = self.lease.cached_tokens
-        self._todo = self._critical = None
-        self._table = np.empty(0, dtype=np.int32)
+        self.scattered = self.selecting = None
+        self.forget_table()
         if self.cached is None:
             self.cached = self.lease.tokens_by_tier
 
-    def fuse(self, spans: Iterable[tuple[int, int]], anew: Positions, by_tier: TierTokens, recomputed: int) -> None:
-        """Positions within `spans` have KV now, those in `anew` are computed nevertheless; `recomputed` of those that
-        were taken over, `by_tier`, from other requests."""
-        missing = np.ones(len(self.tokens), dtype=np.bool_)
-        missing[: self.computed] = False
-        for begin, end in spans:
-            missing[begin:end] = False
-        last = self.fusion is not None and self.fusion.as_if_last and len(anew) > 0
-        exact = missing.copy()
-        missing[anew] = True
-        if not last:
-            exact[anew] = True
+    def take_over(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
+        """Positions within `spans` have KV now; those within `found` from other requests, `by_tier`."""
+        assert self.fusion is not None
+        in_order = not self.fusion.as_if_last and self.fusion.rounds == 1
+        size = len(self.tokens)
+        self.scattered = ScatteredPrefill(size, self.computed, spans, self.path_tokens, documents_first=not in_order)
+        self._found, self._by_tier = found, by_tier
+
+    def choose(self, anew: Positions, *, in_full: bool = False) -> None:
+        """Compute these positions nevertheless; or everything, after `anew` were overwritten."""
+        assert self.scattered is not None and self.fusion is not None
+        if in_full:
+            self.scattered.choose_all(anew)
+        else:
+            self.scattered.choose(anew, as_if_last=self.fusion.as_if_last)
         if self.fused is None:
-            self.fused, self.recomputed = by_tier, recomputed
-        approximate = np.flatnonzero(~exact[self.computed :])
-        if len(approximate):
-            self._todo = np.flatnonzero(missing)
-            self._exact_tokens = self.computed + int(approximate[0])
-        if last:
-            # They see all documents, which have KV before.
-            self._critical = anew
-            documents = np.flatnonzero(exact[: self.path_tokens])
-            documents = documents[documents >= self.computed]
-            self._todo = np.concatenate((documents, np.setdiff1d(np.flatnonzero(missing), documents)))
+            self.fused = self._by_tier
+            self.recomputed = sum(int(np.sum((anew >= begin) & (anew < end))) for begin, end in self._found)
+        if in_full:
+            self.recomputed = self.fused.total
+
+    def take(self, room: int) -> int:
+        """How many tokens a step with so much room computes: more if some must share one."""
+        return min(room, self.pending) if self.scattered is None else self.scattered.take(room)
 
     def positions(self, tokens: int) -> Positions:
         """The next ones to compute."""
-        return np.arange(self.computed, self.computed + tokens) if self._todo is None else self._todo[:tokens]
-
-    def critical(self, positions: Positions) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-        """Which of them are computed as though their document came last; None: none."""
-        if self._critical is None:
-            return None
-        chosen = np.isin(positions, self._critical)
-        return chosen if chosen.any() else None
+        if self.scattered is not None:
+            return self.scattered.positions(tokens)
+        return np.arange(self.computed, self.computed + tokens)
 
     @property
     def documents(self) -> list[tuple[int, int]]:
@@ -179,18 +182,16 @@ class Sequence:
 
     def exact_after(self, tokens: int) -> int:
         """Tokens with exact KV once the next `tokens` are computed."""
-        if self._todo is None:
-            return self.computed + tokens
-        return min(self._exact_tokens, int(self._todo[tokens - 1]) + 1)
+        return self.computed + tokens if self.scattered is None else self.scattered.exact_after(tokens)
 
     def advance(self, tokens: int) -> None:
         """The next `tokens` are computed."""
-        if self._todo is None:
+        if self.scattered is None:
             self.computed += tokens
-        elif tokens < len(self._todo):
-            self._todo = self._todo[tokens:]
-        else:
-            self._todo, self.computed = None, len(self.tokens)
+            return
+        self.scattered.advance(tokens)
+        if not self.pending and self.selecting is None:
+            self.scattered, self.computed = None, len(self.tokens)
 
     def forget_cached(self) -> None:
         """What it had found is lost before it was of use."""
@@ -199,14 +200,17 @@ class Sequence:
             self.recomputed = 0
 
     def table(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Entries before `computed` never change."""
+        """Entries before `computed` never change, but before `forget_table`."""
         assert self.lease is not None
         blocks = self.lease.block_table
         known = min(len(self._table), self.computed // block_size)
         self._table = np.concatenate((self._table[:known], np.asarray(blocks[known:], dtype=np.int32)))
         return self._table
 
-    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
+    def forget_table(self) -> None:
+        self._table = np.empty(0, dtype=np.int32)
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
         """Append the next token; the last update has a completion."""
         if self._first is None:
             self._first = perf_counter()
@@ -260,95 +264,3 @@ class Sequence:
             self.fused or TierTokens(),
             self.recomputed,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RequestValidator:
-    """Limits: vocabulary, context, size of the pool; `fusion` of requests that do not say theirs, None if none can be
-    fused."""
-
-    vocabulary: int
-    max_model_len: int
-    device_tokens: int
-    block_size: int
-    chunk_tokens: int
-    tokenizer: Any | None
-    end_tokens: frozenset[int]
-    deadline_s: float | None = None
-    max_cached_documents: int | None = None
-    fusion: Fusion | None = None
-
-    def admit(self, request_id: int, request: Request) -> Sequence:
-        """Raises RequestRefusedError if the request can never be served."""
-        tokens = self._checked(request.token_ids)
-        self._check_room(len(tokens), request.sampling.max_tokens)
-        if request.sampling.stop_strings and self.tokenizer is None:
-            raise RequestRefusedError("stop strings need a tokenizer, and the engine has none: give stop tokens")
-        deadline_s = min(self.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
-        fusion = self._checked_fusion(request.fusion)
-        request = replace(request, token_ids=tokens)
-        path = self._path(request)
-        return Sequence(request_id, request, path, self.tokenizer, self.end_tokens, deadline_s, fusion)
-
-    def _path(self, request: Request) -> tuple[Segment, ...]:
-        ends = list(request.document_ends[: self.max_cached_documents])
-        expected_uses = list(request.expected_uses)
-        if ends and 0 < request.prefix_tokens < ends[0]:
-            ends.insert(0, request.prefix_tokens)
-            # What is in front of the documents is used as often as the first one, at least.
-            expected_uses[:0] = expected_uses[:1]
-        known = bool(ends) and 0 <= request.prefix_tokens <= ends[0]
-        return segments_of(
-            request.token_ids,
-            ends,
-            salt=request.salt,
-            chunk_tokens=self.chunk_tokens,
-            expected_uses=expected_uses,
-            prefix_tokens=request.prefix_tokens if known and self.fusion is not None else None,
-        )
-
-    def _checked_fusion(self, fusion: Fusion | Literal["exact"] | None) -> Fusion | None:
-        if fusion is None:
-            return self.fusion
-        if isinstance(fusion, str):
-            return None
-        if self.fusion is None:
-            raise RequestRefusedError("fusion: the engine reuses exact prefixes only: start it with reuse='fused'")
-        try:
-            check_engine_selection(fusion.select)
-        except ValueError as error:
-            raise RequestRefusedError(str(error)) from None
-        return fusion
-
-    def _checked_deadline(self, deadline_s: float | None) -> float:
-        if deadline_s is None:
-            return math.inf
-        if not deadline_s > 0:
-            raise RequestRefusedError(f"deadline_s is {deadline_s}: give more than 0 seconds, or None")
-        return deadline_s
-
-    def _checked(self, token_ids: Iterable[object]) -> list[int]:
-        try:
-            tokens = [index(token) for token in token_ids]  # type: ignore[arg-type]
-        except TypeError as error:
-            raise RequestRefusedError("the prompt's tokens are not all integers") from error
-        if not tokens:
-            raise RequestRefusedError("the prompt is empty: give one token or more")
-        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
-            raise RequestRefusedError(
-                f"the prompt has tokens outside the model's vocabulary of {self.vocabulary}: is the tokenizer another "
-                "model's?"
-            )
-        return tokens
-
-    def _check_room(self, prompt_tokens: int, max_tokens: int) -> None:
-        total = prompt_tokens + max_tokens
-        asked = f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are {total}"
-        if total > self.max_model_len:
-            raise RequestRefusedError(f"{asked}, more than the model's context of {self.max_model_len}: give less")
-        # The last token's KV is never needed.
-        if total - 1 > self.device_tokens:
-            raise RequestRefusedError(
-                f"{asked}, and the pool holds {self.device_tokens} in all (blocks of {self.block_size}): give less, or "
-                "the engine more device_tokens"
-            )

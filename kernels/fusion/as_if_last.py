@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ragorder.kernels.attention import PackedBatch, merge_attention, sparse_attention
 from ragorder.kernels.attention.backends import Backend
+from ragorder.kernels.attention.weights import Queries
 from ragorder.kernels.fusion.rotation import Rotation
 
 __all__ = ["AsIfLast", "Documents"]
@@ -106,6 +107,20 @@ class AsIfLast:
             [parts[third] for third in self._thirds], [weights[third] for third in self._thirds]
         )
         return out
+
+    def queries(
+        self, q: Tensor, layer: int, *, scale: float | None = None, softcap: float | None = None
+    ) -> list[Queries]:
+        """The critical ones of `q`, as they see each of the three ranges."""
+        tripled = self._tripled
+        assert tripled.low is not None and tripled.high is not None
+        turned = self._turn.apply(q[tripled.places], layer)
+        return [
+            Queries(
+                turned[third], tripled.positions[third], scale, None, softcap, tripled.low[third], tripled.high[third]
+            )
+            for third in self._thirds
+        ]
 
 
 def _ranges(position: int, documents: Documents) -> tuple[_Range, _Range, _Range]:

@@ -94,6 +94,13 @@ def engine(trained: ChainModel) -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def three_hops() -> Iterator[tuple[ChainModel, Any]]:
+    model = ChainModel.load(checkpoint(SHIPPED, 3, 0))
+    with chain_engine(model) as made:
+        yield model, made
+
+
 def lines_of(document: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """A document's lines as a reader finds them, without the filler."""
     tokens = list(document)
@@ -421,8 +428,13 @@ class TestShippedModels:
 
     @pytest.mark.parametrize(
         "arm",
-        [Arm(exact=1 / 8), Arm("deviation", exact=1 / 2), Arm(as_if_last=True, exact=1 / 2)],
-        ids=["query", "deviation", "as if last"],
+        [
+            Arm(exact=1 / 8),
+            Arm("deviation", exact=1 / 2),
+            Arm(as_if_last=True, exact=1 / 2),
+            Arm(as_if_last=True, exact=1 / 2, anywhere=True),
+        ],
+        ids=["query", "deviation", "as if last", "anywhere"],
     )
     def test_the_engine_fuses_as_the_reference_does(self, trained: ChainModel, engine: Any, arm: Arm) -> None:
         """A document that was computed behind the system prompt is an exact prefix where it comes first."""
@@ -434,8 +446,32 @@ class TestShippedModels:
                 done = answer_on_engine(engine, questions, number, arm, ratio, keep_logits=True)
                 assert done.cached.total == 1 + questions.level.tokens - prompts.reused_tokens(arm)
                 assert done.fused.total == prompts.reused_tokens(arm)
-                assert done.recomputed == prompts.budget(arm, ratio)
-                expected = prompts.answer(arm, done.recomputed)[number]
+                budget = prompts.budget(arm, ratio)
+                assert done.recomputed <= budget if arm.anywhere else done.recomputed == budget
+                expected = prompts.answer(arm, budget)[number]
+                torch.testing.assert_close(done.logits[: len(expected)], expected, **ALIKE)
+
+    @pytest.mark.parametrize(
+        "arm",
+        [
+            Arm(rounds=2, exact=1 / 8),
+            Arm("deviation", rounds=3, exact=1 / 8),
+            Arm(rounds=2, as_if_last=True, exact=1 / 8),
+            Arm(rounds=2, as_if_last=True, exact=1 / 2, anywhere=True),
+        ],
+        ids=["two rounds", "three rounds", "as if last", "anywhere"],
+    )
+    def test_the_engine_selects_in_rounds_as_the_reference_does(
+        self, three_hops: tuple[ChainModel, Any], arm: Arm
+    ) -> None:
+        model, engine = three_hops
+        questions = draw_questions(2, Level(3, 8), "any", seed=7)
+        prompts = Prompts(model, questions, neighbours=0, seed=0)
+        for number in range(len(questions)):
+            prepare(engine, questions, number, arm)
+            for ratio in (0.01, 0.05, 0.15):
+                done = answer_on_engine(engine, questions, number, arm, ratio, keep_logits=True)
+                expected = prompts.answer(arm, prompts.budget(arm, ratio))[number]
                 torch.testing.assert_close(done.logits[: len(expected)], expected, **ALIKE)
 
     def test_many_questions_are_compared_with_the_reference(self, trained: ChainModel) -> None:

@@ -447,8 +447,8 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
         cold.clear_cache()
         expected += [completion.token_ids for completion in cold.generate([request])]
     engine = make(**small_tiers(model, tmp_path, 24), max_batch_tokens=90, max_requests=4, reuse=reuse)
-    approximate = Fusion(0.3, "random")
-    fusions = ["exact", Fusion(select="all"), approximate] if reuse == "fused" else [None]
+    approximate = [Fusion(0.3, "random"), Fusion(0.4, "query", as_if_last=True, anywhere=True, rounds=2)]
+    fusions = ["exact", Fusion(select="all"), *approximate] if reuse == "fused" else [None]
     broken = faults(engine)
     asked: dict[int, tuple[int, float, float, bool]] = {}
     told: dict[int, list[int]] = {}
@@ -459,7 +459,7 @@ def test_every_request_is_answered_as_by_a_cold_engine_or_says_why_not(
                 kind, deadline_s = random.randrange(len(kinds)), random.choice((8.0, 60.0, 1e6, 1e6))
                 request = kinds[kind]
                 given = replace(request, keep_logits=False, deadline_s=deadline_s, fusion=random.choice(fusions))
-                asked[engine.add(given)] = (kind, deadline_s, clock.now, given.fusion != approximate)
+                asked[engine.add(given)] = (kind, deadline_s, clock.now, given.fusion not in approximate)
         broken.next = [random.choice(KINDS) if broken.count < failures and random.random() < 0.15 else None]
         for update in engine.step():
             told.setdefault(update.request_id, []).extend(update.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +29,8 @@ from ragorder.kernels.engine import (
     TieredEngine,
     UnsupportedModelError,
 )
-from ragorder.kernels.engine.fused import CriticalTokens
+from ragorder.kernels.engine import sequence as requests_under_way
+from ragorder.kernels.paging import OutOfBlocksError
 
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
@@ -72,15 +74,27 @@ def fusing(make: Make) -> Make:
 def anew(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The positions that each fused request computes anew."""
     chosen: list[list[int]] = []
-    choose = CriticalTokens.choose
+    choose = requests_under_way.Sequence.choose
 
-    def recorded(*arguments: Any) -> Any:
-        found = choose(*arguments)
-        chosen.append(found.tolist())
-        return found
+    def recorded(sequence: Any, anew: Any, **options: Any) -> None:
+        chosen.append(anew.tolist())
+        choose(sequence, anew, **options)
 
-    monkeypatch.setattr(CriticalTokens, "choose", recorded)
+    monkeypatch.setattr(requests_under_way.Sequence, "choose", recorded)
     return chosen
+
+
+@dataclass
+class Chooses:
+    """A selection that returns or raises this."""
+
+    found: Any
+    needs: str = "nothing"
+
+    def choose(self, *_: Any) -> Any:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
 
 
 class TestFullReuse:
@@ -166,13 +180,12 @@ class TestRecomputation:
             [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)])
             assert (completion.fused.total, completion.recomputed) == (len(A), recomputed)
 
+    @pytest.mark.parametrize("needs", ["nothing", "question"])
     def test_is_of_everything_if_the_selection_fails(
-        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, needs: str
     ) -> None:
-        def fail(*_: Any) -> Any:
-            raise ValueError("Zanzibar")
-
-        monkeypatch.setattr(CriticalTokens, "_choose", fail)
+        fails = Chooses(ValueError("Zanzibar"), needs)
+        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: fails)
         engine = fusing()
         warm(engine, [A], [B])
         request = prompt_of(SYSTEM, [B, A], QUESTION)
@@ -185,7 +198,8 @@ class TestRecomputation:
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Rows of the exact prefix are shared."""
-        monkeypatch.setattr(CriticalTokens, "_choose", lambda *_: torch.arange(0, 60))
+        chooses = Chooses(torch.arange(0, 60))
+        monkeypatch.setattr("ragorder.kernels.engine.selecting.make_selection", lambda _: chooses)
         engine = fusing()
         warm(engine, [A], [B])
         [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION)])
@@ -199,9 +213,14 @@ class TestRecomputation:
 class TestAsIfLast:
     """Critical tokens computed as though their document came last."""
 
-    @pytest.mark.parametrize("recompute", [0.05, 0.3, 1.0])
-    def test_is_what_it_says(self, fusing: Make, plain: Any, anew: list[list[int]], recompute: float) -> None:
-        engine = fusing()
+    @pytest.mark.parametrize(
+        ("recompute", "max_batch_tokens"), [(0.05, 512), (0.3, 512), (1.0, 512), (0.3, 7), (1.0, 1)]
+    )
+    def test_is_what_it_says(
+        self, fusing: Make, plain: Any, anew: list[list[int]], recompute: float, max_batch_tokens: int
+    ) -> None:
+        """Critical tokens see each other, so they share a step, however small it is to be."""
+        engine = fusing(max_batch_tokens=max_batch_tokens)
         warm(engine, [A], [B], [C])
         documents = [C, A, D, B]
         request = prompt_of(SYSTEM, documents, QUESTION, fusion=Fusion(recompute, "random", as_if_last=True))
@@ -243,6 +262,196 @@ class TestAsIfLast:
             assert list(found.token_ids) == greedy(plain, request)
         for one, other in zip(alone, (first, second), strict=True):
             assert off(one, other.logits) <= 1e-4
+
+    def test_beyond_the_memory_of_a_step_is_full_attention(
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = fusing(max_batch_tokens=64)
+        warm(engine, [A], [B], [C])
+        compute = engine._runner.compute
+
+        def needs_room(chunks: Any) -> Any:
+            if sum(chunk.tokens for chunk in chunks) > 20:
+                raise torch.OutOfMemoryError
+            return compute(chunks)
+
+        monkeypatch.setattr(engine._runner, "compute", needs_room)
+        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=Fusion(0.5, "random", as_if_last=True), max_tokens=3)
+        [completion] = engine.generate([request])
+        assert difference(completion, plain, request) <= 1e-4
+        assert list(completion.token_ids) == greedy(plain, request)
+        assert completion.recomputed == len(A) + len(B)
+        assert "memory is short for 26 tokens in one step" in caplog.text
+        assert engine.stats().retries == 0
+
+
+class TestAnywhere:
+    """Critical tokens of the exact prefix, too."""
+
+    @pytest.mark.parametrize("block_size", [1, 16, 48])
+    @pytest.mark.parametrize("select", ["random", "query", "deviation"])
+    def test_is_what_it_says(
+        self, fusing: Make, plain: Any, anew: list[list[int]], select: str, block_size: int
+    ) -> None:
+        engine = fusing(block_size=block_size)
+        warm(engine, [A], [B], [C])
+        # The prefix, then a document that is computed in place.
+        documents = [C, D, A, B]
+        fusion = Fusion(0.5, select, as_if_last=True, anywhere=True)
+        request = prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)
+        [completion] = engine.generate([request])
+        [positions] = anew
+        assert len(positions) == round(0.5 * (len(A) + len(B)))
+        taken = taken_of(documents, [], [C], [], [])
+        if select == "random":
+            assert min(positions) < taken[0].span[1]
+        expected = fused_logits(plain, request.token_ids, taken, positions, [each.span for each in taken])
+        assert off(completion, expected) <= 1e-4
+        assert completion.cached.total == len(SYSTEM) + len(C)
+        assert completion.recomputed == sum(position >= taken[2].start for position in positions)
+        # The tree has what it had, and the document that was computed in place.
+        exact = prompt_of(SYSTEM, [C, D], tokens(4, 8), fusion="exact", max_tokens=5)
+        [again] = engine.generate([exact])
+        assert again.cached.total == len(SYSTEM) + len(C) + len(D)
+        assert difference(again, plain, exact) <= 1e-4
+        assert list(again.token_ids) == greedy(plain, exact)
+        assert used_blocks(engine) == 0
+
+    def test_a_prefix_that_another_request_computes_in_the_same_step(self, fusing: Make, plain: Any) -> None:
+        engine = fusing(schedule="fcfs")
+        warm(engine, [A])
+        requests = [
+            prompt_of(SYSTEM, [C], QUESTION, fusion="exact", max_tokens=3),
+            prompt_of(SYSTEM, [C, A], QUESTION, fusion=Fusion(1.0, "random", as_if_last=True, anywhere=True)),
+        ]
+        first, second = engine.generate(requests)
+        assert list(first.token_ids) == greedy(plain, requests[0])
+        [alone] = engine.generate(requests[1:])
+        assert off(second, alone.logits) <= 1e-4
+
+    def test_without_room_for_the_prefix_is_of_what_was_taken_over(
+        self, fusing: Make, plain: Any, anew: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OutOfBlocksError
+
+        engine = fusing()
+        warm(engine, [A], [C])
+        monkeypatch.setattr(engine._cache, "make_private", full)
+        fusion = Fusion(1.0, "random", as_if_last=True, anywhere=True)
+        request = prompt_of(SYSTEM, [C, A], QUESTION, fusion=fusion)
+        [completion] = engine.generate([request])
+        [positions] = anew
+        begin = len(SYSTEM) + len(C)
+        assert 0 < len(positions) < len(A) and min(positions) >= begin
+        taken = taken_of([C, A], [], [])
+        expected = fused_logits(plain, request.token_ids, taken, positions, [each.span for each in taken])
+        assert off(completion, expected) <= 1e-4
+
+
+class TestRounds:
+    """The second half of the tokens is what the first half attends to."""
+
+    @pytest.mark.parametrize("last", [False, True])
+    @pytest.mark.parametrize("max_batch_tokens", [7, 512])
+    def test_are_of_the_budget_and_what_is_computed_is_as_ever(
+        self, fusing: Make, plain: Any, anew: list[list[int]], last: bool, max_batch_tokens: int
+    ) -> None:
+        engine = fusing(max_batch_tokens=max_batch_tokens)
+        warm(engine, [A], [B], [C])
+        documents = [C, D, B, A]
+        chosen = []
+        for recompute, rounds in ((0.15, 1), (0.3, 2)):
+            fusion = Fusion(recompute, "query", as_if_last=last, rounds=rounds)
+            request = prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)
+            [completion] = engine.generate([request])
+            positions = anew.pop()
+            assert len(positions) == completion.recomputed == round(recompute * (len(A) + len(B)))
+            taken = taken_of(documents, None, None, [], [])
+            spans = [each.span for each in taken_of(documents, [], [], [], [])] if last else ()
+            expected = fused_logits(plain, request.token_ids, taken, positions, spans)
+            assert off(completion, expected) <= 1e-4
+            chosen.append(set(positions))
+        assert chosen[0] < chosen[1]
+
+
+class TestSelecting:
+    @pytest.mark.parametrize(
+        "fusion",
+        [Fusion(0.3, "deviation"), Fusion(0.3, "query", rounds=3), Fusion(0.5, "query", True, True, 2)],
+        ids=["deviation", "three rounds", "anywhere"],
+    )
+    def test_leaves_each_step_to_others_too(self, fusing: Make, plain: Any, fusion: Fusion) -> None:
+        engine = fusing(max_batch_tokens=16)
+        warm(engine, [A], [B], [C])
+        decoding = prompt_of([], [], tokens(5, 93), max_tokens=40)
+        engine.add(decoding)
+        told = [update.token_ids for update in engine.step()]
+        request = engine.add(prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=fusion))
+        selecting = 0
+        while True:
+            updates = engine.step()
+            [sequence] = [each for each in engine._sequences.values() if each.request_id == request] or [None]
+            told += [update.token_ids for update in updates if update.request_id != request]
+            if sequence is None:
+                break
+            selecting += sequence.selecting is not None
+            assert len(updates) == 1
+        assert selecting > 1
+        run_to_end = [update.token_ids for _ in range(60) for update in engine.step()]
+        assert [token for each in (*told, *run_to_end) for token in each] == greedy(plain, decoding)
+
+    def test_is_not_begun_before_the_documents_in_place_have_kv(self, fusing: Make, monkeypatch: Any) -> None:
+        engine = fusing(max_batch_tokens=8)
+        warm(engine, [A], [B])
+        scenes = []
+        scorer = engine._scheduler._fuser._scorer
+        attention = scorer.attention
+        monkeypatch.setattr(
+            scorer, "attention", lambda scene, **options: scenes.append(scene) or attention(scene, **options)
+        )
+        engine.generate([prompt_of(SYSTEM, [A, C, B], QUESTION, fusion=Fusion(0.2, "query"))])
+        [scene] = scenes
+        assert bool(scene.held("cpu").all())
+        assert scene.exact_tokens == len(SYSTEM) + len(A) + len(C)
+
+    @pytest.mark.parametrize("steps", range(1, 7))
+    def test_is_left_when_the_request_is(self, fusing: Make, plain: Any, steps: int) -> None:
+        engine = fusing(max_batch_tokens=8)
+        warm(engine, [A], [B])
+        fusion = Fusion(0.5, "query", as_if_last=True, anywhere=True, rounds=2)
+        request_id = engine.add(prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion, max_tokens=9))
+        for _ in range(steps):
+            engine.step()
+        assert engine.abort(request_id)
+        exact = prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact")
+        [completion] = engine.generate([exact])
+        assert difference(completion, plain, exact) <= 1e-4
+        assert used_blocks(engine) == 0
+
+    def test_a_failing_device_has_the_request_start_over(
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(0.3, "query", rounds=2))
+        [undisturbed] = engine.generate([request])
+        scorer = engine._scheduler._fuser._scorer
+        forward, failures = scorer._forward, [RuntimeError(), torch.OutOfMemoryError()]
+
+        class Fails:
+            def until_ended(self, *arguments: Any) -> None:
+                if failures:
+                    raise failures.pop()
+                forward.until_ended(*arguments)
+
+        monkeypatch.setattr(scorer, "_forward", Fails())
+        [completion] = engine.generate([request])
+        assert not failures
+        # Shorter steps keep what is cached, another failure loses it: then all is computed.
+        assert off(completion, undisturbed.logits) > 1e-2
+        assert difference(completion, plain, request) <= 1e-4
+        assert (engine.stats().failed_steps, engine.stats().retries) == (2, 1)
 
 
 class TestTheTree:
@@ -432,6 +641,7 @@ class TestWithOthers:
             NONE,
             ALL,
             Fusion(0.2, "deviation"),
+            Fusion(0.4, "query", as_if_last=True, anywhere=True, rounds=2),
         ]
         seen: Counter[str] = Counter()
         for _ in range(length(60, 8)):
@@ -563,10 +773,26 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r"recompute is .*: give a share of the reused tokens, from 0 to 1"):
                 Fusion(recompute)
 
-    @pytest.mark.parametrize("settings", [{"recompute": 1.5}, {"select": "best"}, {"reuse": "both"}])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"recompute": 1.5},
+            {"select": "best"},
+            {"select": "inter"},
+            {"reuse": "both"},
+            {"select_rounds": 0},
+            {"anywhere": True},
+        ],
+    )
     def test_settings_that_cannot_be(self, make: Make, settings: dict[str, Any]) -> None:
         with pytest.raises(ValidationError, match=next(iter(settings))):
             make(**settings)
+
+    def test_rounds_and_places_that_cannot_be(self) -> None:
+        with pytest.raises(ValueError, match="rounds is 0: give 1 or more"):
+            Fusion(rounds=0)
+        with pytest.raises(ValueError, match="anywhere requires as_if_last"):
+            Fusion(anywhere=True)
 
     def test_a_fused_request_of_an_exact_engine(self, make: Make) -> None:
         with pytest.raises(RequestRefusedError, match="reuse='fused'"):
@@ -575,3 +801,7 @@ class TestRefusals:
     def test_a_selection_that_is_none(self, fusing: Make) -> None:
         with pytest.raises(RequestRefusedError, match="selection must be one of"):
             fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="best")))
+
+    def test_a_selection_whose_facts_are_not_kept_with_copies(self, fusing: Make) -> None:
+        with pytest.raises(RequestRefusedError, match="goes by what the engine does not measure"):
+            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="inter")))

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from support.fused_reference import prompt_of
 
 from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
-from ragorder.kernels.engine.fused import CriticalTokens
+from ragorder.kernels.engine import sequence as requests_under_way
 from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.scoring import Scorer
 
@@ -45,14 +45,13 @@ def fusing(make: Make) -> Make:
 def selected(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The positions that each fused request computes anew."""
     found: list[list[int]] = []
-    choose = CriticalTokens.choose
+    choose = requests_under_way.Sequence.choose
 
-    def recorded(*arguments: Any) -> Any:
-        chosen = choose(*arguments)
-        found.append(chosen.tolist())
-        return chosen
+    def recorded(sequence: Any, anew: Any, **options: Any) -> None:
+        found.append(anew.tolist())
+        choose(sequence, anew, **options)
 
-    monkeypatch.setattr(CriticalTokens, "choose", recorded)
+    monkeypatch.setattr(requests_under_way.Sequence, "choose", recorded)
     return found
 
 
@@ -65,25 +64,15 @@ def served(engine: TieredEngine, documents: Sequence[Sequence[int]], **options: 
     return completion
 
 
-def test_selects_as_without_it_where_a_document_has_no_kv(fusing: Make, selected: list[list[int]]) -> None:
-    """There the question is computed behind the system prompt alone in any case."""
-    cold = served(fusing(), [NEW, B, A])
-    engine = fusing()
-    warmed = served(engine, [NEW, B, A], warmed=True)
-    assert selected[0] == selected[1]
-    assert len(selected[0]) == round(0.3 * (len(A) + len(B)))
-    assert float((warmed.logits - cold.logits).abs().max()) <= 1e-4
-    assert counts(engine) == (1, 1)
-
-
-def test_selects_by_the_question_alone_where_all_documents_have_kv(
-    fusing: Make, selected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("documents", [[B, A], [NEW, B, A]], ids=["all have KV", "one has none"])
+def test_selects_by_the_question_alone(
+    fusing: Make, selected: list[list[int]], monkeypatch: pytest.MonkeyPatch, documents: list[list[int]]
 ) -> None:
     engine = fusing()
-    warmed = served(engine, [B, A], warmed=True)
+    warmed = served(engine, documents, warmed=True)
     attention = Scorer.attention
-    monkeypatch.setattr(Scorer, "attention", lambda self, scene: attention(self, scene, alone=True))
-    alone = served(fusing(), [B, A])
+    monkeypatch.setattr(Scorer, "attention", lambda *given, **options: attention(*given, **options | {"alone": True}))
+    alone = served(fusing(), documents)
     assert selected[0] == selected[1]
     assert float((warmed.logits - alone.logits).abs().max()) <= 1e-4
     assert counts(engine) == (1, 1)
@@ -93,9 +82,9 @@ def test_saves_the_questions_forward(fusing: Make, monkeypatch: pytest.MonkeyPat
     read: list[int] = []
     reading = Scorer.read
 
-    def recorded(self: Scorer, scene: Any, start: int) -> Any:
+    def recorded(self: Scorer, scene: Any, start: int, *most: Any) -> Any:
         read.append(start)
-        return reading(self, scene, start)
+        return reading(self, scene, start, *most)
 
     monkeypatch.setattr(Scorer, "read", recorded)
     served(fusing(), [B, A], warmed=True)

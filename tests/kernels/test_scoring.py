@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -405,6 +406,66 @@ class TestScorer:
         step = pack([Piece(prompt, 0, engine.table, True)], engine.layers, "cpu")
         logits = engine.model.forward(step.token_ids, step.positions, step.kept, step.attention)
         torch.testing.assert_close(logits[0], engine.eager(prompt).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def ended(steps: Generator[int, None, Tensor]) -> tuple[list[int], Tensor]:
+    """The tokens of each forward, and the result."""
+    sizes = []
+    while True:
+        try:
+            sizes.append(next(steps))
+        except StopIteration as end:
+            return sizes, end.value
+
+
+class TestAttending:
+    """What tokens of the documents attend to, over all layers."""
+
+    ROWS = np.array([25, 26, 60, 61, 62, 100, 129])
+
+    def scene(self, engine: Engine, prompt: list[int]) -> Scene:
+        table = np.asarray(engine.table, dtype=np.int32)
+        return Scene(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
+
+    def scorer(self, engine: Engine) -> Scorer:
+        return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain), "cpu")
+
+    @pytest.mark.parametrize(("most_tokens", "sizes"), [(1000, [7]), (3, [3, 3, 1])])
+    def test_it_is_transformers_own_mean_over_heads_and_layers(
+        self, engine: Engine, most_tokens: int, sizes: list[int]
+    ) -> None:
+        prompt = tokens(END + 9, 1)
+        engine.compute(prompt)
+        found = ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, (), most_tokens))
+        assert found[0] == sizes
+        expected = torch.stack(engine.eager(prompt).attentions).mean((0, 2))[0, self.ROWS].sum(0)
+        torch.testing.assert_close(found[1], expected[:END], **CLOSE)
+
+    def test_the_kv_of_these_tokens_is_written(self, engine: Engine) -> None:
+        prompt = tokens(END + 9, 1)
+        engine.compute(prompt)
+        before = engine.pool.kv.clone()
+        for row in self.ROWS:
+            engine.pool.kv[engine.rows(row, row + 1)] = float("nan")
+        ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, (), 3))
+        torch.testing.assert_close(engine.pool.kv, before, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("place", range(3))
+    def test_as_if_last_it_is_that_of_a_prompt_with_the_document_last(self, one_layer: Engine, place: int) -> None:
+        prompt, spans = tokens(END, 1), list(pairwise(accumulate(DOCUMENTS, initial=SYSTEM)))
+        order = [
+            *range(SYSTEM),
+            *(at for span in [*spans[:place], *spans[place + 1 :], spans[place]] for at in range(*span)),
+        ]
+        rows = np.arange(*spans[place])[3:20:4]
+        one_layer.compute(prompt)
+        scene = self.scene(one_layer, [*prompt, 1])
+        sizes, found = ended(self.scorer(one_layer).attending(scene, rows, spans, 2))
+        assert sizes == [len(rows)]
+        attention = one_layer.eager([prompt[at] for at in order]).attentions[0][0].mean(0)
+        expected = torch.zeros(END)
+        expected[order] = attention[[order.index(row) for row in rows]].sum(0)
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 class TestCrossAttention:

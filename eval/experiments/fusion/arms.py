@@ -44,7 +44,7 @@ class Arm:
 
     @property
     def on_engine(self) -> bool:
-        return self.copies == "alone" and not self.anywhere and self.rounds == 1
+        return self.copies == "alone"
 
 
 ARMS: Mapping[str, Arm] = {

@@ -46,9 +46,7 @@ class Fusion(Experiment):
 
     def obstacle(self, suite: Suite, cell: FusionCell, policy: str) -> str | None:
         if cell.by == "engine" and not ARMS[policy].on_engine:
-            return (
-                "by = engine has no preprocessed copies and no critical tokens in the exact prefix: take by = reference"
-            )
+            return "by = engine has no preprocessed copies: take by = reference"
         return _no_torch()
 
     def steps(self, job: Job) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.experiments.embedded.clocks import timed
@@ -22,7 +22,7 @@ from ragorder.eval.running.load import rotated
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragorder.kernels.engine import Completion, Request, TieredEngine
+    from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
 
 __all__ = ["ServedCurve", "answer_on_engine", "chain_engine", "measure_on_engine", "prepare", "reference_arm"]
 
@@ -104,7 +104,7 @@ def prepare(engine: TieredEngine, questions: Questions, number: int, arm: Arm) -
     paths = [[document] for document in documents]
     engine.clear_cache()
     for path in [*paths, documents[:exact]] if exact else paths:
-        _generate(engine, _request(path, [ASK], exact=True))
+        _generate(engine, _request(path, [ASK], "exact"))
 
 
 def answer_on_engine(
@@ -113,9 +113,7 @@ def answer_on_engine(
     """Raises EngineError if another prefix was exact than the arm has, or a document was not taken over."""
     documents = questions.documents[number].tolist()
     question = [ASK, int(questions.names[number])]
-    select = {0.0: "none", 1.0: "all"}.get(ratio, arm.select)
-    last = arm.as_if_last and ratio > 0
-    request = _request(documents, question, ratio=ratio, select=select, as_if_last=last, keep_logits=keep_logits)
+    request = _request(documents, question, _fusion(arm, ratio), keep_logits=keep_logits)
     done = _generate(engine, request)
     level = questions.level
     exact = len(_SYSTEM) + round(reference_arm(arm, questions).exact * level.documents) * level.document_tokens
@@ -126,17 +124,24 @@ def answer_on_engine(
     return done
 
 
+def _fusion(arm: Arm, ratio: float) -> Fusion:
+    from ragorder.kernels.engine import Fusion
+
+    if not ratio:
+        return Fusion(0.0, "none")
+    # With the exact prefix among them, as many as were taken over are not all.
+    select = "all" if ratio == 1 and not arm.anywhere else arm.select
+    return Fusion(ratio, select, arm.as_if_last, arm.anywhere, arm.rounds)
+
+
 def _request(
     documents: Sequence[Sequence[int]],
     question: Sequence[int],
+    fusion: Fusion | Literal["exact"],
     *,
-    exact: bool = False,
-    ratio: float = 0.0,
-    select: str = "none",
-    as_if_last: bool = False,
     keep_logits: bool = False,
 ) -> Request:
-    from ragorder.kernels.engine import Fusion, Request, Sampling
+    from ragorder.kernels.engine import Request, Sampling
 
     tokens, ends = list(_SYSTEM), []
     for document in documents:
@@ -148,7 +153,7 @@ def _request(
         Sampling(max_tokens=1, ignore_eos=True),
         keep_logits=keep_logits,
         prefix_tokens=len(_SYSTEM),
-        fusion="exact" if exact else Fusion(ratio, select, as_if_last),
+        fusion=fusion,
     )
 
 

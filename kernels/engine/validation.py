@@ -1,0 +1,109 @@
+"""Validation of requests: what the engine can serve, and as which path of the knowledge tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, Literal
+
+from ragorder.kernels.cache import Segment, segments_of
+from ragorder.kernels.engine.request import Request, RequestRefusedError
+from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.fusion.selection import check_engine_selection
+from ragorder.kernels.fusion.settings import Fusion
+
+__all__ = ["RequestValidator"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestValidator:
+    """Limits: vocabulary, context, size of the pool; `fusion` of requests that do not say theirs, None if none can be
+    fused."""
+
+    vocabulary: int
+    max_model_len: int
+    device_tokens: int
+    block_size: int
+    chunk_tokens: int
+    tokenizer: Any | None
+    end_tokens: frozenset[int]
+    deadline_s: float | None = None
+    max_cached_documents: int | None = None
+    fusion: Fusion | None = None
+
+    def admit(self, request_id: int, request: Request) -> Sequence:
+        """Raises RequestRefusedError if the request can never be served."""
+        tokens = self._checked(request.token_ids)
+        self._check_room(len(tokens), request.sampling.max_tokens)
+        if request.sampling.stop_strings and self.tokenizer is None:
+            raise RequestRefusedError("stop strings need a tokenizer, and the engine has none: give stop tokens")
+        deadline_s = min(self.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
+        fusion = self._checked_fusion(request.fusion)
+        request = replace(request, token_ids=tokens)
+        path = self._path(request)
+        return Sequence(request_id, request, path, self.tokenizer, self.end_tokens, deadline_s, fusion)
+
+    def _path(self, request: Request) -> tuple[Segment, ...]:
+        ends = list(request.document_ends[: self.max_cached_documents])
+        expected_uses = list(request.expected_uses)
+        if ends and 0 < request.prefix_tokens < ends[0]:
+            ends.insert(0, request.prefix_tokens)
+            # What is in front of the documents is used as often as the first one, at least.
+            expected_uses[:0] = expected_uses[:1]
+        known = bool(ends) and 0 <= request.prefix_tokens <= ends[0]
+        return segments_of(
+            request.token_ids,
+            ends,
+            salt=request.salt,
+            chunk_tokens=self.chunk_tokens,
+            expected_uses=expected_uses,
+            prefix_tokens=request.prefix_tokens if known and self.fusion is not None else None,
+        )
+
+    def _checked_fusion(self, fusion: Fusion | Literal["exact"] | None) -> Fusion | None:
+        if fusion is None:
+            return self.fusion
+        if isinstance(fusion, str):
+            return None
+        if self.fusion is None:
+            raise RequestRefusedError("fusion: the engine reuses exact prefixes only: start it with reuse='fused'")
+        try:
+            check_engine_selection(fusion.select)
+        except ValueError as error:
+            raise RequestRefusedError(str(error)) from None
+        return fusion
+
+    def _checked_deadline(self, deadline_s: float | None) -> float:
+        if deadline_s is None:
+            return math.inf
+        if not deadline_s > 0:
+            raise RequestRefusedError(f"deadline_s is {deadline_s}: give more than 0 seconds, or None")
+        return deadline_s
+
+    def _checked(self, token_ids: Iterable[object]) -> list[int]:
+        try:
+            tokens = [index(token) for token in token_ids]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RequestRefusedError("the prompt's tokens are not all integers") from error
+        if not tokens:
+            raise RequestRefusedError("the prompt is empty: give one token or more")
+        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            raise RequestRefusedError(
+                f"the prompt has tokens outside the model's vocabulary of {self.vocabulary}: is the tokenizer another "
+                "model's?"
+            )
+        return tokens
+
+    def _check_room(self, prompt_tokens: int, max_tokens: int) -> None:
+        total = prompt_tokens + max_tokens
+        asked = f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are {total}"
+        if total > self.max_model_len:
+            raise RequestRefusedError(f"{asked}, more than the model's context of {self.max_model_len}: give less")
+        # The last token's KV is never needed.
+        if total - 1 > self.device_tokens:
+            raise RequestRefusedError(
+                f"{asked}, and the pool holds {self.device_tokens} in all (blocks of {self.block_size}): give less, or "
+                "the engine more device_tokens"
+            )
