@@ -34,7 +34,7 @@ class WorkflowTracing:
         def at(seconds: float | None) -> int:
             return end_ns if seconds is None else min(end_ns, start_ns + round(seconds * 1e9))
 
-        attributes = {
+        attributes: dict[str, Any] = {
             "ragorder.graph": trace.graph,
             "ragorder.outcome": trace.outcome,
             "ragorder.waited_s": trace.waited_s,
