@@ -567,7 +567,7 @@ class TestSearchesThatEndEarly:
         threads = [each for each in threading.enumerate() if each.name.startswith("ragorder-s")]
         assert threads
         del handle, search
-        for _ in range(100):
+        for _ in range(1200):
             gc.collect()
             if ended() is None and gone() is None and not any(thread.is_alive() for thread in threads):
                 return
