@@ -103,9 +103,7 @@ class EmbeddedCell(SuiteCell):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        foreign = _OF_PREFILL if self.measure == "serving" else _OF_SERVING
-        if self.measure != "fused":
-            foreign += _OF_FUSED
+        foreign = (*(_OF_PREFILL if self.measure == "serving" else _OF_SERVING), *(self.measure != "fused") * _OF_FUSED)
         wrong = next((name for name in foreign if name in self.model_fields_set), None)
         if wrong:
             raise ValueError(f'{wrong} does not go with measure = "{self.measure}"')
