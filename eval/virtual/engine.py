@@ -10,30 +10,13 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.virtual.costs import EngineCosts
 from ragorder.pipelining import AnswerChunk, Usage
 
-__all__ = ["EngineCosts", "VirtualEngine", "VirtualRequest"]
+__all__ = ["VirtualEngine", "VirtualRequest"]
 
 # A leap that ends within this of a step's end has made the step.
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCosts:
-    """A step takes step_s + prefill_token_s x prompt tokens + context_token_s x context of all that decode.
-
-    `token_budget`: prompt tokens of a step; `max_requests` run at a time, in a cache of `capacity_tokens`.
-    """
-
-    step_s: float
-    prefill_token_s: float
-    context_token_s: float
-    capacity_tokens: int | None = None
-    token_budget: int = 8192
-    max_requests: int = 256
-
-    def seconds(self, prompt_tokens: int, context_tokens: int) -> float:
-        return self.step_s + self.prefill_token_s * prompt_tokens + self.context_token_s * context_tokens
 
 
 class VirtualRequest(Protocol):

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.servers import Servers
 from ragorder.pipelining.search import Budget, ContinuousIVF
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import one_thread
 
-__all__ = ["SearchCosts", "VirtualIVF", "WholeSearches"]
-
-
-@dataclass(frozen=True, slots=True)
-class SearchCosts:
-    """A search of an index of `vectors` in `clusters`, on `busy_cores` at a time: all of them, or as many as memory has
-    bandwidth for. `code_s`: a vector on one core; `piece_s`: of a piece beside its scan.
-
-    An index of real vectors stands for the large one: each of its vectors counts for many.
-    """
-
-    code_s: float
-    vectors: int
-    clusters: int
-    busy_cores: int
-    piece_s: float = 2e-4
-
-    def code_of(self, index: Any) -> float:
-        """Seconds that one vector of the real index stands for."""
-        return self.code_s * self.vectors / int(index.ntotal)
-
-    def whole_s(self, searches_s: Sequence[float]) -> float:
-        """Of a batch, in which each search has one core."""
-        return max(max(searches_s), sum(searches_s) / self.busy_cores)
-
-    def piece_seconds(self, core_s: float) -> float:
-        """Of a piece, whose clusters are dealt out to all cores."""
-        one_cluster_s = self.code_s * self.vectors / self.clusters
-        return self.piece_s + max(one_cluster_s, core_s / self.busy_cores)
+__all__ = ["VirtualIVF", "WholeSearches"]
 
 
 class VirtualIVF(ContinuousIVF):
@@ -86,16 +57,18 @@ class VirtualIVF(ContinuousIVF):
 
 
 class WholeSearches:
-    """Searches that are not cut: each on a core of its own as one is free, or all that wait as one batch, after which
-    the next one begins."""
+    """Searches that are not cut: each on a core of its own as one is free, or all that wait as one batch (`batched`),
+    after which the next one begins. FAISS gives each search of a batch one core; `dealt`: all cores share its clusters.
+    """
 
-    def __init__(self, index: Any, costs: SearchCosts, *, batched: bool) -> None:
+    def __init__(self, index: Any, costs: SearchCosts, *, batched: bool, dealt: bool = False) -> None:
         self._index = index
         self._costs = costs
         self._sizes = np.fromiter(map(index.get_list_size, range(index.nlist)), np.int64, index.nlist)
         self._code_s = costs.code_of(index)
         self._cores = Servers(costs.busy_cores)
         self._batched = batched
+        self._dealt = dealt
         self._waiting: list[tuple[float, asyncio.Future[None]]] = []
         self._searching: asyncio.Task[None] | None = None
 
@@ -122,7 +95,7 @@ class WholeSearches:
     async def _search_batches(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            await asyncio.sleep(self._costs.whole_s([seconds for seconds, _ in batch]))
+            await asyncio.sleep(self._costs.whole_s([seconds for seconds, _ in batch], dealt=self._dealt))
             for _, ended in batch:
                 if not ended.done():
                     ended.set_result(None)

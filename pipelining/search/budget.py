@@ -11,6 +11,7 @@ __all__ = ["Budget", "PieceLimit"]
 
 _LARGEST_OVERHEAD = 0.02
 _FIRST_OVERHEAD_S = 1e-4
+_OUTLIER = 4.0
 
 
 class PieceLimit(NamedTuple):
@@ -27,9 +28,11 @@ class Budget:
         gain(mb) = (search - mb) / 2 - search / mb * overhead
 
     - `overhead_s`: of a piece beside its scan (β); None: the mean of those measured
-    - the budget grows with the searches that wait for a core, by 1 + waiting / cores
-    - while searches wait, the overhead is at most 2 % of the time
-    - searches are not cut where that gains nothing: shorter than 8 overheads, or than the budget
+    - search is its time on all cores: a piece's clusters are dealt to them, one search's too
+    - it grows with the searches that wait for a core, by 1 + waiting / cores
+    - the overhead is at most 2 % of the time: what comes later is served later, so pieces shorten no wait among equals,
+      and only show results earlier
+    - searches shorter than two such pieces are not cut, others into equal pieces
 
     Raises ValueError for an overhead that is not positive and finite.
     """
@@ -47,14 +50,14 @@ class Budget:
         return self._measured.value or _FIRST_OVERHEAD_S
 
     def learn(self, overhead_s: float) -> None:
-        self._measured.add(max(0.0, overhead_s))
+        """A piece that the operating system interrupted counts at most four times what was expected."""
+        expected = self._measured.value
+        self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 
     def limit(self, search_s: float, waiting: int, cores: int) -> PieceLimit:
-        """`search_s`: mean time of a whole search on one core; `waiting`: searches beyond those that have a core."""
-        overhead_s = self.overhead_s
+        """`search_s`: mean time of a whole search on one core; `waiting`: due searches behind the first."""
+        overhead_s, search_s = self.overhead_s, search_s / cores
         seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
-        if waiting:
-            seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)
-        if search_s <= max(8 * overhead_s, seconds):
-            return PieceLimit(max(search_s, seconds), whole=True)
-        return PieceLimit(seconds, whole=False)
+        seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)
+        pieces = int(search_s / seconds)
+        return PieceLimit(search_s / pieces, whole=False) if pieces > 1 else PieceLimit(max(search_s, seconds), True)

@@ -272,7 +272,7 @@ class ContinuousIVF:
     def _limit(self) -> PieceLimit:
         due = sum(search.handle.due for search in self._running)
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
-        return self.budget.limit(search_s, max(0, due - self._cores), self._cores)
+        return self.budget.limit(search_s, max(0, due - 1), self._cores)
 
     def _next_piece(self) -> list[tuple[RunningSearch, int]]:
         return fill(

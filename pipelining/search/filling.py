@@ -29,12 +29,14 @@ def fill(
     """Searches, oldest first as given, until the cores have work for the piece's time; with the cluster before which
     each one's part ends. Equal shares of a core would only delay them all. Those not due take what the others leave."""
     left = limit.seconds * cores / code_s
-    piece = []
+    piece: list[tuple[RunningSearch, int]] = []
     if order == "shortest":
         searches = sorted(searches, key=lambda each: each.left_codes * code_s - _AGEING * (now_s - each.submitted_s))
     due = (search for search in searches if search.handle.due)
     ahead = (search for search in searches if not search.handle.due)
     for search in chain(due, ahead):
+        if piece and limit.whole and left < search.left_codes / 2:
+            break
         stop = search.end_of_piece(left, whole=limit.whole)
         piece.append((search, stop))
         left -= search.codes[stop] - search.codes[search.done]

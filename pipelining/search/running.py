@@ -66,8 +66,11 @@ class RunningSearch:
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
-        """The cluster before which a piece with room for so many codes ends: at least one is scanned."""
+        """The cluster before which a piece with room for so many codes ends: at least one is scanned, and a small rest
+        is no piece of its own."""
         stop = self.total if whole or self.handle.whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
+        if self.codes[-1] - self.codes[stop] < codes / 4:
+            stop = self.total
         if self._patience is not None:
             # A run of clusters without change begins and ends at the same places in every interleaving.
             stop = min(stop, self.done + self._patience - self.done % self._patience)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from ragorder.pipelining.staged._ivf import ClusterIndex
 __all__ = ["PieceScanner", "one_thread", "shares_of"]
 
 # What it costs to hand a share to another thread.
-_LEAST_SHARE_S = 3e-5
+_HAND_S = 3e-5
 
 
 class _Rows(NamedTuple):
@@ -158,8 +159,9 @@ class PieceScanner:
 
 
 def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:
-    """How many cores a piece is worth."""
-    return max(1, min(cores, int(codes * costs.code_s / max(costs.call_s, _LEAST_SHARE_S))))
+    """How many cores a piece is worth: work / n + n * (what it costs to hand a share over) is least."""
+    work_s = codes * costs.code_s
+    return max(1, min(cores, int(work_s / max(costs.call_s, _HAND_S)), int(math.sqrt(work_s / _HAND_S))))
 
 
 def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> Iterator[tuple[Any, Visits]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,16 +39,31 @@ class Visits(NamedTuple):
         found = numbers >= 0
         return visits if found.all() else visits.part(found)
 
-    def part(self, chosen: slice | NDArray[np.bool_]) -> Visits:
+    def part(self, chosen: slice | NDArray[np.bool_] | NDArray[np.intp]) -> Visits:
         return Visits(self.rows[chosen], self.clusters[chosen], self.coarse[chosen], self.codes[chosen])
 
     def deal(self, shares: int) -> list[Visits]:
         """At most so many parts of about equal codes, none empty."""
         if shares == 1 or not len(self.rows):
             return [self] if len(self.rows) else []
+        if self.rows[0] == self.rows[-1]:
+            return self._deal_by_size(shares)
         total = np.cumsum(self.codes)
         cuts = np.searchsorted(total, total[-1] * np.arange(1, shares) / shares).tolist()
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
+
+    def _deal_by_size(self, shares: int) -> list[Visits]:
+        """Largest first, each to the core that has least: of few clusters one more would be a long wait."""
+        order = np.argsort(-self.codes, kind="stable")
+        busy = [(0, core) for core in range(shares)]
+        cores = []
+        for codes in self.codes[order].tolist():
+            least, core = busy[0]
+            heapreplace(busy, (least + codes, core))
+            cores.append(core)
+        turns = np.argsort(cores, kind="stable")
+        dealt, cuts = self.part(order[turns]), np.cumsum(np.bincount(cores, minlength=shares)).tolist()
+        return [dealt.part(slice(start, stop)) for start, stop in pairwise((0, *cuts)) if start < stop]
 
     def padded(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
         """The rows, and the clusters of each in a row of its own, filled up by -1, which FAISS passes over."""

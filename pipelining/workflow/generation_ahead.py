@@ -38,10 +38,6 @@ class GenerationAhead(Generic[D, R]):
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def speculates(self) -> bool:
-        return self._piece is not None or self._next is not None
-
-    @property
     def right(self) -> bool:
         """The answer is that of a speculation."""
         return self._trace.right

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +49,8 @@ class Tokens:
 
     def copy(self) -> Tokens:
         """The same places, from which another course may be tried."""
-        other = copy(self)
+        other = Tokens.__new__(Tokens)
+        other._graph = self._graph
         other._waiting = {place: list(tokens) for place, tokens in self._waiting.items()}
         other._running, other._ended, other._runs = dict(self._running), list(self._ended), self._runs.copy()
         return other

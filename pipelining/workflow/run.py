@@ -74,6 +74,7 @@ class WorkflowRun(Generic[D, R]):
                 if isinstance(values, Exception):
                     raise NodeError.of(self.graph.name, piece.run.id, values) from values
                 tokens.finish(piece.run, values)
+            self._leave(self._ahead.drop_all("wasted"), "wasted")
             return tokens.state
         finally:
             await self._close()
@@ -84,9 +85,6 @@ class WorkflowRun(Generic[D, R]):
 
     def foreseen(self, piece: Piece, /) -> list[NodeRun]:
         return self._ahead.foreseen(self._tokens, piece)
-
-    def speculates(self, run: NodeRun, /) -> bool:
-        return self._ahead.speculates(run)
 
     def start(self, piece: Piece, /) -> None:
         if piece.after is None:

@@ -80,10 +80,6 @@ class Speculations(Generic[D, R]):
         except Exception:
             return []
 
-    def speculates(self, run: NodeRun) -> bool:
-        place = place_of(run)
-        return place in self._searches or (place in self._generations and self._generations[place].speculates)
-
     def begin(self, piece: Piece, source: Piece, history: Callable[[], History | None]) -> None:
         """A piece ahead of need, because of a due one's progress. Raises what the prompt's or query's function
         raises."""

@@ -38,9 +38,6 @@ class Request(Protocol):
         """Runs that would become due if the piece ended with what it has so far. Those are left out that a piece ahead
         of need does already, with the same inputs."""
 
-    def speculates(self, run: NodeRun, /) -> bool:
-        """Whether a piece ahead of need, with whatever inputs, would be replaced by one for this run."""
-
     def start(self, piece: Piece, /) -> None: ...
 
 

@@ -317,8 +317,8 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         served.reset()
         context, keys = served.request("abcd")
         blocked = threading.Event()
-        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(30), urgent=True))
-        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(30), urgent=True))
+        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
+        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(60), urgent=True))
         for key in keys:
             assert served.manager.lookup(key, context) is vllm().LookupResult.HIT_PENDING
         served.step()
@@ -578,15 +578,15 @@ class TestJobs:
 
         def slow(step: int) -> bool:
             first.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             done.append(("slow", step))
             return True
 
         threads.add(ChunkJob(1, 3, slow))
-        assert first.wait(30)
+        assert first.wait(60)
         threads.add(ChunkJob(2, 2, lambda step: done.append(("urgent", step)) is None, urgent=True))
         go_on.set()
-        assert threads.wait(30)
+        assert threads.wait(60)
         assert done == [("slow", 0), ("urgent", 0), ("urgent", 1), ("slow", 1), ("slow", 2)]
         assert [id for id, _ in threads.take_ended()] == [2, 1]
         assert not threads.busy
@@ -600,7 +600,7 @@ class TestJobs:
         threads.add(ChunkJob(7, 3, step))
         threads.add(ChunkJob(None, 1, lambda _: True))
         threads.add(ChunkJob(8, 0, step))
-        assert threads.wait(30)
+        assert threads.wait(60)
         assert {id: job.worked for id, job in threads.take_ended()} == {7: [True, False, False], 8: []}
 
     def test_closing_drops_what_has_not_begun_and_says_so(self) -> None:
@@ -609,17 +609,17 @@ class TestJobs:
 
         def wait(_: int) -> bool:
             begun.set()
-            return go_on.wait(30)
+            return go_on.wait(60)
 
         for number in range(3):
             threads.add(ChunkJob(number, 2, wait, urgent=number == 2))
-        assert begun.wait(30)
+        assert begun.wait(60)
         closing = threading.Thread(target=threads.close)
         closing.start()
         while not threads._closing:
             time.sleep(0.001)
         go_on.set()
-        closing.join(30)
+        closing.join(60)
         threads.add(ChunkJob(3, 1, wait))
         ended = threads.take_ended()
         assert sorted(id for id, _ in ended) == [0, 1, 2, 3]

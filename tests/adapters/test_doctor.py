@@ -100,7 +100,7 @@ class FakeServer(LocalServer):
         path = handler.path
         self.seen.append((path, dict(handler.headers), body))
         if path in self.hangs:
-            self._gone.wait(10)
+            self._gone.wait(60)
         allowed = self.key is None or handler.headers.get("Authorization") == f"Bearer {self.key}"
         status, content = (self.status.get(path, 0), b"") if allowed else (401, b"")
         if not status:
@@ -616,12 +616,24 @@ class TestCachedTokens:
     @pytest.mark.parametrize("path", ["/v1/completions"])
     def test_are_unknown_of_a_server_that_hangs(self, fake: FakeServer, path: str) -> None:
         fake.hangs.add(path)
-        assert verdicts(fake, timeout_s=0.3)["cached tokens"] == "unknown"
+        assert verdicts(fake, timeout_s=1)["cached tokens"] == "unknown"
 
     def test_are_asked_for_with_a_prompt_that_fits(self, fake: FakeServer) -> None:
         fake.models = {"data": [{"id": "fake", "max_model_len": 40}]}
         findings(fake)
         assert len(fake.bodies("/v1/completions")[0]["prompt"]) == 39
+
+
+class TestTheFakeServer:
+    def test_a_client_that_leaves_first_is_no_error_and_a_bug_is_one(
+        self, fake: FakeServer, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        for error, is_shown in ((BrokenPipeError(), False), (ConnectionResetError(), False), (KeyError(), True)):
+            try:
+                raise error
+            except Exception:
+                fake.handle_error(None, ("127.0.0.1", 1))
+            assert ("Traceback" in capfd.readouterr().err) == is_shown
 
 
 class TestKVEvents:
@@ -658,7 +670,7 @@ class TestKVEvents:
     ) -> None:
         endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
         events = Events(endpoint, f"tcp://127.0.0.1:{free_port()}" if replay else None)
-        found = findings(fake, events=events, timeout_s=0.5)
+        found = findings(fake, events=events, timeout_s=1)
         advice = [str(found[check].advice) for check in ("KV events", "event replay")]
         assert [text.count("enable_kv_cache_events") for text in advice] == [1, 0]
         assert "replay_endpoint" in advice[1]
@@ -688,7 +700,7 @@ class TestKVEvents:
         publisher = publish()
         fake.on_tokens = lambda token_ids: publisher.tell(token_ids[::-1])
         events = Events(publisher.endpoint, publisher.replay_endpoint)
-        found = findings(fake, events=events, timeout_s=1.0)
+        found = findings(fake, events=events, timeout_s=2)
         assert found["KV events"].verdict == "bad"
         assert "this server's own endpoint" in str(found["KV events"].advice)
         assert found["event replay"].verdict == "unknown"
@@ -702,14 +714,14 @@ class TestKVEvents:
 
     def test_are_not_published_by_anybody(self, fake: FakeServer) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
-        found = findings(fake, events=Events(endpoint, endpoint), timeout_s=0.5)
+        found = findings(fake, events=Events(endpoint, endpoint), timeout_s=1)
         assert found["KV events"].verdict == found["event replay"].verdict == "bad"
         assert "no publisher" in found["KV events"].found
         assert "--kv-events-config" in str(found["KV events"].advice)
 
     def test_do_not_come_from_a_web_server(self, fake: FakeServer) -> None:
         endpoint = fake.base_url.replace("http", "tcp")
-        assert "no publisher" in findings(fake, events=Events(endpoint), timeout_s=0.5)["KV events"].found
+        assert "no publisher" in findings(fake, events=Events(endpoint), timeout_s=1)["KV events"].found
 
     @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "127.0.0.1:5557", "", "tcp://host:port"])
     def test_cannot_be_listened_to_at_what_is_no_endpoint(self, fake: FakeServer, endpoint: str) -> None:

@@ -696,7 +696,7 @@ class TestRefusals:
         assert (await refusal(client, CHAT, {"messages": messages}))["code"] == error["code"]
         assert str(LONGEST) in error["message"]
         assert error["code"] == "context_length_exceeded"
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 120
 
     async def test_a_model_without_a_tokenizer_takes_tokens(
         self, load: Callable[..., EngineWorker], model: Path, tmp_path: Path
@@ -843,7 +843,7 @@ class TestWorker:
 
         def wait_and_step() -> Any:
             stepping.set()
-            go_on.wait(30)
+            go_on.wait(60)
             return step()
 
         def note_and_add(request: Request) -> int:
@@ -853,7 +853,7 @@ class TestWorker:
         monkeypatch.setattr(worker.engine, "step", wait_and_step)
         monkeypatch.setattr(worker.engine, "add", note_and_add)
         async with worker.submit([LONG]) as updates:
-            assert await asyncio.to_thread(stepping.wait, 30)
+            assert await asyncio.to_thread(stepping.wait, 60)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05), worker.submit([SHORT]):
                     pass
@@ -1534,7 +1534,7 @@ class TestEnd:
             next(iter(stream))
             began = time.monotonic()
             said = served.stop()
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - began < 120
         assert WORD not in said
 
     @pytest.mark.slow
@@ -1545,7 +1545,7 @@ class TestEnd:
         with served.openai() as client:
             ask(client, served, "abc")
         served.popen.kill()
-        served.popen.communicate(timeout=30)
+        served.popen.communicate(timeout=60)
         left = [path for path in temporary.rglob("*") if path.is_file() or path.is_socket()]
         assert left == []
 

@@ -285,7 +285,7 @@ class TestTheTableIsWhatTheEngineHolds:
         for _ in range(batches):
             server.act(chance)
         events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert agrees(events, server)
         assert events.counters.batches == batches
         assert events.counters.replays
@@ -391,7 +391,7 @@ class TestTheTableIsWhatTheEngineHolds:
         for _ in range(2400):
             server.act(chance)
         events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert agrees(events, server)
         assert events.counters.batches == 2400
         assert troubles(events) <= {"cleared"}
@@ -425,7 +425,7 @@ class TestStartingOver:
         server.store(first, 2)
         late = [server.store()[0] for _ in range(2)]
         events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert troubles(events) == {"start_overs", "orphans"}
         assert events.counters.orphans == 2, "nobody knows what stands before them"
         assert events.blocks._held.keys() == {server.held[each] for each in late}
@@ -726,7 +726,7 @@ class TestGarbage:
     ) -> None:
         server.publish(event)
         events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert events.counters.garbage == 1
         assert agrees(events, server)
 
@@ -745,7 +745,7 @@ class TestGarbage:
         server.store(blocks=2)
         server.publish(event)
         events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert agrees(events, server)
         assert troubles(events) == set()
 
@@ -754,7 +754,7 @@ class TestGarbage:
         server.store(tokens=[7] * BLOCK)
         server.store(tokens=tokens)
         events = subscribe(server, settled=False)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert agrees(events, server)
 
     @pytest.mark.parametrize("number", [4, 1000, 2**63, 2**64 - 2, 2**64 - 1])
@@ -892,7 +892,7 @@ class TestWrongSizes:
         server.publish(stored([1, 2], TOKENS * 2, block_size=size), stored([], [], block_size=size))
         server.publish(stored([1, 2], TOKENS, block_size=BLOCK // 2))
         server.publish(stored([3], [1], block_size=1))
-        assert subscribe(server, settled=False).wait_until_synchronised(10.0)
+        assert subscribe(server, settled=False).wait_until_synchronised(60)
         advice = [record.getMessage() for record in caplog.records]
         assert advice == [f"the engine's KV blocks have 2 tokens, the orderer's {BLOCK}: give block_size=2"]
 
@@ -909,7 +909,7 @@ class TestAServerThatIsNotThere:
         assert not events.synchronised
         server.start()
         server.store(blocks=2)
-        assert events.wait_until_synchronised(10.0)
+        assert events.wait_until_synchronised(60)
         assert eventually(lambda: agrees(events, server))
         server.store()
         assert eventually(lambda: agrees(events, server))
@@ -964,8 +964,9 @@ class TestAServerThatIsNotThere:
 
     @pytest.mark.parametrize("state", ["synchronised", "down", "hanging", "without replays", "answering at length"])
     def test_closing_is_quick_and_leaves_nothing(
-        self, serve: Callable[..., Server], subscribe: Subscribe, state: str
+        self, serve: Callable[..., Server], subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch, state: str
     ) -> None:
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 600.0)
         server = serve(start=state != "down")
         server.answering = state != "hanging"
         server.line = 1000 if state == "answering at length" else None
@@ -974,19 +975,19 @@ class TestAServerThatIsNotThere:
                 server.store()
         events = subscribe(server, settled=False, replay=state != "without replays")
         if state == "synchronised":
-            assert events.wait_until_synchronised(10.0)
+            assert events.wait_until_synchronised(60)
         elif state in ("hanging", "answering at length"):
             assert eventually(lambda: events.counters.replays > 0)
         start = time.monotonic()
         events.close()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 60, "it waits for no answer"
         events.close()
         assert not events._thread.is_alive()
         assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
 
     def test_a_with_block_closes_it(self, server: Server) -> None:
         with KVEventSubscriber(EngineBlocks(BLOCK), server.endpoint, server.replay_endpoint) as events:
-            assert events.wait_until_synchronised(10.0)
+            assert events.wait_until_synchronised(60)
         assert not events._thread.is_alive()
 
     @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there are no file descriptors to be counted")
@@ -996,7 +997,7 @@ class TestAServerThatIsNotThere:
         def cycle() -> None:
             blocks = EngineBlocks(BLOCK)
             with KVEventSubscriber(blocks, server.endpoint, server.replay_endpoint) as events:
-                assert events.wait_until_synchronised(10.0)
+                assert events.wait_until_synchronised(60)
             with pytest.raises(ValueError, match="endpoint"):
                 KVEventSubscriber(blocks, server.endpoint, "nonsense")
             closed.append(events)
@@ -1282,7 +1283,7 @@ class TestEngineBlocks:
         with table._lock:
             thread = threading.Thread(target=use, daemon=True)
             thread.start()
-            thread.join(10.0)
+            thread.join(60)
             assert not thread.is_alive()
         assert not orderer.fallbacks
 
@@ -1492,8 +1493,9 @@ class TestOrdererForVLLM:
     def test_d4_a_server_that_falls_silent_later_is_warned_of_once(
         self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
-        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.2)
+        # A server that answers late on a busy machine is not silent.
+        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 2.0)
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 1.0)
         endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
         with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
             server.store()

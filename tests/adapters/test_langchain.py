@@ -828,13 +828,13 @@ class TestWhichCallAnOrderingBelongsTo:
         def branch(number: int, question: str, last: bool) -> Any:
             def show(documents: list[Document]) -> str:
                 turns[number].set()
-                assert last or turns[number + 1].wait(10)
+                assert last or turns[number + 1].wait(60)
                 return plain(documents)
 
             def ask(prompt: str, config: RunnableConfig) -> Any:
                 return Model().invoke(f"{prompt} #{number}", config)
 
-            wait = RunnableLambda(lambda _: number == 0 or turns[number - 1].wait(10))
+            wait = RunnableLambda(lambda _: number == 0 or turns[number - 1].wait(60))
             return wait | (lambda _: question) | retriever | show | ask
 
         questions = ["abc: ?", "acb: ?", "bca: ?", "cab: ?"]
@@ -876,7 +876,7 @@ class TestWhichCallAnOrderingBelongsTo:
         first, second = Model(delay_s=0.2, started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
-            assert first.started.wait(10)
+            assert first.started.wait(60)
             return second.invoke(f"{prompt} #2", config)
 
         both = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late)
@@ -888,7 +888,7 @@ class TestWhichCallAnOrderingBelongsTo:
         first, others = Slow(errors=[ValueError("no")], started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
-            assert first.started.wait(10)
+            assert first.started.wait(60)
             others.invoke(f"{prompt} #2", config)
             others.invoke(f"{prompt} #3", config)
             first.free.set()
@@ -902,14 +902,14 @@ class TestWhichCallAnOrderingBelongsTo:
         first, second = Slow(started=threading.Event()), Slow(started=threading.Event())
 
         def early(prompt: str, config: RunnableConfig) -> Any:
-            assert second.started.wait(10)
+            assert second.started.wait(60)
             first.free.set()
             while not orderer.finished[0]:
                 time.sleep(0.001)
             second.free.set()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
-            assert first.started.wait(10)
+            assert first.started.wait(60)
             return second.invoke(f"{prompt} #2", config)
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late, three=early)
@@ -969,7 +969,7 @@ class TestWhichCallAnOrderingBelongsTo:
         slow = Slow(started=threading.Event())
 
         def late(prompt: str, config: RunnableConfig) -> None:
-            assert slow.started.wait(10)
+            assert slow.started.wait(60)
             Model().invoke(f"{shouted(retriever.invoke('cd: ?', config))} #2", config)
             slow.free.set()
 
@@ -1015,7 +1015,7 @@ class Slow(Model):
 
     def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
         self.started.set()
-        assert self.free.wait(10)
+        assert self.free.wait(60)
         return super()._generate(messages)
 
 
@@ -1303,7 +1303,7 @@ class TestStreams:
         try:
             thread = threading.Thread(target=ask, daemon=True)
             thread.start()
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive(), "an event of a finaliser waits for the event that it interrupted"
         finally:
             gc.enable()
@@ -1330,7 +1330,7 @@ class TestStreams:
 class TestCancellation:
     async def cancel(self, work: Any, started: asyncio.Event) -> None:
         task = asyncio.create_task(work)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

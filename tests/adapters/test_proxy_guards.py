@@ -110,7 +110,7 @@ def start(server: RawServer) -> Iterator[Callable[..., httpx2.Client]]:
         proxy = uvicorn.Server(server_config(app, grace_s=1, client_s=30, connections=100))
         thread = threading.Thread(target=proxy.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        client = httpx2.Client(base_url=url, timeout=30, trust_env=False, verify=False)
+        client = httpx2.Client(base_url=url, timeout=60, trust_env=False, verify=False)
         running.append((proxy, thread, client))
         return client
 
@@ -118,7 +118,7 @@ def start(server: RawServer) -> Iterator[Callable[..., httpx2.Client]]:
     for proxy, thread, client in running:
         client.close()
         proxy.should_exit = proxy.force_exit = True
-        thread.join(30)
+        thread.join(60)
 
 
 def code_of(response: httpx2.Response) -> str:
@@ -196,7 +196,7 @@ class TestPaths:
         self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
-        with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=30) as connection:
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=60) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             assert connection.recv(12) == b"HTTP/1.1 400"
         assert server.requests == []
@@ -233,7 +233,7 @@ class TestHosts:
     ) -> None:
         url = start(hosts=THIS_MACHINE).base_url
         for head in (b"HTTP/1.0\r\n", b"HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n"):
-            with socket.create_connection((url.host, url.port or 0), timeout=30) as connection:
+            with socket.create_connection((url.host, url.port or 0), timeout=60) as connection:
                 connection.sendall(b"GET /v1/models " + head + b"\r\n")
                 assert connection.recv(10).startswith((b"HTTP/1.1 4",))
         assert server.requests == []

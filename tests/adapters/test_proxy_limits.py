@@ -103,14 +103,14 @@ class Served:
         connection = socket.socket()
         if small:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(30)
+        connection.settimeout(60)
         connection.connect(("127.0.0.1", self.port))
         connection.sendall(sent)
         return connection
 
     def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(30)
+        self._thread.join(60)
 
 
 class Site:
@@ -387,17 +387,22 @@ class TestWorkers:
         assert await long
 
     async def test_m1_a_disconnect_ends_the_wait_and_drops_work_not_begun(self) -> None:
-        workers, release, ended, did = Workers(), threading.Event(), threading.Event(), []
-        running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=lambda _: ended.set()))
+        workers, begun, release, ended, did = Workers(), threading.Event(), threading.Event(), threading.Event(), []
+
+        def work() -> bool:
+            begun.set()
+            return release.wait()
+
+        running = asyncio.create_task(workers.run(work, 1 << 24, abandoned=lambda _: ended.set()))
         waiting = asyncio.create_task(workers.run(lambda: did.append(1), 1 << 24))
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(begun.wait, 60)
         for task in (running, waiting):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert not ended.is_set(), "it is still worked on"
         release.set()
-        assert await asyncio.to_thread(ended.wait, 10)
+        assert await asyncio.to_thread(ended.wait, 60)
         await workers.run(lambda: None, 1 << 24)
         assert did == []
 
@@ -440,7 +445,7 @@ class TestWorkers:
         class Slow(Orderer):
             def order(self, *arguments: Any, **options: Any) -> Any:
                 begun.set()
-                release.wait(30)
+                release.wait(60)
                 ordering = super().order(*arguments, **options)
                 ordering.add_done_callback(finished.append)
                 return ordering
@@ -448,7 +453,7 @@ class TestWorkers:
         finished: list[Any] = []
         body = tagged("abc")
         connection = site.start(orderer=Slow(block_size=16)).connect(head(CHAT, len(body)) + body)
-        assert begun.wait(30)
+        assert begun.wait(60)
         connection.close()
         assert eventually(lambda: site.memory.used == 0), "the request waits for the thread"
         release.set()
@@ -475,9 +480,9 @@ class TestWorkers:
                 connection.sendall(head(CHAT, len(body)) + body)
             time.sleep(0.5)
             # The loop still answers.
-            assert httpx2.get(f"http://127.0.0.1:{port}/ragorder/health", timeout=30).status_code == 200
+            assert httpx2.get(f"http://127.0.0.1:{port}/ragorder/health", timeout=60).status_code == 200
             process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=30)[1]
+            said = process.communicate(timeout=60)[1]
             assert process.returncode == 128 + signal.SIGTERM
             assert "Traceback" not in said
             assert "document" not in said

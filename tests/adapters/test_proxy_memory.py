@@ -99,7 +99,7 @@ def proxy() -> Iterator[Proxy]:
     served = Proxy(f"http://127.0.0.1:{engine.server_port}")
     yield served
     served.process.send_signal(signal.SIGKILL)
-    served.process.wait(30)
+    served.process.wait(60)
     engine.shutdown()
     engine.server_close()
 

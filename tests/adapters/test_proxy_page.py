@@ -58,7 +58,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 class Proxy(Server):
@@ -79,14 +79,14 @@ class Proxy(Server):
             json.dumps(body).encode(),
             {"Content-Type": "application/json", "Authorization": "Bearer key"},
         )
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert response.status == 200
             # A client that leaves before the end has no report.
             assert response.read()
 
     def stats(self) -> Any:
         request = urllib.request.Request(f"{self.url}/ragorder/stats", headers={"Authorization": "Bearer key"})
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
 
@@ -260,7 +260,7 @@ class TestPage:
         with Proxy(upstream, api_key="key") as proxy:
             token = b64encode(b":key").decode()
             request = urllib.request.Request(f"{proxy.url}/ragorder", headers={"Authorization": f"Basic {token}"})
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 policy = response.headers["Content-Security-Policy"]
                 assert response.headers["Cache-Control"] == "no-store"
         assert "default-src 'none'" in policy

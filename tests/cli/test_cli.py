@@ -604,7 +604,7 @@ class TestOrderAsAProcess:
                 process.stdin.flush()
                 assert json.loads(process.stdout.readline())["documents"] == ["a", "b", "c"]
             process.stdin.close()
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
 
     def test_told_to_end_it_ends_what_it_has_started_as_after_an_interrupt(self) -> None:
         script = Path(sys.executable).with_name("ragorder")
@@ -615,7 +615,7 @@ class TestOrderAsAProcess:
             process.stdin.flush()
             process.stdout.readline()
             process.terminate()
-            assert process.wait(10) == 128 + signal.SIGTERM
+            assert process.wait(60) == 128 + signal.SIGTERM
 
     def test_needs_none_of_the_extras(self, python: Any) -> None:
         done = python(*COMMAND, "order", input=lines(request("ab")), blocked=MISSING)
@@ -647,7 +647,7 @@ class TestOrderAsAProcess:
         except BrokenPipeError:
             pass
         said = source.stderr.read().decode()
-        source.wait(20)
+        source.wait(60)
         assert "Traceback" not in said
 
     def test_errors_go_to_standard_error(self, python: Any) -> None:

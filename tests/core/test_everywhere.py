@@ -379,7 +379,7 @@ def serving(*options: str) -> Iterator[str]:
             yield said.removeprefix("Serving on ").strip().removesuffix("/v1")
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
 
 
 @pytest.fixture

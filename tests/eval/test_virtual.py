@@ -20,16 +20,11 @@ np = pytest.importorskip("numpy")
 
 from ragorder.eval.experiments.locality.measuring import build_index
 from ragorder.eval.experiments.staging.measuring import clustered
-from ragorder.eval.virtual import (
-    DeadlockError,
-    EngineCosts,
-    SearchCosts,
-    Servers,
-    VirtualEngine,
-    VirtualIVF,
-    WholeSearches,
-    run_virtual,
-)
+from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
+from ragorder.eval.virtual.engine import VirtualEngine
+from ragorder.eval.virtual.loop import DeadlockError, run_virtual
+from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
+from ragorder.eval.virtual.servers import Servers
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)
@@ -344,9 +339,11 @@ class TestSearchesInPieces:
 
 
 class TestWholeSearches:
-    def find(self, index: Any, queries: Any, at_s: Sequence[float], *, batched: bool) -> list[tuple[list[int], float]]:
+    def find(
+        self, index: Any, queries: Any, at_s: Sequence[float], *, batched: bool, dealt: bool = False
+    ) -> list[tuple[list[int], float]]:
         async def main() -> Any:
-            search = WholeSearches(index, LARGE, batched=batched)
+            search = WholeSearches(index, LARGE, batched=batched, dealt=dealt)
 
             async def find(number: int) -> tuple[list[int], float]:
                 await asyncio.sleep(at_s[number])
@@ -369,3 +366,7 @@ class TestWholeSearches:
         assert found[0][1] == pytest.approx(first_s)
         both_s = first_s + max(core_s(index, queries[1]), core_s(index, queries[2]))
         assert [end_s for _, end_s in found[1:]] == pytest.approx([both_s] * 2)
+
+    def test_of_a_batch_may_share_all_cores(self, index: Any, queries: Any) -> None:
+        found = self.find(index, queries, [0.0], batched=True, dealt=True)
+        assert found[0][1] == pytest.approx(core_s(index, queries[0]) / LARGE.busy_cores)

@@ -982,13 +982,13 @@ class TestManyThreads:
 
         def slow(descriptor: int, buffers: list[memoryview]) -> int:
             writing.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             return write(descriptor, buffers)
 
         monkeypatch.setattr(os, "writev", slow)
         writer = threading.Thread(target=put, args=(store, KEY))
         writer.start()
-        assert writing.wait(30)
+        assert writing.wait(60)
         closer = threading.Thread(target=store.close)
         closer.start()
         with pytest.raises(StoreRefusedError):

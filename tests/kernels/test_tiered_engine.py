@@ -84,7 +84,7 @@ class Held:
         return self.transfer.failed
 
     def wait(self) -> None:
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         self.transfer.wait()
 
     fence = wait

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
+from support.waiting import eventually
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -492,7 +493,7 @@ class FarEnd:
         body = self.enter(request)
         # An answer takes time: threads that never wait would keep the interpreter from the one that reads outcomes.
         time.sleep(0.002)
-        self.open.wait(10)
+        self.open.wait(60)
         return self.leave(body)
 
     async def answer_async(self, request: Any) -> Any:
@@ -670,8 +671,7 @@ class TestTheBatchApi:
         async with aclosing(client.generate_many(alternating(40), concurrency=3)) as outcomes:
             await anext(outcomes)
             far_end.open.clear()
-            await asyncio.sleep(0.05)
-            assert far_end.in_flight == 3
+            assert await asyncio.to_thread(eventually, lambda: far_end.in_flight == 3)
         assert (far_end.in_flight, orderer.unfinished) == (0, [])
         assert len(asyncio.all_tasks()) == 1
 
@@ -688,8 +688,7 @@ class TestTheBatchApi:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await asyncio.sleep(0.05)
-        assert (far_end.in_flight, orderer.unfinished) == (0, [])
+        assert await asyncio.to_thread(eventually, lambda: (far_end.in_flight, orderer.unfinished) == (0, []))
 
     @pytest.mark.vllm
     def test_on_a_real_server(self, vllm_server: Any, vllm_model: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+import json
+from collections.abc import AsyncGenerator, Iterator
 from random import Random
 from typing import Any
 
@@ -11,19 +12,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
-from support.workflows import Asked, PlainPrompts, ScriptedEngine, compiled, digest, graphs
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.eval.experiments.staging.measuring import clustered
-from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, StagedIVF
-from ragorder.pipelining.search import Budget
+from support.workflow_server import (
+    SMALL_PIECES,
+    InjectedError,
+    N,
+    PlayedSearch,
+    SlowEngine,
+    broken,
+    document,
+    eager,
+    interpreted,
+    long_answer,
+    outcome,
+    played_server,
+    retriever,
+    settled,
+    small_index,
+    vector,
+)
+from support.workflows import Asked, PlainPrompts, compiled, graphs
+
+from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, StagedIVF, WarmUp
+from ragorder.pipelining.search import Budget, History
 from ragorder.pipelining.workflow import (
+    END,
+    START,
     CompiledGraph,
-    GraphError,
     NodeError,
     RAGraph,
+    WorkflowResult,
     WorkflowServer,
     hyde,
     interpret,
@@ -32,27 +53,19 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
+from ragorder.pipelining.workflow.trace import WorkflowTrace
 from ragorder.pipelining.workflow.transformations import (
     OrderDocuments,
     Prefetch,
     Reorder,
     SpeculateGeneration,
-    SpeculateRetrieval,
     Split,
 )
-
-D, N = 8, 400
-SMALL_PIECES = 1e-12
 
 
 @pytest.fixture(scope="module")
 def index() -> Any:
-    stored = clustered(N, D, clusters=20, seed=0)
-    index = faiss.index_factory(D, "IVF12,Flat")
-    index.train(stored)
-    index.add(stored)
-    index.nprobe = 8
-    return index
+    return small_index()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,73 +81,6 @@ def search(index: Any) -> Iterator[ContinuousIVF]:
     """One cluster a piece."""
     with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
         yield search
-
-
-def vector(query: str) -> Any:
-    """The same text, the same vector; texts that begin alike are near each other."""
-    near = np.random.default_rng(digest(query[:4])).normal(size=D)
-    return (3 * near + np.random.default_rng(digest(query)).normal(size=D)).astype(np.float32)
-
-
-def document(id: int) -> str:
-    return f"document {id}"
-
-
-def retriever(index: Any) -> Callable[[str, int], Any]:
-    async def retrieve(query: str, topk: int) -> list[str]:
-        return [document(id) for id in index.search(vector(query)[None], topk)[1][0].tolist()]
-
-    return retrieve
-
-
-def long_answer(request: Asked) -> str:
-    """Twenty words that depend on the whole request, the last ones alone on the documents."""
-    text, shown = digest(request.question.text), digest((request.question.text, request.documents))
-    return " ".join([f"w{text:x}"] * 16 + [f"d{shown:x}"] * 4)
-
-
-class SlowEngine(ScriptedEngine):
-    """Gives way between two words, so that searches and generations overlap; knows what runs."""
-
-    def __init__(self, answer: Callable[[Asked], str] = long_answer, *, pause_s: float = 0.0) -> None:
-        super().__init__(answer)
-        self.pause_s = pause_s
-        self.running = 0
-
-    async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
-        self.running += 1
-        try:
-            await asyncio.sleep(self.pause_s)
-            async for chunk in super().stream(request):
-                yield chunk
-                await asyncio.sleep(self.pause_s)
-        finally:
-            self.running -= 1
-
-
-def eager() -> list[Any]:
-    """Speculates wherever it can."""
-    return [
-        SpeculateGeneration(odds=False),
-        SpeculateRetrieval(every=1, embeddings=8),
-        Split(),
-        Reorder(),
-        OrderDocuments(),
-        Prefetch(),
-    ]
-
-
-async def settled(server: Any, engine: SlowEngine, search: ContinuousIVF, prompts: PlainPrompts) -> None:
-    """Nothing is left running anywhere."""
-    assert engine.running == 0 and prompts.open == 0
-    for worker in ("engine", "search", "step"):
-        assert server.wavefront.count(worker) == 0
-    assert server.facts.embedding_ahead == 0 and server.facts.load.pending == 0
-    while search.in_flight:
-        await asyncio.sleep(0.001)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 class TestAnswers:
@@ -196,16 +142,376 @@ class TestAnswers:
             assert engine.sent[-1].question.ordered is ordered
 
 
-async def interpreted(graph: CompiledGraph, index: Any, question: str) -> Any:
-    return await interpret(
-        graph, question, engine=ScriptedEngine(long_answer), prompts=PlainPrompts(), retrieve=retriever(index)
-    )
+class TestSpeculation:
+    async def test_a_search_whose_query_is_written_early_is_used(self, search: ContinuousIVF) -> None:
+        """The first line of a plan is the first query: its search has begun before the plan ends."""
+        engine = SlowEngine(lambda request: "first line\n" + "word " * 40, pause_s=0.001)
+        trace = await self.traced(search, engine, multistep(rounds=2).compile())
+        found = [piece for piece in trace.pieces if piece.kind == "speculative" and piece.worker == "search"]
+        assert found[0].outcome == "used"
+        plan, first = (
+            trace.pieces[0],
+            next(piece for piece in trace.pieces if piece.node == "search" and piece not in found),
+        )
+        assert found[0].started_s < plan.ended_s <= first.started_s
+
+    async def test_a_query_that_changes_is_searched_again(self, index: Any, search: ContinuousIVF) -> None:
+        engine = SlowEngine(lambda request: " ".join(f"word{number}" for number in range(41)), pause_s=0.001)
+        graph = hyde().compile()
+        trace = await self.traced(search, engine, graph)
+        found = [piece for piece in trace.pieces if piece.kind == "speculative" and piece.worker == "search"]
+        assert found and {piece.outcome for piece in found} == {"rolled back"}
+        assert engine.sent[-1].documents == tuple(await retriever(index)(" ".join(f"word{n}" for n in range(41)), 5))
+
+    async def test_a_branch_that_is_not_taken_leaves_nothing(self, search: ContinuousIVF) -> None:
+        """Half the text would lead to a search, the whole does not."""
+        words = [f"word{number}" for number in range(30)]
+        graph = RAGraph("turns")
+        graph.add_generation("think", prompt="{query}", output="text")
+        graph.add_retrieval("search", query="text")
+        graph.add_generation("answer", prompt="{docs} {query}")
+        graph.add_edge(START, "think").add_edge("search", "answer").add_edge("answer", END)
+        graph.add_edge("think", lambda state: END if words[-1] in state["text"] else "search", to=("search", END))
+        trace = await self.traced(
+            search, SlowEngine(lambda request: " ".join(words), pause_s=0.001), graph.compile(answer="text")
+        )
+        found = [piece for piece in trace.pieces if piece.worker == "search"]
+        assert found and found[-1].outcome == "wasted" and all(piece.kind == "speculative" for piece in found)
+
+    async def test_a_due_generation_does_not_wait_for_a_wrong_one(self) -> None:
+        """The engine takes its time to abort; the right request is sent meanwhile."""
+
+        class Stuck(SlowEngine):
+            aborted = asyncio.Event()
+
+            async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+                wrong = request.documents == ("document 1",)
+                try:
+                    async for chunk in super().stream(request):
+                        yield chunk
+                        if wrong:
+                            await asyncio.sleep(3600)
+                finally:
+                    if wrong:
+                        await self.aborted.wait()
+
+        engine, search = Stuck(), PlayedSearch([1], [2])
+        async with played_server(engine, search) as server:
+            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+            while len(engine.sent) < 2 or engine.running > 1:
+                search.next()
+                await asyncio.sleep(0)
+            assert not run.done() and not engine.aborted.is_set()
+            assert [request.documents for request in engine.sent] == [("document 1",), ("document 2",)]
+            engine.aborted.set()
+            trace = (await run).trace
+        assert [(piece.kind, piece.outcome) for piece in trace.pieces] == [
+            ("due", "used"),
+            ("speculative", "rolled back"),
+            ("due", "used"),
+        ]
+
+    async def test_the_bound_counts_all_generations(self) -> None:
+        engine = SlowEngine(pause_s=0.001)
+        for bound, started in ((1, 1), (3, 3)):
+            search = PlayedSearch([1], [1])
+            async with played_server(engine, search, SpeculateGeneration(bound, odds=False), Split()) as server:
+                graph = one_shot(topk=1).compile()
+                runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(5)]
+                while len(search.handles) < 5:
+                    await asyncio.sleep(0)
+                search.next()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert server.wavefront.count("engine", speculative=True) == started
+                search.next()
+                traces = [result.trace for result in await asyncio.gather(*runs)]
+                assert sum(trace.refused for trace in traces) == 5 - started
+
+    async def test_nearest_results_are_speculated_on_first(self) -> None:
+        engine = SlowEngine(pause_s=0.001)
+        search = PlayedSearch([1], [1])
+        async with played_server(engine, search, SpeculateGeneration(1, odds=False), Split()) as server:
+            graph = one_shot(topk=1).compile()
+            runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(3)]
+            while len(search.handles) < 3:
+                await asyncio.sleep(0)
+            for handle, distance in zip(search.handles, (3.0, 1.0, 2.0), strict=True):
+                handle.next(distance)
+            while not engine.sent:
+                await asyncio.sleep(0)
+            assert "question 1" in engine.sent[0].question.text
+            search.next()
+            await asyncio.gather(*runs)
+
+    async def test_odds_end_what_does_not_come_true(self) -> None:
+        engine = SlowEngine(pause_s=0.0005)
+        graph = one_shot(topk=1).compile()
+        declined = 0
+        search = PlayedSearch([1], [2])
+        async with played_server(engine, search, SpeculateGeneration(), Split()) as server:
+            for number in range(12):
+                run = asyncio.create_task(server.run(graph, f"question {number}"))
+                while not run.done():
+                    search.next()
+                    await asyncio.sleep(0.0005)
+                declined += run.result().trace.declined
+            wrong = next(iter(server.facts._odds.values())).right(5)
+        assert wrong == 0.0 and declined >= 1
+
+    async def test_a_speculation_that_fails_is_sent_again(self) -> None:
+        class Failing(SlowEngine):
+            async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+                if len(self.sent) == 0:
+                    self.sent.append(request)
+                    raise ConnectionError
+                async for chunk in super().stream(request):
+                    yield chunk
+
+        engine, played = Failing(), PlayedSearch([1], [1])
+        async with played_server(engine, played) as server:
+            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+            while not run.done():
+                played.next()
+                await asyncio.sleep(0)
+            assert run.result().text == long_answer(engine.sent[1]) and engine.sent[0] == engine.sent[1]
+
+    @staticmethod
+    async def traced(search: ContinuousIVF, engine: SlowEngine, graph: CompiledGraph) -> WorkflowTrace:
+        traces: list[WorkflowTrace] = []
+        prompts = PlainPrompts()
+        async with WorkflowServer(
+            engine, search, vector, document, prompts, transformations=eager(), observer=traces.append
+        ) as server:
+            await server.run(graph, "why?")
+            await settled(server, engine, search, prompts)
+        return traces[0]
 
 
-async def outcome(run: Any) -> Any:
-    """What can be compared of a result, or of an error."""
-    try:
-        result = await run
-    except (NodeError, GraphError) as error:
-        return type(error), str(error)
-    return result.text, dict(result.state)
+class TestServer:
+    async def test_streams_the_answer_as_it_is_generated(self, search: ContinuousIVF, index: Any) -> None:
+        engine, graph = SlowEngine(lambda request: f" \n {long_answer(request)} \n"), irg(rounds=1).compile()
+        async with WorkflowServer(engine, search, vector, document, PlainPrompts()) as server:
+            async with server.stream(one_shot().compile(), "why?") as stream:
+                pieces = [piece async for piece in stream]
+            assert len(pieces) > 10 and "".join(pieces) == stream.text == stream.result.text
+            # A later node could change this one: it comes whole.
+            async with server.stream(graph, "why?") as stream:
+                pieces = [piece async for piece in stream]
+            assert pieces == [stream.result.text] and stream.trace.outcome == "answered"
+
+    async def test_a_stream_that_is_left_early_frees_its_pieces(self, search: ContinuousIVF) -> None:
+        engine, prompts = SlowEngine(pause_s=0.001), PlainPrompts()
+        async with WorkflowServer(engine, search, vector, document, prompts) as server:
+            async with server.stream(one_shot().compile(), "why?") as stream:
+                await anext(stream)
+            assert stream.trace.outcome == "cancelled" and stream.result is None
+            await settled(server, engine, search, prompts)
+
+    async def test_a_stream_raises_what_a_run_raises(self, search: ContinuousIVF) -> None:
+        async with (
+            WorkflowServer(SlowEngine(), search, broken, document, PlainPrompts()) as server,
+            server.stream(one_shot().compile(), "why?") as stream,
+        ):
+            with pytest.raises(NodeError, match="workflow 'one_shot', node 'search': InjectedError"):
+                await anext(stream)
+
+    async def test_a_batch_gives_each_question_its_result(self, search: ContinuousIVF, index: Any) -> None:
+        graph = one_shot().compile()
+        progress: list[int] = []
+
+        def answer(request: Asked) -> str:
+            if "question 3" in request.question.text:
+                raise InjectedError("a secret")
+            return long_answer(request)
+
+        questions = (f"question {number}" for number in range(20))
+        async with WorkflowServer(
+            SlowEngine(answer), search, vector, document, PlainPrompts(), max_requests=4
+        ) as server:
+            results = {
+                number: result async for number, result in server.batch(graph, questions, on_progress=progress.append)
+            }
+        assert sorted(results) == list(range(20)) and progress == list(range(1, 21))
+        failed = results.pop(3)
+        assert isinstance(failed, NodeError) and "secret" not in str(failed)
+        for number, result in results.items():
+            assert result.text == (await interpreted(graph, index, f"question {number}")).text
+
+    async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
+        graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
+        async with WorkflowServer(
+            engine, search, vector, document, PlainPrompts(), max_requests=2, max_waiting=3
+        ) as server:
+            runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(7)]
+            done = await asyncio.gather(*runs, return_exceptions=True)
+        refused = [result for result in done if isinstance(result, QueueFullError)]
+        assert len(refused) == 2 and sum(isinstance(result, WorkflowResult) for result in done) == 5
+        with pytest.raises(ValueError, match="limit must be at least 1"):
+            WorkflowServer(engine, search, vector, document, PlainPrompts(), max_requests=0)
+
+    async def test_closing_ends_all_requests_and_takes_no_more(self, search: ContinuousIVF) -> None:
+        graph, engine, prompts = multistep().compile(), SlowEngine(pause_s=0.002), PlainPrompts()
+        server = WorkflowServer(engine, search, vector, document, prompts, max_requests=3)
+        runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(5)]
+        while not engine.sent:
+            await asyncio.sleep(0.001)
+        await server.close()
+        for run in runs:
+            with pytest.raises(RuntimeError, match="the server was closed"):
+                await run
+        with pytest.raises(RuntimeError, match="closed"):
+            await server.run(graph, "late")
+        await settled(server, engine, search, prompts)
+
+    async def test_a_node_that_fails_ends_its_own_request(self, search: ContinuousIVF, index: Any) -> None:
+        """A step, a parse, a prompt, an edge, the embedder, the engine: each is named, and no text is told."""
+
+        def fail(*_: Any) -> Any:
+            raise InjectedError("a secret")
+
+        def graph(**parts: Any) -> CompiledGraph:
+            graph = RAGraph("broken")
+            graph.add_step("step", parts.get("step", lambda state: {}), pure=True)
+            graph.add_retrieval("search", query=parts.get("query", "query"))
+            graph.add_generation(
+                "answer", prompt=parts.get("prompt", "{query} {docs}"), documents="docs", parse=parts.get("parse")
+            )
+            graph.add_edge(START, "step").add_edge("step", "search").add_edge("search", "answer")
+            return graph.add_edge("answer", parts.get("edge", END), to=(END,) if "edge" in parts else ()).compile()
+
+        def step(state: Any) -> Any:
+            return fail()
+
+        engine, prompts, good = SlowEngine(pause_s=0.0005), PlainPrompts(), one_shot().compile()
+        expected = (await interpreted(good, index, "why?")).text
+        async with WorkflowServer(engine, search, vector, document, prompts, transformations=eager()) as server:
+            for part, node in (
+                ("step", "step"),
+                ("query", "search"),
+                ("prompt", "answer"),
+                ("parse", "answer"),
+                ("edge", "answer"),
+            ):
+                bad = server.run(graph(**{part: step if part == "step" else fail}), "why?")
+                failed, *others = await asyncio.gather(
+                    bad, *(server.run(good, "why?") for _ in range(3)), return_exceptions=True
+                )
+                assert isinstance(failed, NodeError) and failed.node == node, (part, failed)
+                assert "InjectedError" in str(failed) and "secret" not in str(failed)
+                assert [other.text for other in others] == [expected] * 3
+            await settled(server, engine, search, prompts)
+
+    async def test_bad_searches_end_their_request_with_an_error(self, search: ContinuousIVF) -> None:
+        """A vector of another dimension, more results than vectors, an index that is gone."""
+        engine, prompts = SlowEngine(), PlainPrompts()
+        async with WorkflowServer(engine, search, lambda query: np.zeros(3), document, prompts) as server:
+            with pytest.raises(NodeError, match="node 'search': ValueError"):
+                await server.run(one_shot().compile(), "why?")
+        async with WorkflowServer(engine, search, vector, document, prompts) as server:
+            with pytest.raises(NodeError, match="node 'search': ValueError"):
+                await server.run(one_shot(topk=N + 1).compile(), "why?")
+            await server.run(one_shot().compile(), "why?")
+            search.close()
+            with pytest.raises(NodeError, match="node 'search': RuntimeError"):
+                await server.run(one_shot().compile(), "why?")
+            await settled(server, engine, search, prompts)
+
+    async def test_a_transformation_or_an_observer_that_fails_changes_nothing(
+        self, search: ContinuousIVF, index: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Broken:
+            name = "broken"
+
+            def apply(self, *_: Any) -> None:
+                raise InjectedError("a secret")
+
+            def gain_s(self, *_: Any) -> float:
+                return 0.0
+
+        graph = irg().compile()
+        async with WorkflowServer(
+            SlowEngine(),
+            search,
+            vector,
+            document,
+            PlainPrompts(),
+            transformations=(Broken(), *eager()),
+            observer=broken,
+        ) as server:
+            result = await server.run(graph, "why?")
+        assert result.text == (await interpreted(graph, index, "why?")).text
+        assert [record.message for record in caplog.records] == [
+            "broken failed: InjectedError; later failures are not logged",
+            "observer failed: InjectedError; later failures are not logged",
+        ]
+
+    async def test_a_cold_system_prompt_is_warmed_during_the_search(self, search: ContinuousIVF) -> None:
+        class Prefix:
+            warmed = 0
+
+            def scope(self, question: Any, /) -> Any:
+                return question.scope
+
+            def is_cached(self, question: Any, /) -> bool:
+                return self.warmed > 0
+
+            async def prefill(self, question: Any, /) -> None:
+                self.warmed += 1
+
+        prefix = Prefix()
+        warm_up: WarmUp[Any] = WarmUp(prefix)
+        async with WorkflowServer(
+            SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(), Prefetch(warm_up))
+        ) as server:
+            traces = [(await server.run(one_shot().compile(), "why?", scope="tenant")).trace for _ in range(2)]
+        assert prefix.warmed == warm_up.started == 1
+        assert ["prefetch" in trace.pieces[0].applied for trace in traces] == [True, False]
+        await warm_up.close()
+
+    async def test_the_trace_is_json_and_holds_no_text(self, search: ContinuousIVF) -> None:
+        traces: list[WorkflowTrace] = []
+        async with WorkflowServer(
+            SlowEngine(pause_s=0.001),
+            search,
+            vector,
+            document,
+            PlainPrompts(),
+            transformations=eager(),
+            observer=traces.append,
+        ) as server:
+            result = await server.run(irg().compile(), "a secret question")
+        (trace,) = traces
+        assert result.trace is trace and trace.outcome == "answered"
+        record = json.dumps(trace.as_record())
+        assert not any(word in record for word in ("secret", "document 1", result.text.split()[0]))
+        assert trace.rounds == {"search": 3, "answer": 3, "count": 3}
+        due = [piece for piece in trace.pieces if piece.kind == "due"]
+        assert [piece.node for piece in due] == ["search", "answer", "count"] * 3
+        for piece in due:
+            assert 0 <= piece.planned_s <= piece.started_s <= piece.ended_s <= trace.total_s
+        assert due[0].clusters == 8 and due[0].stages >= 1 and due[1].tokens == 20 and due[1].prompt_tokens == 60
+
+    async def test_a_request_has_a_history_of_its_own(self, index: Any) -> None:
+        """Two requests of the same queries: neither search of the second is ordered by those of the first."""
+        histories: list[History | None] = []
+
+        class Noting(ContinuousIVF):
+            def submit(self, query: Any, k: int, *, history: History | None = None, **options: Any) -> Any:
+                histories.append(history)
+                return super().submit(query, k, history=history, **options)
+
+        class Always(Reorder):
+            def gain_s(self, piece: Any, facts: Any, /) -> float:
+                return max(super().gain_s(piece, facts), 0.0) + bool(len(piece.request.graph.nodes) > 2)
+
+        with Noting(index, cores=1) as search:
+            async with WorkflowServer(
+                SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(), Always())
+            ) as server:
+                for _ in range(2):
+                    await server.run(irg(rounds=2).compile(), "why?")
+                await server.run(one_shot().compile(), "why?")
+        first, again, second, third, alone = histories
+        assert first is again and second is third and first is not second and len(first) == 2
+        assert alone is None

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["eventually"]
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20) -> bool:
+def eventually(condition: Callable[[], Any], seconds: float = 60) -> bool:
     """Whether it comes true in this time; the clock decides nothing else."""
     deadline = time.monotonic() + seconds
     while not condition():

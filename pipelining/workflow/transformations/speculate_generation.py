@@ -36,19 +36,20 @@ class SpeculateGeneration:
     def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
         searches = [piece for piece in wavefront.progressed("search") if self._concerns(piece)]
         for search in sorted(searches, key=lambda piece: _distance(piece, facts)):
-            for run in search.request.foreseen(search):
+            request = search.request
+            # A speculation takes the place of the search's last one.
+            replaced = search.speculated is not None
+            if wavefront.count("engine") - replaced >= self.bound or not facts.load.has_room:
+                request.trace.refused += 1
+                continue
+            for run in request.foreseen(search):
                 if not isinstance(run.node, Generation):
                     continue
-                trace = PieceTrace(run.id, "speculative", "engine", applied=[self.name])
-                piece = Piece(search.request, run, trace, after=search)
-                # A speculation takes the place of its generation's last one.
-                if wavefront.count("engine") - search.request.speculates(run) < self.bound and facts.load.has_room:
-                    if self.gain_s(piece, facts) > 0:
-                        wavefront.speculate(piece)
-                    else:
-                        search.request.trace.declined += 1
+                piece = Piece(request, run, PieceTrace(run.id, "speculative", "engine", applied=[self.name]), search)
+                if self.gain_s(piece, facts) > 0:
+                    wavefront.speculate(piece)
                 else:
-                    search.request.trace.refused += 1
+                    request.trace.declined += 1
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
         """The rest of the search, at most the generation, if the documents are right; otherwise the prefill may keep

@@ -38,22 +38,21 @@ class SpeculateRetrieval:
         if not facts.cuts:
             return
         written = [piece for piece in wavefront.progressed("engine") if piece.tokens - piece.looked >= self.every]
-        embeddings = self.embeddings - facts.embedding_ahead
+        room = min(self.embeddings - facts.embedding_ahead, self.bound - wavefront.count("search"))
         for generation in sorted(written, key=lambda piece: piece.drift):
-            if embeddings <= 0:
-                return
+            request = generation.request
+            if room <= 0:
+                request.trace.refused += 1
+                continue
             generation.looked = generation.tokens
             generation.looks += 1
-            request = generation.request
             for run in request.foreseen(generation):
                 if not isinstance(run.node, Retrieval):
                     continue
                 trace = PieceTrace(run.id, "speculative", "search", applied=[self.name])
-                piece = Piece(request, run, trace, after=generation)
-                if wavefront.count("search") - request.speculates(run) >= self.bound:
-                    request.trace.refused += 1
-                elif self.gain_s(piece, facts) > 0:
-                    embeddings -= 1
+                piece = Piece(request, run, trace, generation)
+                if self.gain_s(piece, facts) > 0:
+                    room -= 1
                     wavefront.speculate(piece)
                 else:
                     request.trace.declined += 1

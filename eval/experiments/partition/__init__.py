@@ -1,0 +1,1 @@
+"""Searches in pieces against searches in batches: suite hedra-partition."""

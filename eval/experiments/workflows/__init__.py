@@ -1,0 +1,1 @@
+"""Workflows of searches and generations on a virtual clock: suites hedra-serving, hedra-offline and others."""

@@ -1,0 +1,168 @@
+"""Workflows served by one system on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragorder import Orderer
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
+from ragorder.adapters.workflows import WorkflowPrompts
+from ragorder.document import Document
+from ragorder.eval.experiments.workflows.costs import MODELS, SEARCH, SYSTEM_PROMPT_WORDS
+from ragorder.eval.experiments.workflows.embedder import Embedder
+from ragorder.eval.experiments.workflows.lockstep import Lockstep, Stages
+from ragorder.eval.experiments.workflows.prompts import RankedPrompts
+from ragorder.eval.experiments.workflows.record import WorkflowsCell
+from ragorder.eval.experiments.workflows.script import Script, WordTokenizer, compiled
+from ragorder.eval.experiments.workflows.systems import System
+from ragorder.eval.virtual.costs import SearchCosts
+from ragorder.eval.virtual.engine import VirtualEngine
+from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
+from ragorder.pipelining import EngineLoad, prefill_batch
+from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult, WorkflowServer, interpret
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["Materials", "serve"]
+
+_PROMPT_TOKENS = 256
+_UNBOUNDED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Materials:
+    """An `index` of the documents' vectors, whose nprobe is the cell's."""
+
+    documents: Sequence[Document]
+    index: Any
+    embed: Embedder
+    script: Script
+
+
+async def serve(
+    system: System, cell: WorkflowsCell, materials: Materials, at_s: Sequence[float], workflows: Sequence[str]
+) -> Mapping[str, Any]:
+    """`rows` and `facts` of requests that arrive at these times, each with its workflow. To be run on a virtual loop.
+
+    Facts: seconds until all are answered, and those that engine and searches were busy; prompt tokens, and those of
+    them that were computed; requests that the engine dropped; of speculative generations, those that ran and those that
+    were right; of the generations after a request's first, prompt tokens and cached ones.
+    """
+    loop = asyncio.get_running_loop()
+    tokenizer, costs, search = WordTokenizer(), MODELS[cell.model], replace(SEARCH, busy_cores=cell.cores)
+    engine = VirtualEngine[PromptRequest](
+        costs, lambda request: materials.script.answer(tokenizer.words(request.token_ids or ()))
+    )
+    builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
+    graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
+    latency_s = [0.0] * len(at_s)
+    traces: list[Any] = []
+
+    async with AsyncExitStack() as stack:
+        if system.transformations is None:
+            run = _stage_by_stage(system, search, engine, RankedPrompts(builder), materials)
+
+        else:
+            server = await stack.enter_async_context(
+                WorkflowServer(
+                    engine,
+                    VirtualIVF(materials.index, search),
+                    materials.embed,
+                    materials.documents.__getitem__,
+                    _ordered(builder, engine),
+                    transformations=system.transformations(),
+                    load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
+                    max_requests=_UNBOUNDED,
+                    max_waiting=_UNBOUNDED,
+                    clock=loop.time,
+                )
+            )
+
+            run = server.run
+
+        async def ask(number: int) -> None:
+            await asyncio.sleep(at_s[number])
+            graph, state = graphs[workflows[number]]
+            result = await run(graph, materials.script.question(number), state=state)
+            latency_s[number] = loop.time() - at_s[number]
+            traces.append(result.trace)
+
+        await asyncio.gather(*map(ask, range(len(at_s))))
+        total_s = loop.time() - min(at_s)
+    return {
+        "rows": {"latency_s": [round(each, 6) for each in latency_s], "workflow": list(workflows)},
+        "facts": {
+            "total_s": total_s,
+            "engine_busy_s": engine.busy_s,
+            "prompt_tokens": engine.prompt_tokens,
+            "computed_tokens": engine.computed_tokens,
+            "aborted": engine.aborted,
+            **_of_traces([trace for trace in traces if trace is not None]),
+        },
+    }
+
+
+def _stage_by_stage(
+    system: System,
+    costs: SearchCosts,
+    engine: VirtualEngine[PromptRequest],
+    prompts: RankedPrompts,
+    materials: Materials,
+) -> Callable[..., Awaitable[WorkflowResult]]:
+    search = WholeSearches(materials.index, costs, batched=system.searches != "alone", dealt=system.searches == "dealt")
+    batches = Lockstep(system.lockstep) if system.lockstep else None
+
+    async def retrieve(query: str, k: int) -> list[Document]:
+        ids = await search.search(materials.embed(query), k)
+        return [materials.documents[int(id)] for id in ids if id >= 0]
+
+    async def run(graph: CompiledGraph, question: str, *, state: Mapping[str, Any]) -> WorkflowResult:
+        if batches is None:
+            return await interpret(graph, question, engine=engine, prompts=prompts, retrieve=retrieve, state=state)
+
+        async def in_step(stages: Stages) -> WorkflowResult:
+            async def retrieve_in_step(query: str, k: int) -> list[Document]:
+                await stages.reach()
+                return await retrieve(query, k)
+
+            return await interpret(
+                graph,
+                question,
+                engine=stages.engine(engine),
+                prompts=prompts,
+                retrieve=retrieve_in_step,
+                state=state,
+            )
+
+        return await batches.run(in_step)
+
+    return run
+
+
+def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> WorkflowPrompts:
+    orderer = Orderer(
+        tokens=builder.document_tokens,
+        prefix_tokens=builder.prefix_tokens,
+        capacity_tokens=engine.costs.capacity_tokens,
+        block_size=engine.cache.block_size,
+        partial_blocks_first=engine.cache.partial_blocks_first,
+    )
+    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
+
+
+def _of_traces(traces: Sequence[Any]) -> dict[str, int]:
+    facts = {"speculations": 0, "right": 0, "later_prompt_tokens": 0, "later_cached_tokens": 0, "declined": 0}
+    for trace in traces:
+        generations = [piece for piece in trace.pieces if piece.worker == "engine"]
+        ahead = [piece for piece in generations if piece.kind == "speculative" and piece.started_s is not None]
+        facts["speculations"] += len(ahead)
+        facts["right"] += sum(piece.outcome == "used" for piece in ahead)
+        facts["declined"] += trace.declined
+        used = sorted((piece for piece in generations if piece.prompt_tokens), key=lambda piece: piece.planned_s)
+        for piece in used[1:]:
+            facts["later_prompt_tokens"] += piece.prompt_tokens
+            facts["later_cached_tokens"] += piece.cached_tokens or 0
+    return facts

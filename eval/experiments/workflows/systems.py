@@ -1,0 +1,54 @@
+"""Systems that serve workflows: the paper's baselines, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ragorder.pipelining.workflow.transformations import (
+    OrderDocuments,
+    Reorder,
+    SpeculateGeneration,
+    SpeculateRetrieval,
+    Split,
+    Transformation,
+)
+
+__all__ = ["SYSTEMS", "System"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Searches: "alone", each whole on a core of its own; "batch", whole, with all others that wait, a core each;
+    "dealt", the same, its clusters dealt to all cores; "pieces".
+    `transformations` of a WorkflowServer (None: stage by stage). `lockstep`: so many requests are a batch, and each of
+    its stages begins when all have ended the last."""
+
+    words: str
+    searches: Literal["alone", "batch", "dealt", "pieces"] = "pieces"
+    transformations: Callable[[], Sequence[Transformation]] | None = None
+    lockstep: int | None = None
+
+
+def _ours() -> tuple[Transformation, ...]:
+    return (SpeculateGeneration(), SpeculateRetrieval(), Split(), Reorder())
+
+
+SYSTEMS = {
+    "langchain": System("batches stage by stage (LangChain)", "alone", lockstep=32),
+    "flashrag": System("whole searches batched (FlashRAG)", "batch"),
+    "dealt": System("whole searches batched, dealt to all cores", "dealt"),
+    "pieces": System("searches in pieces", transformations=lambda: (Split(),)),
+    "ragcache": System(
+        "Algorithm 2 alone (RAGCache)", transformations=lambda: (SpeculateGeneration(odds=False), Split())
+    ),
+    "ralmspec": System(
+        "local cache alone (RaLMSpec)",
+        transformations=lambda: (SpeculateGeneration(odds=False, recalled_only=True), Split(), Reorder()),
+    ),
+    "hedra": System("ours", transformations=_ours),
+    "hedra+order": System("ours, ordered", transformations=lambda: (*_ours(), OrderDocuments())),
+}
+"""By policy. LangChain's `batch` runs a chain in lockstep; its default pool has 32 threads. RAGCache and RaLMSpec
+search in pieces, as in the paper, which gave both to its own system."""

@@ -1,0 +1,241 @@
+"""No request of a server of workflows is lost, answered twice or left running, whatever fails and whenever it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from random import Random
+from typing import Any
+
+import pytest
+from support.rings import length
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from support.workflow_server import (
+    InjectedError,
+    SlowEngine,
+    document,
+    eager,
+    interpreted,
+    settled,
+    small_index,
+    vector,
+)
+from support.workflows import Asked, PlainPrompts
+
+from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
+from ragorder.pipelining.search import Budget
+from ragorder.pipelining.workflow import (
+    NodeError,
+    WorkflowServer,
+    WorkflowTrace,
+    hyde,
+    irg,
+    multistep,
+    one_shot,
+    recomp,
+)
+
+GRAPHS = [graph.compile() for graph in (one_shot(), multistep(rounds=2), irg(rounds=2), hyde(), recomp(each=True))]
+
+
+class FailingEngine(SlowEngine):
+    """Fails before, within and after answers, and gives way now and then."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self.random = random
+
+    async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+        self._fail(0.02)
+        async for chunk in super().stream(request):
+            yield chunk
+            self._fail(0.001)
+        self.sent.clear()
+        self._fail(0.01)
+
+    def _fail(self, share: float) -> None:
+        if self.random.random() < share:
+            raise InjectedError("a secret")
+
+
+class FailingSearch(ContinuousIVF):
+    def __init__(self, *args: Any, random: Random, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.random = random
+
+    def submit(self, *args: Any, **options: Any) -> Any:
+        if self.random.random() < 0.02:
+            raise InjectedError("a secret")
+        handle = super().submit(*args, **options)
+        if self.random.random() < 0.02:
+            handle.fail(InjectedError("a secret"))
+        return handle
+
+
+async def test_ten_thousand_requests() -> None:
+    """Failures of engine, search, embedder and documents; cancellations at random times."""
+    count, random, index = length(10_000, 250), Random(0), small_index()
+    engine, prompts, traces = FailingEngine(random), PlainPrompts(), []
+    expected = {
+        (graph.name, question): (await interpreted(graph, index, f"question {question}")).text
+        for graph in GRAPHS
+        for question in range(4)
+    }
+
+    async def embed(query: str) -> Any:
+        await asyncio.sleep(0)
+        if random.random() < 0.02:
+            raise InjectedError("a secret")
+        return vector(query)
+
+    def fetched(id: int) -> str:
+        if random.random() < 0.002:
+            raise InjectedError("a secret")
+        return document(id)
+
+    outcomes: Counter[str] = Counter()
+
+    async def request(server: WorkflowServer[Any, Any], number: int) -> None:
+        graph, question = random.choice(GRAPHS), random.randrange(4)
+        run = asyncio.create_task(server.run(graph, f"question {question}"))
+        if random.random() < 0.3:
+            for _ in range(random.randrange(120)):
+                await asyncio.sleep(0)
+            run.cancel()
+            if random.random() < 0.2:
+                await asyncio.sleep(0)
+                run.cancel()
+        try:
+            assert (await run).text == expected[graph.name, question]
+            outcomes["answered"] += 1
+        except asyncio.CancelledError:
+            outcomes["cancelled"] += 1
+        except NodeError as error:
+            assert "InjectedError" in str(error) and "secret" not in str(error)
+            outcomes["failed"] += 1
+
+    with FailingSearch(index, cores=1, budget=Budget(1e-12), random=random) as search:
+        async with WorkflowServer(
+            engine,
+            search,
+            embed,
+            fetched,
+            prompts,
+            transformations=eager(),
+            load=EngineLoad(16),
+            observer=traces.append,
+        ) as server:
+            for start in range(0, count, 50):
+                await asyncio.gather(*(request(server, number) for number in range(start, start + 50)))
+            await settled(server, engine, search, prompts)
+    assert outcomes.total() == count and min(outcomes.values()) > count / 50
+    # A request that is cancelled before it starts has no trace.
+    ended = Counter(trace.outcome for trace in traces)
+    assert ended["answered"] == outcomes["answered"] and ended["failed"] == outcomes["failed"]
+    assert all(piece.outcome != "running" for trace in traces for piece in trace.pieces)
+    speculative = Counter(piece.outcome for trace in traces for piece in trace.pieces if piece.kind == "speculative")
+    assert speculative["used"] and speculative["rolled back"]
+
+
+class LoopHandle:
+    """A search in the event loop: two wrong results, then the right one."""
+
+    stage: Any = None
+
+    def __init__(self, right: list[int], running: set[LoopHandle]) -> None:
+        self._right = right
+        self._running = running
+        running.add(self)
+
+    def promote(self) -> None: ...
+
+    def cancel(self) -> bool:
+        self._running.discard(self)
+        return True
+
+    async def stages_async(self) -> AsyncGenerator[Stage, None]:
+        for number, ids in enumerate((self._right[::-1], self._right[::-1], self._right), 1):
+            for _ in range(6):
+                await asyncio.sleep(0)
+            found = np.array([ids])
+            yield Stage(number, 3, found, np.ones(found.shape, np.float32))
+
+
+class LoopSearch:
+    def __init__(self, index: Any) -> None:
+        self._index = index
+        self.running: set[LoopHandle] = set()
+
+    def submit(self, vector: Any, k: int, **_: Any) -> LoopHandle:
+        return LoopHandle(self._index.search(vector[None], k)[1][0].tolist(), self.running)
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.name)
+async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any) -> None:
+    """From the first turn to the last, each once; another request beside it is answered all the same."""
+    index = small_index()
+    expected = (await interpreted(graph, index, "why?")).text
+    step = length(1, 7)
+
+    async def embed(query: str) -> Any:
+        await asyncio.sleep(0)
+        return vector(query)
+
+    for turns in range(0, 10_000, step):
+        engine, prompts, search = SlowEngine(), PlainPrompts(), LoopSearch(index)
+        traces: list[WorkflowTrace] = []
+        async with WorkflowServer(
+            engine,
+            search,
+            embed,
+            document,
+            prompts,
+            transformations=eager(),
+            load=EngineLoad(8),
+            observer=traces.append,
+        ) as server:
+            run = asyncio.create_task(server.run(graph, "why?"))
+            other = asyncio.create_task(server.run(graph, "why?"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            finished = run.done()
+            run.cancel()
+            await asyncio.wait((run,))
+            assert run.cancelled() != finished
+            assert (await other).text == expected
+            assert not search.running and engine.running == 0 and prompts.open == 0
+            assert all(server.wavefront.count(worker) == 0 for worker in ("engine", "search", "step"))
+            assert server.facts.load.pending == 0 and asyncio.all_tasks() == {asyncio.current_task()}
+        if finished:
+            assert run.result().text == expected
+            break
+    assert turns > 20
+
+
+async def test_an_engine_that_dies_ends_its_requests_with_an_error_and_the_next_ones_are_answered() -> None:
+    class Mortal(SlowEngine):
+        dead = False
+
+        async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+            async for chunk in super().stream(request):
+                if self.dead:
+                    raise ConnectionResetError("the engine's address")
+                yield chunk
+
+    index, engine, prompts, graph = small_index(), Mortal(pause_s=0.001), PlainPrompts(), irg(rounds=2).compile()
+    with ContinuousIVF(index, cores=1) as search:
+        async with WorkflowServer(engine, search, vector, document, prompts, transformations=eager()) as server:
+            runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(8)]
+            while len(engine.sent) < 4:
+                await asyncio.sleep(0.001)
+            engine.dead = True
+            for error in await asyncio.gather(*runs, return_exceptions=True):
+                assert isinstance(error, NodeError) and error.node == "answer"
+                assert "ConnectionResetError" in str(error) and "address" not in str(error)
+            engine.dead = False
+            assert (await server.run(graph, "why?")).text == (await interpreted(graph, index, "why?")).text
+            await settled(server, engine, search, prompts)
