@@ -81,8 +81,7 @@ class SearchHandle:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake.set)
 
-        with self._changed:
-            self._listeners.append(notify)
+        self.subscribe(notify)
         while True:
             wake.clear()
             with self._changed:
@@ -106,6 +105,13 @@ class SearchHandle:
                     raise TimeoutError(f"the search has not ended within {timeout_s} s")
         *_, stage = self.stages()
         return stage
+
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call `notify` at each change, in the driver's thread, and now if there was one."""
+        with self._changed:
+            self._listeners.append(notify)
+            if self.done or self._stage is not None:
+                notify()
 
     def publish(self, stage: Callable[[], Stage], *, final: bool) -> None:
         """For the search's driver. `stage` is called when a caller takes it."""
