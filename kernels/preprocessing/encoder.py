@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ragorder.extras import needs
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["HUB_MODEL", "TextEncoder", "default_model", "packaged_model", "require"]
+__all__ = ["HUB_MODEL", "TextEncoder", "default_model", "packaged_model"]
 
 HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
@@ -34,12 +36,14 @@ class TextEncoder:
         return vectors
 
     def _load(self) -> Any:
-        library = require("sentence_transformers")
-        progress = require("transformers.utils.logging")
+        with needs("retrieval", "an embedding model"):
+            import sentence_transformers
+        from transformers.utils import logging as progress
+
         shown = progress.is_progress_bar_enabled()
         progress.disable_progress_bar()
         try:
-            return library.SentenceTransformer(self.model)
+            return sentence_transformers.SentenceTransformer(self.model)
         except OSError as error:
             raise OSError(
                 f"cannot load the embedding model {self.model!r} ({error}): name the folder of one that is on this "
@@ -61,13 +65,3 @@ def packaged_model() -> str | None:
     except ImportError:
         return None
     return str(package.get_model_path())
-
-
-def require(module: str) -> Any:
-    """The module. Raises ImportError naming the extra to install."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"retrieval needs {module} ({error}): pip install 'ragorder[retrieval]'", name=module
-        ) from error

@@ -22,13 +22,15 @@ class SearchHandle:
         for stage in handle.stages(): ...
         handle.result().ids
 
-    `due`: it is waited for. `whole`: it is not cut into pieces. `done`: it has a result, has failed, or was cancelled.
-    Of the stages that came since the last one was taken, the latest is next; the final one is never skipped.
+    `due`: it is waited for. `whole`: it is not cut into pieces. `prefetch`: its clusters are loaded into the fast tier.
+    `done`: it has a result, has failed, or was cancelled. Of the stages that came since the last one was taken, the
+    latest is next; the final one is never skipped.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
         self.due = due
         self.whole = whole
+        self.prefetch = False
         self.done = False
         self._drive = drive
         self._changed = threading.Condition()
@@ -79,8 +81,7 @@ class SearchHandle:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake.set)
 
-        with self._changed:
-            self._listeners.append(notify)
+        self.subscribe(notify)
         while True:
             wake.clear()
             with self._changed:
@@ -104,6 +105,13 @@ class SearchHandle:
                     raise TimeoutError(f"the search has not ended within {timeout_s} s")
         *_, stage = self.stages()
         return stage
+
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call `notify` at each change, in the driver's thread, and now if there was one."""
+        with self._changed:
+            self._listeners.append(notify)
+            if self.done or self._stage is not None:
+                notify()
 
     def publish(self, stage: Callable[[], Stage], *, final: bool) -> None:
         """For the search's driver. `stage` is called when a caller takes it."""

@@ -77,6 +77,10 @@ class History:
         branch._past.extend(self._past.copy())
         return branch
 
+    @property
+    def past(self) -> tuple[PastSearch, ...]:
+        return tuple(self._past)
+
     def add(self, past: PastSearch) -> None:
         self._past.append(past)
 
@@ -86,7 +90,7 @@ class History:
 
     def similar(self, query: NDArray[np.float32]) -> PastSearch | None:
         best, best_key = None, np.inf
-        for past in tuple(self._past):
+        for past in self.past:
             key = past.key(query)
             if key is not None and key <= past.reach and key < best_key:
                 best, best_key = past, key

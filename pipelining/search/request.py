@@ -12,7 +12,7 @@ from ragorder.pipelining.search.history import History
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
-__all__ = ["SearchRequest", "one_row"]
+__all__ = ["SearchRequest", "one_row", "read_parameters"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,13 +38,11 @@ class SearchRequest:
         if k > outer.ntotal:
             raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
         index.check_settings()
-        selector = None
-        if params is not None:
-            _check(params)
-            nprobe, selector = read_nprobe(params.nprobe), index.core.selector(params.sel)
+        own_nprobe, selector = read_parameters(params)
         if selector is not None and history is not None:
             raise ValueError("a search with a selector has no history: its ids may be others' secrets")
-        return cls(rows, k, index.nprobe(nprobe), index.slices(len(rows)), history, selector, params)
+        nprobe = index.nprobe(nprobe if own_nprobe is None else own_nprobe)
+        return cls(rows, k, nprobe, index.slices(len(rows)), history, index.core.selector(selector), params)
 
 
 def one_row(query: Any) -> NDArray[Any]:
@@ -55,7 +53,10 @@ def one_row(query: Any) -> NDArray[Any]:
     return row[None] if row.ndim == 1 else row
 
 
-def _check(params: Any) -> None:
+def read_parameters(params: Any) -> tuple[int | None, Any]:
+    """nprobe and selector of a faiss.SearchParametersIVF; None for no parameters."""
+    if params is None:
+        return None, None
     name = type(params).__name__
     if not isinstance(params, load_faiss().SearchParametersIVF):
         raise TypeError(f"params must be faiss.SearchParametersIVF(nprobe=…, sel=…), got {name}")
@@ -63,3 +64,4 @@ def _check(params: Any) -> None:
         raise ValueError(f"params have max_codes={params.max_codes}, a limit across stages: set it to 0")
     if params.quantizer_params is not None:
         raise ValueError("params have quantizer_params, which stages do not pass on: set the quantizer itself")
+    return read_nprobe(params.nprobe), params.sel

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from sys import maxsize
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ragorder.cli.fuse_folder import as_json, check_recipe, errors, opened, recipe_of
+from ragorder.cli.fuse_progress import compute, say_damaged, say_ready, working
 from ragorder.cli.fuse_stats import stats
 from ragorder.cli.options import (
     Command,
@@ -21,29 +20,18 @@ from ragorder.cli.options import (
     Decorator,
     ParamType,
     ProfileSource,
-    build,
     given,
     option,
     options_from,
     section,
 )
-from ragorder.cli.output import log_shown
-from ragorder.cli.serve_engine import take_model
-from ragorder.document import Document
-from ragorder.jsonl import JSONLines, JSONLinesError
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.preprocessing.neighbours import make_neighbours, neighbours
+from ragorder.kernels.preprocessing.neighbours import neighbours
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
-from ragorder.prompt import PromptBuilder
-
-if TYPE_CHECKING:
-    from ragorder.kernels.preprocessing.builder import FusionBuilder
-    from ragorder.kernels.preprocessing.plan import SourceDocument
 
 __all__ = ["fuse"]
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-_EXAMPLE = '{"id": "a", "text": "…"}'
 _ENGINE = (
     "block_size",
     "max_model_len",
@@ -54,23 +42,9 @@ _ENGINE = (
     "dtype",
     "device",
 )
-_PROMPT = ("system", "document_template")
-# Of a disk tier for the build, so that new documents evict none of it at once.
-_SPARE = 1.25
-_GIB = 1 << 30
 
 _corpus = click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 _folder = click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-
-
-class CorpusLine(BaseModel):
-    """A document; other fields are ignored."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str = Field(min_length=1)
-    text: str
-    title: str | None = None
 
 
 class Shard(ParamType[tuple[int, int]]):
@@ -159,24 +133,24 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
     The prompts of the requests must begin with the same system prompt, and have the documents in the same form.
     """
     recipe = given(options) | {"model": _resolved(options["model"])}
-    with _opened(out, recipe) as (builder, read):
+    with opened(out, recipe) as (builder, read):
         documents = read(corpus)
         if not builder.facts:
-            with _working("choosing neighbours"):
-                builder.plan(documents, {"recipe": _as_json(recipe)})
+            with working("choosing neighbours"):
+                builder.plan(documents, {"recipe": as_json(recipe)})
         elif not resume:
             raise click.UsageError(
                 f"{out} has a build: go on with --resume, extend it with `ragorder fuse add`, or name another folder"
             )
         else:
-            _check_recipe(builder.facts.get("recipe", {}), _as_json(recipe), out)
+            check_recipe(builder.facts.get("recipe", {}), as_json(recipe), out)
             if not builder.is_planned(documents):
                 raise click.UsageError(
                     f"the build in {out} is of other documents: use `ragorder fuse add`, or name another folder"
                 )
-            _say_damaged(builder)
-        _compute(builder, shard)
-        _say_ready(builder, recipe)
+            say_damaged(builder)
+        compute(builder, shard)
+        say_ready(builder, recipe)
 
 
 @fuse.command(cls=Command, context_settings=_HELP)
@@ -191,10 +165,10 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
 
     Known ids whose text has changed are replaced; all others stay. A command that was interrupted is simply run again.
     """
-    recipe = _recipe_of(folder) | given(options)
-    with _opened(folder, recipe) as (builder, read):
+    recipe = recipe_of(folder) | given(options)
+    with opened(folder, recipe) as (builder, read):
         documents = read(corpus)
-        with _working("choosing neighbours"):
+        with working("choosing neighbours"):
             changed = builder.add(documents)
             stale = builder.refresh() if refresh else len(builder.stale())
         click.echo(f"{changed:,} of {len(documents):,} documents are new or changed", err=True)
@@ -203,8 +177,8 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
                 f"{stale:,} documents have other neighbours now{'' if refresh else ': --refresh computes them anew'}",
                 err=True,
             )
-        _compute(builder, (1, 1))
-        _say_ready(builder, recipe)
+        compute(builder, (1, 1))
+        say_ready(builder, recipe)
 
 
 @fuse.command(cls=Command, context_settings=_HELP)
@@ -216,7 +190,7 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
     Documents that were computed in the sight of them stay, and so does what a server has added to the folder: its KV of
     prompts that contain them.
     """
-    with _errors():
+    with errors():
         from ragorder.kernels.preprocessing.manifest import Manifest
         from ragorder.kernels.preprocessing.removal import remove_documents
         from ragorder.kernels.store import ChunkStore
@@ -231,155 +205,5 @@ def remove(folder: Path, ids: Sequence[str]) -> None:
 fuse.add_command(stats)
 
 
-@contextmanager
-def _opened(folder: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[FusionBuilder, Any]]:
-    """The builder of a folder, and a function that reads a corpus for it."""
-    with _errors():
-        from ragorder.kernels.engine.loading import load_tokenizer
-        from ragorder.kernels.preprocessing.builder import FusionBuilder
-
-        options = dict(recipe)
-        choice = make_neighbours(options.pop("neighbours_by"))
-        salt = options.pop("salt", None)
-        prompt = {name: options.pop(name) for name in _PROMPT if name in options}
-        settings = build(
-            PreprocessingSettings, {n: options.pop(n) for n in PreprocessingSettings.model_fields if n in options}
-        )
-        model = take_model(options)
-        tokenizer = load_tokenizer(model)
-        if tokenizer is None:
-            raise click.UsageError(f"--model {model}: documents cannot be tokenised: the folder has no tokenizer")
-        prompts = PromptBuilder(**prompt, tokenizer=tokenizer)
-        engine = build(EngineSettings, {"profile": "auto"} | options)
-        with (
-            log_shown("ragorder.profile", "Profile"),
-            FusionBuilder.load(model, folder, prompts.prefix_ids, choice, settings, engine, salt=salt) as builder,
-        ):
-            yield builder, lambda corpus: _read(corpus, prompts)
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    from ragorder.kernels.store import StoreRefusedError
-
-    try:
-        yield
-    except ImportError as error:
-        raise click.ClickException(str(error)) from None
-    except (JSONLinesError, StoreRefusedError, OSError, ValueError, RuntimeError, MemoryError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _read(corpus: Path, prompts: PromptBuilder) -> list[SourceDocument]:
-    from ragorder.kernels.preprocessing.plan import SourceDocument
-
-    lines = JSONLines(corpus, example=_EXAMPLE)
-    numbers: dict[str, int] = {}
-    documents: list[SourceDocument] = []
-    with _working(f"reading {corpus.name}"):
-        for number, line in lines.read(CorpusLine):
-            if line.id in numbers:
-                raise lines.error(
-                    number, f"the id {line.id!r} occurs twice, first in line {numbers[line.id]}: drop or rename one"
-                )
-            numbers[line.id] = number
-            document = Document(line.id, line.text, metadata={"title": line.title or ""})
-            documents.append(SourceDocument(line.id, line.text, prompts.document_ids(document)))
-    if not documents:
-        raise lines.error(1, f"the file holds no documents: a line looks like {_EXAMPLE}")
-    return documents
-
-
-def _compute(builder: FusionBuilder, shard: tuple[int, int]) -> None:
-    estimate = builder.estimate(shard)
-    click.echo(
-        f"{estimate.documents:,} documents to compute, {estimate.tokens:,} tokens: {estimate.bytes:,} bytes",
-        err=True,
-    )
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("documents", total=estimate.bytes)
-        for number, built in enumerate(builder.build(shard), 1):
-            bar.update(task, advance=built.bytes, description=f"document {number:,} of {estimate.documents:,}")
-
-
-def _say_damaged(builder: FusionBuilder) -> None:
-    with _working("checking what is there"):
-        builder.verify()
-    if damaged := sum(builder.damaged.values()):
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in builder.damaged.items())
-        click.echo(f"{damaged:,} damaged ({reasons}): computed again", err=True)
-
-
-def _say_ready(builder: FusionBuilder, recipe: Mapping[str, Any]) -> None:
-    left = builder.estimate()
-    size = builder.size
-    click.echo(
-        f"{len(builder) - left.documents:,} of {len(builder):,} documents are in {builder.folder}: {size:,} bytes"
-    )
-    if left.documents:
-        click.echo(f"{left.documents:,} are missing")
-    else:
-        identical = "".join(
-            f" {_flag(name)} {recipe[name]}" for name in ("block_size", "dtype", "device") if name in recipe
-        )
-        needed = max(1, -(-int(_SPARE * size) // _GIB))
-        click.echo(
-            f"ragorder serve --engine torch --model {recipe['model']}{identical} --reuse fused "
-            f"--disk-path {builder.folder} --disk-bytes {needed}GiB"
-        )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-@contextmanager
-def _working(on: str) -> Iterator[None]:
-    with Console(stderr=True).status(on):
-        yield
-
-
 def _resolved(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
-
-
-def _as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in recipe.items()}
-
-
-def _recipe_of(folder: Path) -> dict[str, Any]:
-    with _errors():
-        from ragorder.kernels.preprocessing.manifest import Manifest
-
-        with closing(Manifest.of(folder)) as manifest:
-            recipe: dict[str, Any] = manifest.facts.get("recipe", {})
-    if not recipe:
-        raise click.ClickException(f"{folder} was not built by `ragorder fuse build`: extend it as it was made")
-    return recipe
-
-
-# What may differ between a build and its continuation: where and how fast it is computed.
-_FREE = {
-    "model",
-    "device",
-    "device_tokens",
-    "host_bytes",
-    "profile",
-    "profile_budget_s",
-}
-
-
-def _check_recipe(made: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
-    for name in sorted((made.keys() | asked.keys()) - _FREE):
-        if made.get(name) != asked.get(name):
-            was, wanted = made.get(name, "unset"), asked.get(name, "unset")
-            raise click.UsageError(
-                f"the build in {folder} has {_flag(name)} {was!r}, not {wanted!r}: give the same, or another folder"
-            )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from ragorder.eval.data import retrieval
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
-from ragorder.kernels.preprocessing import encoder
 
 pytestmark = pytest.mark.merge
 
@@ -193,13 +189,7 @@ class TestWithoutTheExtra:
         ("made", "absent"), [("bm25", "bm25s"), ("dense", "faiss"), ("dense", "sentence_transformers")]
     )
     def test_the_error_names_the_extra(self, made: str, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        def find(name: str, package: str | None = None) -> ModuleType:
-            if name == absent:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-            return importlib.import_module(name, package)
-
-        monkeypatch.setattr(retrieval, "import_module", find)
-        monkeypatch.setattr(encoder, "import_module", find)
+        monkeypatch.setitem(sys.modules, absent, None)
         if absent == "sentence_transformers":
             pytest.importorskip("faiss")
         with pytest.raises(ImportError, match=rf"{absent}.*pip install 'ragorder\[(bm25|retrieval)\]'") as caught:

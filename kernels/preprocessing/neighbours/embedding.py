@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from ragorder.kernels.preprocessing.encoder import TextEncoder, require
+from ragorder.extras import needs
+from ragorder.kernels.preprocessing.encoder import TextEncoder
 from ragorder.kernels.preprocessing.neighbours.base import Neighbours, neighbours
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ class EmbeddingNeighbours(Neighbours):
             raise ValueError(f"{len(ids)} documents need as many vectors, got {0 if vectors is None else len(vectors)}")
         if len(ids) < 2 or count < 1:
             return [[] for _ in ids]
-        np, faiss = require("numpy"), require("faiss")
+        with needs("retrieval", "a search for neighbours"):
+            import faiss
+            import numpy as np
         unit = np.array(vectors, dtype=np.float32, order="C")
         if not np.isfinite(unit).all():
             raise ValueError("vectors must be finite numbers")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ragorder.kernels.preprocessing.encoder import require
+from ragorder.extras import needs
 from ragorder.kernels.preprocessing.neighbours.base import neighbours
 from ragorder.kernels.preprocessing.neighbours.embedding import EmbeddingNeighbours
 
@@ -33,7 +33,8 @@ class VectorNeighbours(EmbeddingNeighbours):
     def from_argument(cls, argument: str | None) -> Self:
         if not argument:
             raise ValueError("name the file of the vectors: vectors:FILE.npy")
-        np = require("numpy")
+        with needs("retrieval", "a file of vectors"):
+            import numpy as np
         try:
             # Pickles are refused: they run code.
             given = np.load(Path(argument), allow_pickle=False)

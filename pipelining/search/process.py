@@ -1,0 +1,272 @@
+"""A search in a process of its own: the side that asks (HedraRAG section 5)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+from ragorder.pipelining.reordering import QueueFullError
+from ragorder.pipelining.search.filling import PieceOrder
+from ragorder.pipelining.search.handle import SearchHandle
+from ragorder.pipelining.search.history import History
+from ragorder.pipelining.search.request import one_row, read_parameters
+from ragorder.pipelining.search.worker import Asked, serve
+from ragorder.pipelining.staged import Stage
+from ragorder.pipelining.staged._faiss import read_k, read_queries
+
+__all__ = ["SearchProcess", "SearchProcessError"]
+
+_START_S = 120.0
+_END_S = 10.0
+
+
+class SearchProcessError(RuntimeError):
+    """The search's process has ended."""
+
+
+class SearchProcess:
+    """`ContinuousIVF` in a process of its own, on a file of faiss.write_index that is mapped into its memory.
+
+        with SearchProcess("wiki.index", nprobe=64) as search:
+            search.submit(vector, k=5, history=history).result().ids
+
+    Scans then take nothing from this process' interpreter lock. Methods, results and errors are those of
+    `ContinuousIVF`; selectors and tiers stay in one process. If the process dies, its searches fail with
+    SearchProcessError and it is started again, `restarts` times in a row without an answer in between. At most
+    `max_searches` are in flight: more raise QueueFullError. A script needs the guard `if __name__ == "__main__":`.
+
+    Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        nprobe: int | None = None,
+        cores: int | None = None,
+        order: PieceOrder = "oldest",
+        patience: int | None = None,
+        max_searches: int = 1024,
+        restarts: int = 3,
+    ) -> None:
+        if max_searches < 1 or restarts < 0:
+            raise ValueError(f"give max_searches >= 1 and restarts >= 0, got {max_searches} and {restarts}")
+        self._path = str(path)
+        self._options = {"nprobe": nprobe, "cores": cores, "order": order, "patience": patience}
+        self._max_searches, self._restarts = max_searches, restarts
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._pending: dict[int, _RemoteHandle] = {}
+        self._histories: WeakValueDictionary[int, History] = WeakValueDictionary()
+        self._broken: BaseException | None = None
+        self._deaths = 0
+        self._ready = threading.Event()
+        self._dimensions = self._vectors = 0
+        self._worker = _Worker(self._path, self._options, self._answer, self._died)
+        if not self._ready.wait(_START_S) or self._broken is not None:
+            error = self._broken or SearchProcessError(f"the search process was not ready within {_START_S:g} s")
+            self.close()
+            raise error
+
+    @property
+    def in_flight(self) -> int:
+        """Searches that have not ended."""
+        return len(self._pending)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that searches now."""
+        return self._worker.process.pid
+
+    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
+        """See `ContinuousIVF.search`."""
+        asked = self._read(queries, k, params)
+
+        def stages() -> Iterator[Stage]:
+            handle = self._send(asked)
+            try:
+                yield from handle.stages()
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
+        """See `ContinuousIVF.search_async`."""
+        asked = self._read(queries, k, params)
+
+        async def stages() -> AsyncGenerator[Stage, None]:
+            handle = self._send(asked)
+            try:
+                async for stage in handle.stages_async():
+                    yield stage
+            finally:
+                handle.cancel()
+
+        return stages()
+
+    def submit(
+        self,
+        query: Any,
+        k: int,
+        *,
+        history: History | None = None,
+        due: bool = True,
+        whole: bool = False,
+        params: Any = None,
+    ) -> SearchHandle:
+        """See `ContinuousIVF.submit`."""
+        asked = self._read(one_row(query), k, params)._replace(due=due, whole=whole)
+        if history is not None:
+            asked = asked._replace(past=history.past, kept=history.kept)
+        return self._send(asked, history)
+
+    def close(self) -> None:
+        """Cancel what is in flight, and end the process."""
+        with self._lock:
+            self._broken = self._broken or RuntimeError("this search is closed")
+            pending = [*self._pending.values()]
+        for handle in pending:
+            handle.cancel()
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, queries: Any, k: int, params: Any) -> Asked:
+        k, rows = read_k(k), read_queries(queries, self._dimensions)
+        if k > self._vectors:
+            raise ValueError(f"k={k}, but the index has {self._vectors} vectors: ask for at most as many")
+        nprobe, selector = read_parameters(params)
+        if selector is not None:
+            raise ValueError("a selector cannot be sent to another process: use ContinuousIVF in this one")
+        return Asked(rows, k, nprobe, None, 1, due=True, whole=False)
+
+    def _send(self, asked: Asked, history: History | None = None) -> SearchHandle:
+        number = next(self._numbers)
+        handle = _RemoteHandle(lambda what: self._tell(what, number), due=asked.due, whole=asked.whole)
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            if len(self._pending) >= self._max_searches:
+                raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or ask later")
+            self._pending[number] = handle
+            if history is not None:
+                self._histories[number] = history
+            worker = self._worker
+        worker.send("search", number, asked)
+        return handle
+
+    def _tell(self, what: str, number: int) -> None:
+        with self._lock:
+            known = number in self._pending
+            if what == "cancel":
+                self._pending.pop(number, None)
+            worker = self._worker
+        if known:
+            worker.send(what, number)
+
+    def _answer(self, what: str, number: int, content: Any) -> None:
+        if what == "ready":
+            self._dimensions, self._vectors = content
+            self._ready.set()
+        elif what == "failed":
+            self._broken = content
+        elif what == "past":
+            if (history := self._histories.get(number)) is not None:
+                history.add(content)
+        elif what == "error":
+            self._end(number, lambda handle: handle.fail(content))
+        else:
+            fields, final = content
+            stage = Stage(*fields)
+            if final:
+                self._end(number, lambda handle: handle.publish(lambda: stage, final=True))
+            elif (handle := self._pending.get(number)) is not None:
+                handle.publish(lambda: stage, final=False)
+
+    def _end(self, number: int, end: Callable[[_RemoteHandle], object]) -> None:
+        with self._lock:
+            handle = self._pending.pop(number, None)
+            self._deaths = 0
+        if handle is not None:
+            end(handle)
+
+    def _died(self, code: int | None) -> None:
+        error = SearchProcessError(f"the search process ended with code {code}: ask again")
+        with self._lock:
+            pending, self._pending = self._pending, {}
+            self._deaths += 1
+            if self._broken is None and (self._deaths > self._restarts or not self._ready.is_set()):
+                self._broken = SearchProcessError(f"the search process ended {self._deaths} times, with code {code}")
+            if self._broken is None:
+                self._worker = _Worker(self._path, self._options, self._answer, self._died)
+        self._ready.set()
+        for handle in pending.values():
+            handle.fail(error)
+
+
+class _RemoteHandle(SearchHandle):
+    def __init__(self, tell: Callable[[str], None], *, due: bool, whole: bool) -> None:
+        super().__init__(None, due=due, whole=whole)
+        self._tell = tell
+
+    def promote(self) -> None:
+        super().promote()
+        self._tell("promote")
+
+    def cancel(self) -> bool:
+        ended = super().cancel()
+        if ended:
+            self._tell("cancel")
+        return ended
+
+
+class _Worker:
+    """The process, and the thread that takes its answers."""
+
+    def __init__(
+        self,
+        path: str,
+        options: dict[str, Any],
+        answer: Callable[[str, int, Any], None],
+        died: Callable[[int | None], None],
+    ) -> None:
+        # A fork would copy locks that FAISS's threads hold.
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, path, options), name="ragorder-search", daemon=True)
+        self.process.start()
+        theirs.close()
+        self._sending = threading.Lock()
+        self._reader = threading.Thread(target=self._read, args=(answer, died), name="ragorder-answers", daemon=True)
+        self._reader.start()
+
+    def send(self, what: str, number: int, content: object = None) -> None:
+        # A dead process: its searches fail when the reader notices.
+        with self._sending, suppress(OSError):
+            self._connection.send((what, number, content))
+
+    def close(self) -> None:
+        self.send("close", 0)
+        self.process.join(_END_S)
+        if self.process.is_alive():
+            self.process.kill()
+        self._reader.join(_END_S)
+
+    def _read(self, answer: Callable[[str, int, Any], None], died: Callable[[int | None], None]) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                answer(*self._connection.recv())
+        self._connection.close()
+        self.process.join(_END_S)
+        died(self.process.exitcode)

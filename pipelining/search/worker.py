@@ -1,0 +1,151 @@
+"""A search in a process of its own: the process' side."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.search.continuous import ContinuousIVF
+from ragorder.pipelining.search.handle import SearchHandle
+from ragorder.pipelining.search.history import History, PastSearch
+from ragorder.pipelining.staged._faiss import load_faiss
+
+__all__ = ["Asked", "serve"]
+
+
+class Asked(NamedTuple):
+    """A search as it is sent. `past`: what its history holds; None: it has none."""
+
+    queries: NDArray[np.float32]
+    k: int
+    params: int | None
+    past: Sequence[PastSearch] | None
+    kept: int
+    due: bool
+    whole: bool
+
+
+def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
+    """Answer until the other end closes. Each message is (what, number of the search, content)."""
+    # An interrupt is for the process that asks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faiss = load_faiss()
+    try:
+        # The file's pages are shared, and read when they are scanned.
+        index = faiss.read_index(path, faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+        search = ContinuousIVF(index, **options)
+    except Exception as error:
+        connection.send(("failed", 0, _sendable(error)))
+        return
+    with search:
+        connection.send(("ready", 0, (index.d, index.ntotal)))
+        _Answers(connection, search).run()
+
+
+class _Answers:
+    def __init__(self, connection: Connection, search: ContinuousIVF) -> None:
+        self._connection = connection
+        self._search = search
+        self._handles: dict[int, SearchHandle] = {}
+        self._changed: dict[int, SearchHandle] = {}
+        self._news = threading.Condition()
+        self._ended = False
+        self._sending = threading.Lock()
+
+    def run(self) -> None:
+        sender = threading.Thread(target=self._send_news, name="ragorder-answers")
+        sender.start()
+        try:
+            while True:
+                what, number, asked = self._connection.recv()
+                if what == "search":
+                    self._begin(number, asked)
+                elif what == "close":
+                    return
+                elif (handle := self._handles.get(number)) is not None:
+                    getattr(handle, what)()
+        except (EOFError, OSError):
+            return
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify()
+            sender.join()
+
+    def _begin(self, number: int, asked: Asked) -> None:
+        history = None
+        if asked.past is not None:
+            history = _SentHistory(asked, lambda past: self._send("past", number, past))
+        try:
+            params = None
+            if asked.params is not None:
+                params = load_faiss().SearchParametersIVF(nprobe=asked.params)
+            request = self._search._read(asked.queries, asked.k, params, history)
+            handle = self._search._join(request, due=asked.due, whole=asked.whole)
+        except Exception as error:
+            self._send("error", number, _sendable(error))
+            return
+        self._handles[number] = handle
+        handle.subscribe(lambda: self._notice(number, handle))
+
+    def _notice(self, number: int, handle: SearchHandle) -> None:
+        with self._news:
+            self._changed[number] = handle
+            self._news.notify()
+
+    def _send_news(self) -> None:
+        """The latest stage of each search; those in between are skipped."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._changed or self._ended)
+                changed, self._changed = self._changed, {}
+                if self._ended:
+                    return
+            for number, handle in changed.items():
+                self._send_stage(number, handle)
+
+    def _send_stage(self, number: int, handle: SearchHandle) -> None:
+        done = handle.done
+        try:
+            stage = handle.result() if done else handle.stage
+        except BaseException as error:
+            self._handles.pop(number, None)
+            if not handle.cancelled:
+                self._send("error", number, _sendable(error))
+            return
+        if done:
+            self._handles.pop(number, None)
+        if stage is not None:
+            fields = (stage.number, stage.stages, stage.ids, stage.distances, stage.settled)
+            self._send("stage", number, (fields, done))
+
+    def _send(self, what: str, number: int, content: object) -> None:
+        with self._sending:
+            self._connection.send((what, number, content))
+
+
+class _SentHistory(History):
+    """What joins it is sent back, too."""
+
+    def __init__(self, asked: Asked, send: Callable[[PastSearch], None]) -> None:
+        super().__init__(asked.kept, max(1, len(asked.past or ()) + 1))
+        for past in asked.past or ():
+            super().add(past)
+        self._send = send
+
+    def add(self, past: PastSearch) -> None:
+        super().add(past)
+        self._send(past)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Of a type that the other end has."""
+    if type(error) in (ValueError, TypeError, RuntimeError, MemoryError, ImportError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

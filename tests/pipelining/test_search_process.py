@@ -1,0 +1,178 @@
+"""A search in another process finds what it finds in this one, and survives that process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from ragorder.eval.experiments.staging.measuring import clustered
+from ragorder.pipelining import QueueFullError, staged_retrieval
+from ragorder.pipelining.search import History, SearchProcess, SearchProcessError
+
+D, N = 16, 2000
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    index = faiss.IndexIDMap2(faiss.index_factory(D, "IVF24,Flat"))
+    stored = clustered(N, D, clusters=60, seed=0)
+    index.train(stored)
+    index.add_with_ids(stored, np.arange(N)[::-1] + 10**12)
+    return index
+
+
+@pytest.fixture(scope="module")
+def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("index") / "vectors.index"
+    faiss.write_index(index, str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def search(path: Path) -> Iterator[SearchProcess]:
+    with SearchProcess(path, nprobe=9, cores=1) as search:
+        yield search
+
+
+@pytest.fixture(scope="module")
+def queries() -> Any:
+    return clustered(100, D, clusters=60, seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(index: Any, queries: Any) -> Any:
+    ivf = faiss.downcast_index(index.index)
+    ivf.nprobe = 9
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    found = index.search(queries, 5)
+    faiss.omp_set_num_threads(before)
+    return found
+
+
+def test_finds_the_same_for_many_threads(search: SearchProcess, queries: Any, expected: Any) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda query: search.submit(query, 5).result(WAIT_S), queries))
+    for row, stage in enumerate(found):
+        assert stage.final
+        np.testing.assert_array_equal(stage.ids[0], expected[1][row])
+        np.testing.assert_array_equal(stage.distances[0], expected[0][row])
+        with pytest.raises(ValueError, match="read-only"):
+            stage.ids[0, 0] = 7
+    assert search.in_flight == 0
+
+
+def test_finds_the_same_for_many_queries_and_another_nprobe(search: SearchProcess, index: Any, queries: Any) -> None:
+    params = faiss.SearchParametersIVF(nprobe=3)
+    *_, found = search.search(queries[:1], 5, params=params)
+    np.testing.assert_array_equal(found.ids, index.search(queries[:1], 5, params=params)[1])
+    *_, found = search.search(queries, 5)
+    assert found.ids.shape == (100, 5)
+
+
+async def test_is_a_retrieval(search: SearchProcess, queries: Any, expected: Any) -> None:
+    retrieval = staged_retrieval(search, lambda row: queries[row : row + 1], int, top_k=5)
+    async for found in retrieval(3):
+        documents = list(found.documents)
+    assert found.final
+    assert documents == expected[1][3].tolist()
+
+
+def test_a_history_stays_with_its_request(search: SearchProcess, queries: Any, expected: Any) -> None:
+    history = History(kept=7)
+    for _ in range(3):
+        stage = search.submit(queries[0], 5, history=history).result(WAIT_S)
+        np.testing.assert_array_equal(stage.ids[0], expected[1][0])
+    assert len(history) == 3
+    past = history.similar(queries[0])
+    assert past is not None
+    assert len(past.ids) == 7
+
+
+def test_a_search_can_be_cancelled_and_promoted(search: SearchProcess, queries: Any, expected: Any) -> None:
+    ahead = search.submit(queries[0], 5, due=False)
+    ahead.promote()
+    assert ahead.result(WAIT_S).ids[0].tolist() == expected[1][0].tolist()
+    assert not ahead.cancel()
+    handles = [search.submit(query, 5) for query in queries]
+    ended = [handle.cancel() for handle in handles]
+    for handle, cancelled in zip(handles, ended, strict=True):
+        if cancelled:
+            with pytest.raises(CancelledError):
+                handle.result(WAIT_S)
+        else:
+            assert handle.result(WAIT_S).final
+    assert search.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "k", "params", "says"),
+    [
+        (np.zeros(D + 1), 5, {}, r"queries must have the shape \(n, 16\), got \(1, 17\)"),
+        (np.zeros((2, D)), 5, {}, "submit takes one query, got 2"),
+        (np.zeros(D), N + 1, {}, "k=2001, but the index has 2000 vectors"),
+        (np.zeros(D), 5, {"nprobe": 0}, "nprobe must be at least 1"),
+        (np.zeros(D), 5, {"sel": faiss.IDSelectorRange(0, 9)}, "a selector cannot be sent to another process"),
+    ],
+)
+def test_bad_input_is_refused_here(query: Any, k: int, params: Any, says: str, search: SearchProcess) -> None:
+    with pytest.raises(ValueError, match=says):
+        search.submit(query, k, params=faiss.SearchParametersIVF(**params) if params else None)
+
+
+def test_files_and_settings_that_no_search_can_have_are_errors_at_the_start(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"missing\.index"):
+        SearchProcess(tmp_path / "missing.index")
+    flat = tmp_path / "flat.index"
+    faiss.write_index(faiss.IndexFlatL2(D), str(flat))
+    with pytest.raises(TypeError, match="cannot search IndexFlat"):
+        SearchProcess(flat)
+    with pytest.raises(ValueError, match="max_searches >= 1"):
+        SearchProcess(path, max_searches=0)
+
+
+def test_a_killed_process_fails_its_searches_and_is_started_again(path: Path, queries: Any, expected: Any) -> None:
+    with SearchProcess(path, nprobe=9, cores=1, max_searches=3, restarts=1) as search:
+        first = search.pid
+        assert first is not None
+        # Searches that it can no longer answer.
+        os.kill(first, signal.SIGSTOP)
+        handles = [search.submit(query, 5) for query in queries[:3]]
+        with pytest.raises(QueueFullError, match="3 searches are in flight"):
+            search.submit(queries[3], 5)
+        os.kill(first, signal.SIGKILL)
+        for handle in handles:
+            with pytest.raises(SearchProcessError, match="ended with code -9: ask again"):
+                handle.result(WAIT_S)
+        assert search.submit(queries[0], 5).result(WAIT_S).ids[0].tolist() == expected[1][0].tolist()
+        assert search.pid != first
+        # Twice in a row without an answer in between is once more than allowed.
+        for _ in range(2):
+            os.kill(search.pid or 0, signal.SIGSTOP)
+            handle = search.submit(queries[0], 5)
+            os.kill(search.pid or 0, signal.SIGKILL)
+            with pytest.raises(SearchProcessError):
+                handle.result(WAIT_S)
+        with pytest.raises(SearchProcessError, match="ended 2 times, with code -9"):
+            search.submit(queries[0], 5)
+
+
+def test_a_closed_search_says_so(path: Path, queries: Any) -> None:
+    search = SearchProcess(path)
+    pid = search.pid
+    search.close()
+    search.close()
+    with pytest.raises(RuntimeError, match="this search is closed"):
+        search.submit(queries[0], 5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid or 0, 0)
