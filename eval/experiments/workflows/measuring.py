@@ -64,7 +64,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         if system.transformations is None:
             retrieve = _retrieve(system, search, materials)
-            run = stage_by_stage(engine, RankedPrompts(builder), retrieve, lockstep=system.lockstep)
+            run = stage_by_stage(engine, RankedPrompts(_ordered(builder, engine)), retrieve, lockstep=system.lockstep)
 
         else:
             server = await stack.enter_async_context(

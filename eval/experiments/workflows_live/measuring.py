@@ -55,10 +55,11 @@ async def serve_live(
     served = TorchEngine(materials.model, capacity_tokens=_DEVICE_TOKENS, max_batch_tokens=_TOKEN_BUDGET)
     worker = EngineWorker(served.engine)
     engine = ScriptedEngine(
-        EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens),
+        EmbeddedStreams(worker),
         lambda request: materials.script.answer(tokenizer.words(request.token_ids or ())),
         materials.model.vocabulary,
     )
+    prompts = _prompts(builder, served)
     graph, state = compiled(workflow, top_k)
     latency_s = [0.0] * len(at_s)
     traces: list[Any] = []
@@ -76,7 +77,9 @@ async def serve_live(
                 vector = await asyncio.to_thread(materials.embed.anew, query)
                 return [document(id) for id in await searches.search(vector, k) if id >= 0]
 
-            run: Any = stage_by_stage(engine, RankedPrompts(builder), retrieve, lockstep=system.lockstep)
+            run: Any = stage_by_stage(
+                engine, RankedPrompts(_prompts(builder, served)), retrieve, lockstep=system.lockstep
+            )
         else:
             search = stack.enter_context(ContinuousIVF(materials.index, cores=1))
             server = WorkflowServer(
@@ -84,7 +87,7 @@ async def serve_live(
                 search,
                 materials.embed.anew,
                 document,
-                _prompts(builder, served),
+                prompts,
                 transformations=system.transformations(),
                 load=EngineLoad(prefill_batch(_TOKEN_BUDGET, _PROMPT_TOKENS)),
                 max_requests=_UNBOUNDED,
