@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragorder.pipelining.workflow.transformations import Prefetch, Transformation, all_transformations
-
 from ragorder import Document, PromptBuilder
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest
 from ragorder.adapters.openai.server_load import PromptLoad
@@ -16,6 +14,7 @@ from ragorder.adapters.workflows.prompts import WorkflowPrefix, WorkflowPrompts
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining import StreamingEngine, WarmUp
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace
+from ragorder.pipelining.workflow.transformations import Prefetch, Transformation, all_transformations
 
 if TYPE_CHECKING:
     from ragorder.pipelining import ContinuousIVF, StagedSearch
