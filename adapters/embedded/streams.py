@@ -18,15 +18,14 @@ class EmbeddedStreams:
     """Sends requests to an `EngineWorker`. Closing a stream aborts its request after the current step.
 
         worker = EngineWorker(TieredEngine.load(model))
-        engine = EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens)
+        engine = EmbeddedStreams(worker)
 
-    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. `prefix_tokens`: the
-    system prompt's, which all requests then share. A string scope is the salt. The worker stays open.
+    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of `Sampling`. A string
+    scope is the salt. Requests share their system prompt, with documents or without. The worker stays open.
     """
 
-    def __init__(self, worker: EngineWorker, *, prefix_tokens: int = 0) -> None:
+    def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
-        self._prefix_tokens = prefix_tokens
 
     def requests(self) -> int:
         """Requests of all clients, waiting or running."""
@@ -41,11 +40,12 @@ class EmbeddedStreams:
         asked = Request(
             request.token_ids,
             # Without documents the system prompt is what can be shared.
-            request.document_ends or ((self._prefix_tokens,) if self._prefix_tokens else ()),
+            request.document_ends or ((request.prefix_tokens,) if request.prefix_tokens else ()),
             Sampling(**options),
             checked_salt(request.scope) if isinstance(request.scope, str) else None,
             expected_uses=request.expected_uses,
-            prefix_tokens=self._prefix_tokens,
+            prefix_tokens=request.prefix_tokens,
+            keep_question=request.keep_question,
         )
         sent_s = time.perf_counter()
         async with self._worker.submit([asked]) as updates:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import aclosing
 
 from ragorder import Document, Ordering
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest, Question
+from ragorder.adapters.openai.system_prefix import SystemPrefix
 from ragorder.pipelining import CommittedRequest, Usage
 from ragorder.pipelining.workflow import NodeQuestion
 
-__all__ = ["WorkflowPrompts"]
+__all__ = ["WorkflowPrefix", "WorkflowPrompts"]
 
 
 class WorkflowPrompts:
@@ -21,11 +23,13 @@ class WorkflowPrompts:
 
     def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:
         asked = _question(question)
-        return self._prompts.preview(asked, documents) if question.ordered else self._ranked(asked, documents)
+        if question.ordered or not documents:
+            return self._prompts.preview(asked, documents)
+        return self._ranked(asked, documents)
 
     def commit(self, question: NodeQuestion, documents: Sequence[Document], /) -> CommittedRequest[PromptRequest]:
         asked = _question(question)
-        if question.ordered:
+        if question.ordered or not documents:
             return self._prompts.commit(asked, documents)
         return _Ranked(self._ranked(asked, documents))
 
@@ -49,3 +53,32 @@ class _Ranked:
 
 def _question(question: NodeQuestion) -> Question:
     return Question(question.text, question.scope, question.max_tokens, question.temperature, question.options)
+
+
+class WorkflowPrefix:
+    """The system prompt of all generations, for warm-ups: a generation of one token without documents."""
+
+    def __init__(self, prefix: SystemPrefix, prompts: WorkflowPrompts) -> None:
+        self._prefix = prefix
+        self._prompts = prompts
+
+    def scope(self, question: NodeQuestion, /) -> Hashable:
+        return question.scope
+
+    def is_cached(self, question: NodeQuestion, /) -> bool:
+        return self._prefix.is_cached(_question(question))
+
+    async def prefill(self, question: NodeQuestion, /) -> None:
+        """Raises the engine's errors; cancelling aborts the request."""
+        committed = self._prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
+        usage, began = None, False
+        try:
+            async with aclosing(self._prefix.engine.stream(committed.request)) as chunks:
+                async for chunk in chunks:
+                    began = True
+                    usage = chunk.usage or usage
+        finally:
+            if began:
+                committed.confirm(usage)
+            else:
+                committed.discard()

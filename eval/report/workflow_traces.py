@@ -55,8 +55,8 @@ def read_traces(path: Path) -> list[TracedRequest]:
 
 @dataclass(frozen=True, slots=True)
 class TraceFigures:
-    """`ahead`: pieces begun ahead of need. Busy times are shares of that from the first start to the last end; a worker
-    is busy while at least one piece runs there. None: not known."""
+    """`ahead`: pieces begun ahead of need. `generating`, `searching`, `both`: the share of the time, from the first
+    start to the last end, with such a piece running; one ahead of need may be paused. None: not known."""
 
     requests: int
     outcomes: dict[str, int]
@@ -67,9 +67,9 @@ class TraceFigures:
     pieces: dict[str, int]
     ahead: dict[str, int]
     ahead_used: dict[str, int]
-    engine_busy: float | None
-    search_busy: float | None
-    both_busy: float | None
+    generating: float | None
+    searching: float | None
+    both: float | None
     cached_share: float | None
 
     def as_json(self) -> dict[str, Any]:
@@ -88,9 +88,9 @@ class TraceFigures:
         for worker, count in self.pieces.items():
             used, ahead = self.ahead_used.get(worker, 0), self.ahead.get(worker, 0)
             table.add_row(f"pieces: {worker}", f"{count:,}, {ahead:,} ahead of need, {used:,} of them used")
-        table.add_row("engine busy", _percent(self.engine_busy))
-        table.add_row("search busy", _percent(self.search_busy))
-        table.add_row("both at once", _percent(self.both_busy))
+        table.add_row("generations running", _percent(self.generating))
+        table.add_row("searches running", _percent(self.searching))
+        table.add_row("both", _percent(self.both))
         table.add_row("prompt tokens cached", _percent(self.cached_share))
         return table
 
@@ -99,7 +99,7 @@ def figures_of(requests: Sequence[TracedRequest]) -> TraceFigures:
     pieces = [piece for request in requests for piece in request.pieces if piece.started_s is not None]
     ahead = [piece for piece in pieces if piece.kind == "speculative"]
     total_s = [each.total_s for each in requests if each.outcome == "answered" and each.total_s is not None]
-    engine, search = (_busy(requests, worker) for worker in ("engine", "search"))
+    engine, search = (_running(requests, worker) for worker in ("engine", "search"))
     span_s = _span_s(requests)
     prompts = [
         (piece.cached_tokens, piece.prompt_tokens)
@@ -116,9 +116,9 @@ def figures_of(requests: Sequence[TracedRequest]) -> TraceFigures:
         pieces=_by_worker(pieces),
         ahead=_by_worker(ahead),
         ahead_used=_by_worker(piece for piece in ahead if piece.used),
-        engine_busy=_length_s(engine) / span_s if span_s else None,
-        search_busy=_length_s(search) / span_s if span_s else None,
-        both_busy=_length_s(_common(engine, search)) / span_s if span_s else None,
+        generating=_length_s(engine) / span_s if span_s else None,
+        searching=_length_s(search) / span_s if span_s else None,
+        both=_length_s(_common(engine, search)) / span_s if span_s else None,
         cached_share=sum(cached for cached, _ in prompts) / sum(prompt for _, prompt in prompts) if prompts else None,
     )
 
@@ -126,7 +126,7 @@ def figures_of(requests: Sequence[TracedRequest]) -> TraceFigures:
 _Spans = list[tuple[float, float]]
 
 
-def _busy(requests: Iterable[TracedRequest], worker: str) -> _Spans:
+def _running(requests: Iterable[TracedRequest], worker: str) -> _Spans:
     """Disjoint, ascending."""
     spans = sorted(
         (request.started_s + piece.started_s, request.started_s + piece.ended_s)

@@ -18,6 +18,7 @@ from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
+from ragorder.kernels.cache.tables import BlockTables
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
 from ragorder.kernels.policies import Key
 from ragorder.kernels.policies.tier import NO_FORECAST
@@ -35,17 +36,12 @@ class KnowledgeCache:
         cache.release(lease)
 
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. A PENDING node's last block cannot be copied: other requests compute up to `block_size` - 1 tokens
-    again.
+    its leases first. A PENDING node's last block cannot be copied: others compute its tokens again.
 
-    Behind the cached prefix a lease may borrow documents computed elsewhere (FusionRAG 4.1): their segments have a
-    `content`, and `contents` has the nodes of each. They are pinned and loaded like the prefix; copy them between
-    `extend` and `give_back`.
+    A lease may also borrow documents computed elsewhere (FusionRAG 4.1): copy them between `extend` and `give_back`.
 
-    Full tiers evict by `policy`; costs come from `profile`. `identity` names the model for the disk. The
-    `replicate_nodes` most used nodes are copied to the host early.
-
-    Raises ValueError for invalid settings, MemoryError for oversized pools.
+    `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early. Raises
+    ValueError for invalid settings, MemoryError for oversized pools.
     """
 
     def __init__(
@@ -88,6 +84,7 @@ class KnowledgeCache:
         self._replicas = Replicas(replicate_nodes, self._tiers)
         self.contents = Contents(self._tiers.holds)
         self._elsewhere = Elsewhere(self.contents, self._tiers, self._disk)
+        self._tables = BlockTables(self.pool)
         self._leases: dict[int, KVLease] = {}
         self._requests = self._new_tokens = 0
         self._closed = False
@@ -115,7 +112,7 @@ class KnowledgeCache:
         if any(segment.tokens < 1 for segment in path):
             raise ValueError("a segment has 1 or more tokens: leave empty ones out")
         self.poll()
-        self._map_blocks(lease, self._match(path))
+        self._map(lease, self._match(path))
         self._leases[id(lease)] = lease
         if borrow:
             try:
@@ -134,16 +131,13 @@ class KnowledgeCache:
         self.mark_computed(lease)
         lease.wait()
         grows = tokens > lease.tokens
-        if grows and (needed := self._needed(lease, tokens)) > self.pool.free_blocks:
+        if grows and (needed := self._tables.needed(lease, tokens)) > self.pool.free_blocks:
             self._make_room(lease, tokens, needed)
         if not lease.started:
             self._start(lease)
             self._keep_borrowed(lease, [each for each in lease.borrowed if each.copy.ready])
         if grows:
-            self._make_writable(lease)
-            missing = self.shape.blocks_for(tokens) - len(lease.block_table)
-            lease.block_table += self.pool.allocate(missing)
-            lease.tokens = tokens
+            self._tables.grow(lease, tokens)
 
     def make_private(self, lease: KVLease, positions: Iterable[int]) -> None:
         """Have these tokens of the lease in blocks that no node and no other lease holds, by copies.
@@ -151,11 +145,9 @@ class KnowledgeCache:
         Raises OutOfBlocksError, changing nothing.
         """
         self._check_open(lease)
-        places = sorted({position // self.shape.block_size for position in positions})
-        shared = [place for place in places if self.pool.references(lease.block_table[place]) > 1]
+        shared = self._tables.shared(lease, positions)
         self._tiers.make_room(len(shared))
-        for place, block in zip(shared, self.pool.allocate(len(shared)), strict=True):
-            self._replace_block(lease, place, block)
+        self._tables.copy(lease, shared)
 
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
         """End the borrowing, by copies that are made or queued on the device; returns the tokens by tier, without nodes
@@ -219,10 +211,9 @@ class KnowledgeCache:
     def adopt(self, content: bytes, copy: Whereabouts, kv: BlockPool) -> bool:
         """Take up a document's KV that was computed elsewhere, for requests to borrow; False without room for it.
 
-        `kv` has the blocks that cover the document from `copy.start` on, in front of it in the first one the KV of what
-        is there in every prompt. `copy.key` is that of no path (`store.variants`), or `content` itself for KV that was
-        computed directly behind `copy.parent`. What is held already stays as it is. Raises ValueError for blocks of
-        another shape or number.
+        `kv`: the blocks that cover it from `copy.start` on, the end of the system prompt included. `copy.key` is that
+        of no path (`store.variants`), or `content` itself for KV computed directly behind `copy.parent`. What is held
+        already stays. Raises ValueError for blocks of another shape or number.
         """
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{copy.tokens} tokens from {copy.start} on are not in {kv.blocks} blocks of {kv.shape}")
@@ -309,6 +300,10 @@ class KnowledgeCache:
             new_tokens=self._new_tokens,
         )
 
+    def _map(self, lease: KVLease, pinned: list[DeviceCopy]) -> None:
+        for copy in self._tables.map(lease, pinned):
+            self._unpin(copy)
+
     def _match(self, path: Sequence[Segment]) -> list[DeviceCopy]:
         nodes = self._tiers.match(path)
         try:
@@ -333,36 +328,7 @@ class KnowledgeCache:
                 raise
             # No other lease will free blocks.
             self._tiers.compact(lease.pinned)
-            self._tiers.make_room(self._needed(lease, tokens))
-
-    def _needed(self, lease: KVLease, tokens: int) -> int:
-        missing = self.shape.blocks_for(tokens) - len(lease.block_table)
-        return max(0, missing) + self._must_copy(lease)
-
-    def _must_copy(self, lease: KVLease) -> bool:
-        # Whether the next block to write holds others' tokens behind those of the lease.
-        place = lease.tokens // self.shape.block_size
-        if place >= lease.writable_from:
-            return False
-        block = lease.block_table[place]
-        ours = 1
-        for copy in reversed(lease.pinned):
-            if copy.resident:
-                if copy.blocks[-1] != block:
-                    break
-                ours += 1
-        return self.pool.references(block) > ours
-
-    def _make_writable(self, lease: KVLease) -> None:
-        place = lease.tokens // self.shape.block_size
-        if self._must_copy(lease):
-            self._replace_block(lease, place, *self.pool.allocate(1))
-        lease.writable_from = min(lease.writable_from, place)
-
-    def _replace_block(self, lease: KVLease, place: int, block: int) -> None:
-        self.pool.copy(lease.block_table[place], block)
-        self.pool.release((lease.block_table[place],))
-        lease.block_table[place] = block
+            self._tiers.make_room(self._tables.needed(lease, tokens))
 
     def _start(self, lease: KVLease) -> None:
         lease.started = True
@@ -452,42 +418,6 @@ class KnowledgeCache:
         if self._disk is not None:
             self._disk.use(path, cost, computed, expected)
 
-    def _map_blocks(self, lease: KVLease, pinned: list[DeviceCopy]) -> None:
-        kept, tokens = self._usable(pinned)
-        for copy in pinned[len(kept) :]:
-            self._unpin(copy)
-        table: list[int] = []
-        for copy in kept:
-            # Where two nodes cover a block, the deeper one's has the tokens of both.
-            del table[copy.node.start // self.shape.block_size :]
-            table += copy.blocks
-        del table[self.shape.blocks_for(tokens) :]
-        self.pool.retain(table)
-        self.pool.release(lease.block_table)
-        by_tier = dict.fromkeys(TierTokens._fields, 0)
-        for copy in kept:
-            by_tier[copy.origin] += min(copy.node.end, tokens) - copy.node.start
-        lease.pinned = kept
-        lease.block_table = table
-        lease.writable_from = len(table)
-        lease.cached_tokens = lease.tokens = tokens
-        lease.tokens_by_tier = TierTokens(**by_tier)
-        lease.committed = kept[-1].node.end if kept else 0
-
-    def _usable(self, pinned: list[DeviceCopy]) -> tuple[list[DeviceCopy], int]:
-        # The nodes that can be used, and how many tokens of them: the last block, if only partly filled, will be copied
-        # or written to, and a PENDING node's block cannot be copied yet.
-        end = pinned[-1].node.end if pinned else 0
-        whole = end - end % self.shape.block_size
-        if end == whole:
-            return pinned, end
-        for place, copy in enumerate(pinned):
-            if copy.state is CopyState.PENDING and copy.node.end > whole:
-                if copy.node.start > whole:
-                    return pinned[:place], copy.node.start
-                return [other for other in pinned if other.node.start < whole], whole
-        return pinned, end
-
     def _withdraw(self, gone: DeviceCopy) -> None:
         # Shorten the leases that have found a node whose load or step has failed.
         for lease in self._leases.values():
@@ -496,7 +426,7 @@ class KnowledgeCache:
                 place = lease.pinned.index(gone)
                 for copy in lease.pinned[place:]:
                     self._unpin(copy)
-                self._map_blocks(lease, lease.pinned[:place])
+                self._map(lease, lease.pinned[:place])
 
     def _unpin(self, copy: DeviceCopy) -> None:
         if copy.resident:

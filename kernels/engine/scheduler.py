@@ -78,6 +78,8 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         # There was no room for the first of them, and none has come free since.
         self._full = False
+        # A prefix was still being loaded in this plan; it may have arrived since.
+        self._awaits_loads = False
         self._steps_since_shortage = 0
 
     @property
@@ -104,10 +106,11 @@ class Scheduler:
         """At most `max_batch_tokens`, but for selections and critical tokens, which share a step; empty while all wait
         for prefixes. Raises OutOfBlocksError if the first never fits."""
         chunks: list[ScheduledChunk] = []
+        self._awaits_loads = False
         self._plan_suspect(chunks)
         if not chunks:
             self._plan_all(chunks)
-        if not chunks and (self.running or self._admitted) and not self.loading:
+        if not chunks and (self.running or self._admitted) and not self._awaits_loads and not self.loading:
             self._admit_alone(chunks)
         self._prefetch()
         return chunks
@@ -282,6 +285,7 @@ class Scheduler:
                 if helpers:
                     return self._start_helpers(sequence, helpers, left, chunks)
         if not sequence.lease.ready:
+            self._awaits_loads = True
             return 0
         self._cache.extend(sequence.lease, len(sequence.tokens))
         return self._start(sequence, left, chunks)

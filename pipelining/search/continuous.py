@@ -87,7 +87,7 @@ class ContinuousIVF:
         self._cores, self._order, self._patience, self._clock = cores, order, patience, clock
         if tiers is not None:
             tiers.attach(self._index)
-        self._tiers = tiers
+        self.tiers = tiers
         self._scanner = PieceScanner(self._index, cores, self.costs, tiers, clock)
         self._sizes = np.zeros(1, np.int64)
         self._sized_at = -1
@@ -102,6 +102,11 @@ class ContinuousIVF:
         self._driver = ThreadPoolExecutor(1, "ragorder-search") if thread else None
         # What a caller that waits for a stage calls.
         self._wait_by: Callable[[], object] | None = None if thread else self.advance
+
+    @property
+    def similarity(self) -> bool:
+        """Larger distances are nearer."""
+        return self._index.similarity
 
     @property
     def in_flight(self) -> int:
@@ -145,6 +150,7 @@ class ContinuousIVF:
         history: History | None = None,
         due: bool = True,
         whole: bool = False,
+        prefetch: bool = False,
         params: Any = None,
     ) -> SearchHandle:
         """A search for one query, of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
@@ -153,7 +159,7 @@ class ContinuousIVF:
         with a selector. `due=False`: ahead of need, in the time that due searches leave. `whole`: in one
         piece.
         """
-        return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole)
+        return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole, prefetch=prefetch)
 
     def advance(self) -> bool:
         """Scan one piece. False: no search was left. Errors of FAISS end the search that they belong to."""
@@ -185,8 +191,9 @@ class ContinuousIVF:
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-    def _join(self, request: SearchRequest, *, due: bool = True, whole: bool = False) -> SearchHandle:
-        handle = SearchHandle(self._wait_by, due=due, whole=whole)
+    def _join(self, request: SearchRequest, *, prefetch: bool = False, **how: bool) -> SearchHandle:
+        handle = SearchHandle(self._wait_by, **how)
+        handle.prefetch = prefetch and self.tiers is not None
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 
@@ -261,6 +268,8 @@ class ContinuousIVF:
             self._search_codes.add(search.codes[-1])
             self._cluster_codes.add(search.codes[-1] / max(1, search.clusters.size))
             self._running.append(search)
+            if search.handle.prefetch and self.tiers is not None:
+                self.tiers.foresee(search.clusters[0])
 
     def _measure_sizes(self) -> None:
         # The last place is that of cluster -1: none.
@@ -268,8 +277,8 @@ class ContinuousIVF:
         if self._sized_at != ivf.ntotal:
             self._sizes = np.fromiter((*map(ivf.get_list_size, range(ivf.nlist)), 0), np.int64, ivf.nlist + 1)
             self._sized_at = ivf.ntotal
-            if self._tiers is not None:
-                self._tiers.resize(self._sizes)
+            if self.tiers is not None:
+                self.tiers.resize(self._sizes)
 
     def _limit(self) -> PieceLimit:
         due = sum(search.handle.due for search in self._running)

@@ -159,6 +159,25 @@ class IndexTiers:
         self.fast_codes += codes
         return FastShare(share, chosen, self._threads.submit(self._scan, share, queries, k))
 
+    def foresee(self, clusters: NDArray[np.int64]) -> None:
+        """Load clusters that a search is about to visit, nearest first, in place of those used less. Between two
+        pieces."""
+        if self._failed:
+            return
+        wanted = clusters[(clusters >= 0) & ~self._held[clusters]]
+        wanted = wanted[np.isin(wanted, np.array(self._to_load, np.int64), invert=True)]
+        stays = np.isin(np.arange(len(self._held)), clusters)
+        least = deque(sorted(np.flatnonzero(self._held & ~stays).tolist(), key=self._uses.__getitem__))
+        free = self.capacity_bytes - self.held_bytes - int(self._bytes[list(self._to_load)].sum())
+        for cluster in wanted.tolist():
+            while least and free < self._bytes[cluster] and self._uses[least[0]] <= self._uses[cluster] + 1:
+                free += int(self._bytes[least[0]])
+                self._drop(least.popleft())
+            if free < self._bytes[cluster]:
+                return
+            free -= int(self._bytes[cluster])
+            self._to_load.append(cluster)
+
     def end(self) -> None:
         loading, self._loading = self._loading, None
         if loading is not None:

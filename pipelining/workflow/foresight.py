@@ -119,9 +119,12 @@ class SearchAhead:
             self.piece.after.drift = self._searcher.distance(self._before, self.vector)
         try:
             self._handle = self._searcher.submit(
-                self.vector, self._topk, history=self.history, due=False, split=self.piece.split
+                self.vector,
+                self._topk,
+                history=self.history,
+                due=False,
+                split=self.piece.split,
+                prefetch=self.piece.prefetch,
             )
-            if self.piece.prefetch:
-                self._searcher.prefetch(self.vector)
         except Exception:
             return

@@ -46,11 +46,20 @@ class Searcher(Generic[D]):
     async def vector(self, query: str) -> Any:
         return await _called(self._embed, query)
 
-    def submit(self, vector: Any, k: int, *, history: History | None, due: bool = True, split: bool = True) -> Handle:
+    def submit(
+        self,
+        vector: Any,
+        k: int,
+        *,
+        history: History | None,
+        due: bool = True,
+        split: bool = True,
+        prefetch: bool = False,
+    ) -> Handle:
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
-        whole = {} if split else {"whole": True}
-        handle: Handle = self._search.submit(vector, k, history=history, due=due, **whole)
+        options = ({} if split else {"whole": True}) | ({"prefetch": True} if prefetch else {})
+        handle: Handle = self._search.submit(vector, k, history=history, due=due, **options)
         return handle
 
     def history(self) -> History | None:
@@ -64,9 +73,6 @@ class Searcher(Generic[D]):
         import numpy as np
 
         return float(np.linalg.norm(np.subtract(one, other)))
-
-    def prefetch(self, vector: Any) -> None:
-        self._search.prefetch(vector)
 
     def documents(self, stage: Stage) -> tuple[D, ...]:
         return tuple(self._document(int(id)) for id in stage.ids[0] if id >= 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping, Sequence
@@ -13,10 +14,21 @@ from typing import Any, TypedDict
 import pytest
 from support.workflows import PlainPrompts, ScriptedEngine
 
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
-from ragorder.adapters.workflows import SharedWorkflows, WorkflowPrompts
-from ragorder.pipelining import AnswerChunk, Usage
+from ragorder.adapters.workflows import (
+    OrderedWorkflows,
+    SharedWorkflows,
+    TraceLog,
+    WorkflowMetrics,
+    WorkflowPrompts,
+    WorkflowTracing,
+    ordered_workflows,
+)
+from ragorder.pipelining import AnswerChunk, ContinuousIVF, Usage
 from ragorder.pipelining.workflow import (
     END,
     START,
@@ -25,10 +37,13 @@ from ragorder.pipelining.workflow import (
     NodeQuestion,
     RAGraph,
     WorkflowResult,
+    WorkflowTrace,
     hyde,
     interpret,
     irg,
+    multistep,
     one_shot,
+    recomp,
 )
 
 DOCUMENTS = [Document(name, f"{name} is a document about {name}. " * 8, metadata={"of": name}) for name in "abcdef"]
@@ -118,10 +133,188 @@ class PlainServer:
         self.closed = True
 
 
+VOCABULARY = "abcdef"
+
+
+def embed(query: str) -> Any:
+    return np.array(
+        [query.split().count(name) + 0.06 - 0.01 * rank for rank, name in enumerate(VOCABULARY)], np.float32
+    )
+
+
+@pytest.fixture(scope="module")
+def search() -> ContinuousIVF:
+    """A real index, whose vectors are bags of the documents' names."""
+    index = faiss.index_factory(len(VOCABULARY), "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
+    vectors = np.stack([embed(document.id) for document in DOCUMENTS])
+    index.train(vectors)
+    index.add(vectors)
+    return ContinuousIVF(index, nprobe=2)
+
+
+class Reader:
+    """An engine whose answer names the documents of its prompt, whatever their order: a far end."""
+
+    def __init__(self, *, broken: bool = False, reports: bool = True) -> None:
+        self.broken = broken
+        self.usage = Usage(100, 40, 3, "stop") if reports else None
+        self.requests: list[PromptRequest] = []
+        self.asked = asyncio.Event()
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        self.requests.append(request)
+        self.asked.set()
+        if self.broken:
+            raise ConnectionError("secret")
+        for name in sorted(shown(request)) or ["none"]:
+            yield AnswerChunk(f"{name} ")
+        yield AnswerChunk("", self.usage)
+
+
+def make_server(search: ContinuousIVF, engine: Reader | None = None, **options: Any) -> OrderedWorkflows:
+    builder = PromptBuilder(SYSTEM, question_template="{query}")
+    orderer = Orderer(capacity_tokens=4096, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
+    return ordered_workflows(
+        engine or Reader(), search, embed, DOCUMENTS.__getitem__, orderer=orderer, builder=builder, **options
+    )
+
+
 @pytest.fixture
-def workflows() -> Iterator[SharedWorkflows]:
-    with SharedWorkflows(PlainServer) as shared:
+def workflows(search: ContinuousIVF) -> Iterator[SharedWorkflows]:
+    with SharedWorkflows(lambda: make_server(search)) as shared:
         yield shared
+
+
+class TestOrdered:
+    @pytest.mark.parametrize("make", [one_shot, hyde, irg, multistep, recomp], ids=lambda make: make.__name__)
+    async def test_answers_are_those_of_the_plain_interpreter(self, search: ContinuousIVF, make: Any) -> None:
+        async def plainly(query: str, topk: int) -> Sequence[Document]:
+            ids = search.submit(embed(query), topk).result().ids[0]
+            return [DOCUMENTS[id] for id in ids if id >= 0]
+
+        graph = make(topk=2).compile()
+        questions = ["a b", "c", "f e d", "c b", "a"]
+        _, prompts = parts()
+        plain = [await interpret(graph, each, engine=Reader(), prompts=prompts, retrieve=plainly) for each in questions]
+        async with make_server(search) as server:
+            found = {number: result async for number, result in server.batch(graph, questions)}
+        assert [found[number].text for number in range(5)] == [each.text for each in plain]  # type: ignore[union-attr]
+        assert any(each.text != "none" for each in plain) or make is recomp
+
+    async def test_documents_are_put_where_the_cache_has_them(self, search: ContinuousIVF) -> None:
+        engine = Reader(reports=False)
+        async with make_server(search, engine) as server:
+            graph = one_shot(topk=2).compile()
+            first = await server.run(graph, "a b b")
+            second = await server.run(graph, "a a b")
+        assert [shown(request) for request in engine.requests if shown(request)] == ["ba", "ba"]
+        assert [[each.id for each in result.state["docs"]] for result in (first, second)] == [["b", "a"], ["a", "b"]]
+
+    async def test_an_engine_that_fails_ends_the_request_without_its_words(self, search: ContinuousIVF) -> None:
+        async with make_server(search, Reader(broken=True)) as server:
+            with pytest.raises(NodeError, match=r"^workflow 'one_shot', node 'answer': ConnectionError$"):
+                await server.run(one_shot().compile(), "a")
+
+    async def test_a_cold_system_prompt_is_warmed_up_once(self) -> None:
+        builder = PromptBuilder(SYSTEM, question_template="{query}")
+        orderer = Orderer(capacity_tokens=4096, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
+        engine = Reader()
+
+        async def until_warm(vector: Any, k: int) -> Sequence[int]:
+            async with asyncio.timeout(60):
+                await engine.asked.wait()
+            return range(k)
+
+        async with ordered_workflows(
+            engine, until_warm, embed, DOCUMENTS.__getitem__, orderer=orderer, builder=builder
+        ) as server:
+            for _ in range(2):
+                await server.run(one_shot(topk=2).compile(), "a", scope="tenant")
+        assert [(shown(each), each.options["max_tokens"], each.scope) for each in engine.requests] == [
+            ("", 1, "tenant"),
+            ("ab", 256, "tenant"),
+            ("ab", 256, "tenant"),
+        ]
+
+    def test_refuses_wrong_forms_of_prompts(self, search: ContinuousIVF) -> None:
+        with pytest.raises(ValueError, match="prompts='token_ids' needs the served model's tokenizer"):
+            make_server(search, prompts="token_ids")
+
+
+class TestObservers:
+    async def run(self, search: ContinuousIVF, *observers: Any) -> None:
+        async with make_server(search, observers=observers) as server:
+            await server.run(irg(rounds=2, topk=2).compile(), "secret a b")
+            with pytest.raises(NodeError):
+                await server.run(broken(), "secret")
+
+    async def test_a_log_that_the_command_reads(self, search: ContinuousIVF, tmp_path: Path) -> None:
+        from ragorder.eval.report.workflow_traces import figures_of, read_traces
+
+        for _ in range(2):
+            with TraceLog(tmp_path / "trace.jsonl") as log:
+                await self.run(search, log)
+        requests = read_traces(tmp_path / "trace.jsonl")
+        figures = figures_of(requests)
+        assert figures.outcomes == {"answered": 2, "failed": 2}
+        assert figures.cached_share == pytest.approx(0.4)
+        assert [piece.node for piece in requests[0].pieces if piece.kind == "due"].count("answer") == 2
+        text = (tmp_path / "trace.jsonl").read_text("utf-8")
+        assert "secret" not in text and "is a document" not in text
+
+    async def test_metrics(self, search: ContinuousIVF) -> None:
+        pytest.importorskip("prometheus_client")
+        metrics = WorkflowMetrics()
+        await self.run(search, metrics)
+
+        def value(name: str, **labels: str) -> float | None:
+            found: float | None = metrics.registry.get_sample_value(f"ragorder_workflow_{name}", labels)
+            return found
+
+        assert value("requests_total", graph="irg", outcome="answered") == 1
+        assert value("requests_total", graph="broken", outcome="failed") == 1
+        assert value("seconds_count", graph="irg") == 1
+        assert (value("pieces_total", worker="engine", kind="due", outcome="used") or 0) >= 1
+        prompt_tokens, cached_tokens = value("prompt_tokens_total"), value("cached_tokens_total")
+        assert prompt_tokens and cached_tokens == pytest.approx(0.4 * prompt_tokens)
+        assert (value("clusters_total") or 0) > 0
+        with pytest.raises(ValueError):
+            WorkflowMetrics(metrics.registry)
+
+    async def test_spans(self, search: ContinuousIVF) -> None:
+        sdk = pytest.importorskip("opentelemetry.sdk.trace")
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        await self.run(search, WorkflowTracing(provider.get_tracer("test")))
+        spans = exporter.get_finished_spans()
+        first, second = (span for span in spans if span.name == "ragorder.workflow")
+        assert [dict(span.attributes or {})["ragorder.outcome"] for span in (first, second)] == ["answered", "failed"]
+        inside = [span for span in spans if span.parent is not None and span.parent.span_id == first.context.span_id]
+        assert {"ragorder.engine", "ragorder.search"} <= {span.name for span in inside}
+        for span in inside:
+            assert first.start_time <= span.start_time <= span.end_time <= first.end_time
+        assert not any("secret" in str(span.attributes) for span in spans)
+        provider.shutdown()
+
+    async def test_one_that_fails_is_left_out(self, search: ContinuousIVF, caplog: pytest.LogCaptureFixture) -> None:
+        calls: list[str] = []
+
+        def failing(trace: WorkflowTrace) -> None:
+            calls.append("failing")
+            raise OSError("secret")
+
+        await self.run(search, failing, lambda trace: calls.append(trace.graph))
+        assert calls == ["failing", "irg", "broken"]
+        assert "an observer of workflows failed with OSError and is left out" in caplog.text
+        assert "secret" not in caplog.text
+
+
+def broken() -> CompiledGraph:
+    graph = RAGraph("broken").add_generation("a", prompt=lambda state: state["missing"])
+    return graph.add_edge(START, "a").add_edge("a", END).compile()
 
 
 class TestShared:
@@ -160,10 +353,8 @@ class TestShared:
             await asyncio.to_thread(shared.close)
 
     def test_an_error_comes_through(self, workflows: SharedWorkflows) -> None:
-        graph = RAGraph("broken").add_generation("a", prompt=lambda state: state["missing"])
-        graph.add_edge(START, "a").add_edge("a", END)
         with pytest.raises(NodeError, match="workflow 'broken', node 'a': the state has no 'missing'"):
-            workflows.run(graph.compile(), "question")
+            workflows.run(broken(), "question")
 
     def test_does_not_wait_for_itself(self) -> None:
         class Reentrant(PlainServer):
@@ -203,7 +394,7 @@ class TestLangGraph:
         builder.add_edge("answer", "again")
         builder.add_edge("again", graphs.END)
         app = builder.compile()
-        expected = {"question": "b", "answer": "the answer", "found": ["d", "a"]}
+        expected = {"question": "b", "answer": "a b c d e", "found": ["d", "a"]}
         assert app.invoke({"question": "b"}) == expected
         assert asyncio.run(app.ainvoke({"question": "b"})) == expected
 
@@ -260,7 +451,7 @@ class TestHaystack:
         pipeline.add_component("research", component)
         outputs = (pipeline.run({"research": {"query": "f"}})["research"], asyncio.run(component.run_async("f")))
         for output in outputs:
-            assert output["replies"] == ["the answer"]
+            assert output["replies"] == ["a f"]
             assert [(each.id, each.content, each.meta) for each in output["documents"]] == [
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[5], DOCUMENTS[0])
             ]
@@ -311,7 +502,7 @@ class TestEmbeddedEngine:
         from ragorder.adapters.embedded import EmbeddedStreams
 
         builder = PromptBuilder(SYSTEM, question_template="{query}", tokenizer=tokenizer)
-        streams = EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens)
+        streams = EmbeddedStreams(worker)
         usages: list[Usage] = []
 
         class Watched:
@@ -358,3 +549,49 @@ class TestEmbeddedEngine:
         with pytest.raises(TypeError, match="presence_penalty"):
             request = prompts.preview(NodeQuestion("Go on.", options={"presence_penalty": 1}), [])
             await anext(streams.stream(request))
+
+
+@pytest.mark.vllm
+async def test_a_vllm_server(vllm_server: Any, vllm_model: Path, search: ContinuousIVF) -> None:
+    """The second round finds the documents of the first, which its query ranks in another order."""
+    openai = pytest.importorskip("openai")
+    from ragorder.adapters.openai.engine import OpenAIStreams
+    from ragorder.eval.engines.models import load_tokenizer
+
+    vllm_server.reset()
+    block_size = vllm_server.block_size
+    builder = PromptBuilder(SYSTEM, question_template="{query}", tokenizer=load_tokenizer(vllm_model))
+    orderer = Orderer(
+        tokens=builder.document_tokens,
+        block_size=block_size,
+        capacity_tokens=vllm_server.capacity_tokens,
+        prefix_tokens=builder.prefix_tokens,
+        strict=True,
+    )
+    graph = RAGraph("again")
+    graph.add_retrieval("search", query="query", topk=3).add_generation("guess", prompt="{query} {docs}", max_tokens=4)
+    graph.add_retrieval("more", query=lambda state: f"{state['query']} c c b", topk=3, output="others")
+    graph.add_generation("answer", prompt="{query} {others}", max_tokens=4)
+    for source, target in itertools.pairwise((START, "search", "guess", "more", "answer", END)):
+        graph.add_edge(source, target)
+    async with (
+        openai.AsyncOpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none", max_retries=0) as client,
+        ordered_workflows(
+            OpenAIStreams(client, "served"),
+            search,
+            embed,
+            DOCUMENTS.__getitem__,
+            orderer=orderer,
+            builder=builder,
+            warm_up=False,
+        ) as server,
+    ):
+        result = await server.run(graph.compile(), "a", scope="tenant")
+    assert [[each.id for each in result.state[name]] for name in ("docs", "others")] == [
+        ["a", "b", "c"],
+        ["c", "a", "b"],
+    ]
+    first, second = (each for each in result.trace.pieces if each.worker == "engine" and each.kind == "due")
+    documents_end = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS[:3]))
+    assert first.cached_tokens == 0
+    assert second.cached_tokens >= documents_end // block_size * block_size

@@ -60,9 +60,9 @@ def test_figures(traces: Path) -> None:
     assert figures["pieces"] == {"engine": 3, "search": 3, "step": 1}
     assert (figures["ahead"], figures["ahead_used"]) == ({"search": 2}, {"search": 1})
     # From 10 to 16: the engine from 10 to 12 and from 12.5 to 16, the search from 10.5 to 14 without a break.
-    assert figures["engine_busy"] == pytest.approx(5.5 / 6)
-    assert figures["search_busy"] == pytest.approx(3.5 / 6)
-    assert figures["both_busy"] == pytest.approx(3.0 / 6)
+    assert figures["generating"] == pytest.approx(5.5 / 6)
+    assert figures["searching"] == pytest.approx(3.5 / 6)
+    assert figures["both"] == pytest.approx(3.0 / 6)
     assert figures["cached_share"] == pytest.approx(0.3)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import batch_price
 from support.price import orderer_of, serve, sizes_of
 
 from ragorder import DegradedWarning, Document, Orderer
@@ -176,6 +177,20 @@ class TestOrders:
         for documents in ([b, a], [c]):
             orderer.order(documents).confirm()
         assert orderer.order([a, b, c]).documents[0] is a
+
+
+class TestBatches:
+    def test_the_plans_of_the_measurement_are_those_of_a_batch(
+        self, stream: DocumentStream, profile: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """docs/batches.md: the one with most cached tokens has the order in which the batch is served."""
+        monkeypatch.setattr(batch_price, "_WARM", 60)
+        monkeypatch.setattr(batch_price, "_BATCH", 24)
+        found = {plan.name: batch_price.measure(stream, plan, profile) for plan in batch_price.plans(8)}
+        assert found.keys() == {"planned", "nearest first", "one by one"}
+        assert all(each.seconds > 0 for each in found.values())
+        best = max(found.values(), key=lambda each: each.cached_tokens)
+        assert best.cached_tokens > found["one by one"].cached_tokens
 
 
 class TestProfiles:

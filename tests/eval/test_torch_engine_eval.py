@@ -28,7 +28,7 @@ from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.engines.torch_async import AsyncTorchEngine
-from ragorder.eval.experiments.embedded.cells import EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, EmbeddedCell
 from ragorder.eval.experiments.embedded.prefill import plain_transformers
 from ragorder.eval.experiments.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
@@ -566,13 +566,36 @@ class TestPrefill:
             assert min(rows["wall_ms"]) > 0
 
     def test_fused_requests_reuse_all_documents(self, tmp_path: Path) -> None:
-        done = run("embedded-fused", tmp_path, *self.small)
+        done = run("embedded-fused", tmp_path, *self.small, "batch=1")
         assert done.exit_code == 0, done.output
         whole = self.system + 60
-        found = {line["policy"]: line["rows"]["device"] for line in measured(tmp_path)}
-        shares = ("0%", "5%", "15%", "30%")
+        shares = ("0%", "5%", "15%", "30%", "100%")
         arms = ["exact prefix", *(f"fused, {share} anew" for share in shares)]
-        assert found == {"nothing": [0, 0], **{arm: [whole, whole] for arm in arms}}
+        for tier in ("device", "host", "disk"):
+            lines = [line for line in measured(tmp_path) if line["cell"]["stored"] == tier]
+            found = {line["policy"]: line["rows"][tier] for line in lines}
+            assert found.pop("nothing") is not None
+            assert found == {arm: [whole, whole] for arm in arms}
+
+    def test_a_batch_of_fused_requests_loads_its_documents_with_and_without_waiting(self, tmp_path: Path) -> None:
+        small = (*self.small, "batch=3", "repeats=2")
+        done = run("embedded-fused", tmp_path, *small, "stored=host")
+        assert done.exit_code == 0, done.output
+        lines = measured(tmp_path)
+        blocked = {"exact prefix", *FUSED} - {"fused, 30% anew"}
+        arms = {"nothing", "exact prefix", *FUSED, *(f"{arm}{BLOCKING}" for arm in blocked)}
+        assert {line["policy"] for line in lines} == arms
+        least = 3 * 60 + self.system
+        for line in lines:
+            if line["policy"] != "nothing":
+                tokens = [line["rows"][tier] for tier in ("device", "host", "disk")]
+                assert [sum(row) for row in zip(*tokens, strict=True)] == [3 * (60 + self.system)] * 2
+                assert min(tokens[1]) >= least
+        done = run_command(ragorder, "eval", "report", tmp_path)
+        assert done.exit_code == 0, done.output
+        page = (tmp_path / "report.html").read_text("utf-8")
+        assert "stored in host memory, 3 prompts at once" in page
+        assert "Blocking loads" in page
 
     def test_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
         parameters = (*self.small, "measure=cached")

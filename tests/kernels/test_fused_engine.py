@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
+from ragorder.kernels.cache import KVLease
 from ragorder.kernels.engine import (
     Completion,
     EngineSettings,
@@ -577,10 +578,32 @@ class TestTiers:
         expected = fused_logits(plain, request.token_ids, [Taken(len(SYSTEM) + 19, A, SYSTEM)], [])
         assert off(completion, expected) <= 1e-4
 
-    def test_a_pool_without_room_for_copies_computes_them(self, fusing: Make, plain: Any) -> None:
+    def test_a_document_that_arrives_while_a_step_is_planned_is_taken_over(
+        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        late: list[KVLease] = []
+
+        def ready(lease: KVLease) -> bool:
+            if lease in late:
+                return True
+            late.append(lease)
+            return False
+
+        monkeypatch.setattr(KVLease, "ready", property(ready))
+        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        assert completion.fused.total == len(A)
+        assert off(completion, fused_logits(plain, request.token_ids, taken_of([B, A], None, []), [])) <= 1e-4
+
+    @pytest.mark.parametrize(
+        "fusion", [NONE, Fusion(0.3, "query"), Fusion(0.5, "query", True, True, 2)], ids=["none", "query", "anywhere"]
+    )
+    def test_a_pool_without_room_for_copies_computes_them(self, fusing: Make, plain: Any, fusion: Fusion) -> None:
         engine = fusing(device_tokens=8 * BLOCK)
         warm(engine, [A], [B])
-        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
+        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=fusion)
         [completion] = engine.generate([request])
         assert completion.finish_reason == "length"
         assert completion.fused.total < len(A) + len(B)

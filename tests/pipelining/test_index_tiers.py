@@ -233,3 +233,36 @@ def test_so_are_another_metric_another_search_and_vectors_that_are_not_decoded()
         ContinuousIVF(build(), tiers=tiers)
     with pytest.raises(TypeError, match="IndexIVFRaBitQ cannot have tiers: use IndexIVFFlat"):
         ContinuousIVF(build("IVF24,RaBitQ"), tiers=IndexTiers(ExactScan(), 1))
+
+
+class TestForeseen:
+    def test_clusters_of_a_search_ahead_of_need_are_loaded(self) -> None:
+        """All are held once its second piece ends, and the due search finds the same there."""
+        index, fast = build(), ExactScan()
+        query = clustered(1, D, clusters=60, seed=3)
+        tiers = tiers_of(fast, every=1000)
+        with ContinuousIVF(index, nprobe=4, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False) as search:
+            ahead = search.submit(query, 3, due=False, prefetch=True)
+            while not ahead.done:
+                search.advance()
+            visited = index.quantizer.search(query, 4)[1][0].tolist()
+            assert set(fast.held) == set(visited)
+            scans = fast.scans
+            found = search.submit(query, 3).result()
+            assert fast.scans > scans
+        index.nprobe = 4
+        np.testing.assert_array_equal(found.ids, index.search(query, 3)[1])
+
+    def test_they_displace_what_is_used_less_and_no_more(self) -> None:
+        index, fast = build(), ExactScan()
+        sizes = [fast.bytes_of(index.invlists.list_size(cluster), D) for cluster in range(NLIST)]
+        capacity = 3 * max(sizes)
+        tiers = tiers_of(fast, capacity, every=1)
+        queries = clustered(40, D, clusters=60, seed=4)
+        with ContinuousIVF(index, nprobe=6, cores=1, budget=Budget(1e-12), tiers=tiers, thread=False) as search:
+            for place, query in enumerate(queries):
+                handle = search.submit(query, 3, due=place % 2 == 0, prefetch=place % 2 == 1)
+                while not handle.done:
+                    search.advance()
+                    assert tiers.held_bytes <= capacity
+        assert fast.held and fast.largest_bytes <= capacity

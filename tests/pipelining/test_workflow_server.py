@@ -37,7 +37,7 @@ from support.workflow_server import (
 from support.workflows import Asked, PlainPrompts, compiled, graphs
 
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, StagedIVF, WarmUp
-from ragorder.pipelining.search import Budget, History
+from ragorder.pipelining.search import Budget, History, IndexTiers
 from ragorder.pipelining.workflow import (
     END,
     START,
@@ -55,10 +55,12 @@ from ragorder.pipelining.workflow import (
 )
 from ragorder.pipelining.workflow.trace import WorkflowTrace
 from ragorder.pipelining.workflow.transformations import (
+    FastIndex,
     OrderDocuments,
     Prefetch,
     Reorder,
     SpeculateGeneration,
+    SpeculateRetrieval,
     Split,
 )
 
@@ -503,7 +505,7 @@ class TestServer:
 
         class Always(Reorder):
             def gain_s(self, piece: Any, facts: Any, /) -> float:
-                return max(super().gain_s(piece, facts), 0.0) + bool(len(piece.request.graph.nodes) > 2)
+                return 1.0 if super().gain_s(piece, facts) else 0.0
 
         with Noting(index, cores=1) as search:
             async with WorkflowServer(
@@ -515,3 +517,57 @@ class TestServer:
         first, again, second, third, alone = histories
         assert first is again and second is third and first is not second and len(first) == 2
         assert alone is None
+
+
+class TestGains:
+    """Each transformation is applied where its estimate is positive, and pieces say so."""
+
+    async def test_a_fast_tier(self, index: Any) -> None:
+        pytest.importorskip("torch")
+        from ragorder.kernels.vectors import TorchClusterScan
+
+        tiers = IndexTiers(TorchClusterScan("L2"), 1 << 30, every=1)
+        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES), tiers=tiers) as search:
+            engine = SlowEngine(pause_s=0.001)
+            async with WorkflowServer(
+                engine, search, vector, document, PlainPrompts(), transformations=(*eager(), FastIndex())
+            ) as server:
+                graph = multistep(rounds=2).compile()
+                results = [await server.run(graph, "why?") for _ in range(4)]
+        assert {result.text for result in results} == {(await interpreted(graph, index, "why?")).text}
+        pieces = [piece for result in results for piece in result.trace.pieces if piece.worker == "search"]
+        assert "fast_index" in pieces[0].applied and tiers.codes > 0
+        assert any("prefetch" in piece.applied for piece in pieces if piece.kind == "speculative")
+
+    @pytest.mark.parametrize(("search_s", "split"), [(None, True), (1.0, True), (1e-5, False)])
+    async def test_short_searches_are_not_split(
+        self, search: ContinuousIVF, search_s: float | None, split: bool
+    ) -> None:
+        search.budget = Budget(1e-4)
+        async with WorkflowServer(
+            SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(),)
+        ) as server:
+            server.facts.search_s.value = search_s
+            trace = (await server.run(one_shot().compile(), "why?")).trace
+        assert ("split" in trace.pieces[0].applied) is split
+
+    async def test_a_first_request_that_finds_nothing_cached_does_not_end_ordering(self, search: ContinuousIVF) -> None:
+        async with WorkflowServer(
+            SlowEngine(pause_s=0.005), search, vector, document, PlainPrompts(), transformations=(OrderDocuments(),)
+        ) as server:
+            for _ in range(3):
+                trace = (await server.run(one_shot().compile(), "why?")).trace
+                assert trace.pieces[-1].applied == ["order_documents"]
+            assert server.facts.cached_share.value == 0.0
+            server.facts.load._prefill_s.value = 1e-5
+            assert (await server.run(one_shot().compile(), "why?")).trace.pieces[-1].applied == []
+
+    async def test_wrong_settings(self) -> None:
+        for make in (
+            lambda: SpeculateGeneration(0),
+            lambda: SpeculateRetrieval(0),
+            lambda: SpeculateRetrieval(every=0),
+            lambda: SpeculateRetrieval(embeddings=0),
+        ):
+            with pytest.raises(ValueError, match="at least 1"):
+                make()

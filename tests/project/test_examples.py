@@ -79,3 +79,15 @@ def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[s
     assert cached[0] == 0
     # More than what stands in front of the documents, which every question after the first finds.
     assert max(cached) > min(cached[1:])
+
+
+def test_a_workflow(python: Any, tmp_path: Path) -> None:
+    for module in ("faiss", "torch", "transformers", "starlette"):
+        pytest.importorskip(module)
+    trace = tmp_path / "trace.jsonl"
+    done = python(EXAMPLES / "workflow.py", trace, timeout=180)
+    assert done.returncode == 0, done.stderr
+    cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+    assert len(cached) == 12 and max(cached) > 0
+    shown = python("-m", "ragorder", "workflow", "trace", trace)
+    assert "12 (12 answered)" in shown.stdout

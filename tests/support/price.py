@@ -30,7 +30,7 @@ from ragorder.eval.experiments.replacement import (
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.ordering import Ordering
 
-__all__ = ["orderer_of", "serve", "sizes_of"]
+__all__ = ["orderer_of", "serve", "sizes_of", "streams_of"]
 
 _WORKLOADS = ("mix8", "geo", "zipf10", "paper-shuf")
 _CORPORA = ("covidqa", "bing_covid_cord", "nqopen")
@@ -98,12 +98,13 @@ def measure(stream: DocumentStream, policy: str, profile: Path, *, priced: bool)
     return Measured(seconds, wrong / cached)
 
 
-def _streams(corpora: Path | None) -> Iterator[tuple[str, list[DocumentStream]]]:
+def streams_of(corpora: Path | None, requests: int = _REQUESTS) -> Iterator[tuple[str, list[DocumentStream]]]:
+    """By name, one for each seed."""
     for name in _WORKLOADS:
-        yield name, [stream_of_trace(trace_of_workload(make_workload(name, seed), _REQUESTS)) for seed in _SEEDS]
+        yield name, [stream_of_trace(trace_of_workload(make_workload(name, seed), requests)) for seed in _SEEDS]
     for name in _CORPORA if corpora is not None else ():
         corpus = load_folder(Path(corpora or "") / name)
-        traces = [trace_of_corpus(corpus, top_k=5, order="random", seed=seed, limit=_REQUESTS) for seed in _SEEDS]
+        traces = [trace_of_corpus(corpus, top_k=5, order="random", seed=seed, limit=requests) for seed in _SEEDS]
         yield f"{name}, top 5", [stream_of_trace(trace) for trace in traces]
 
 
@@ -116,7 +117,7 @@ def main(corpora: Path | None) -> None:
         profiles = {host_us: Path(folder) / f"{host_us}.json" for host_us in _HOST_US}
         for host_us, path in profiles.items():
             replace(A10G, loads={"host": 1e-6 * host_us}).to_file(path)
-        for name, streams in _streams(corpora):
+        for name, streams in streams_of(corpora):
             cells, wrong = [], []
             for policy in _POLICIES:
                 shares = []

@@ -15,17 +15,21 @@ from ragorder.eval.experiments.replacement.cells import SizeText
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.kernels.policies import POLICIES
 
-__all__ = ["FUSED", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
+__all__ = ["BLOCKING", "FUSED", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"
-FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3)}
+FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3, 1.0)}
 """Shares of the reused tokens computed anew, by arm."""
+BLOCKING = ", blocking loads"
+"""An arm's end: the engine waits for each request's loads."""
+_BLOCKED = (PREFIX, *(arm for arm, share in FUSED.items() if share != 0.3))
 TIERS = ("device", "host", "disk")
 
 _OF_SETUPS = ("host", "replacement", "order", "replicas")
 _OF_SERVING = ("workload", "top_k", "requests", "warmup", "device", "fails_after", *_OF_SETUPS)
 _OF_PREFILL = ("documents", "document_tokens", "system_tokens", "question_tokens", "repeats")
+_OF_FUSED = ("stored", "batch")
 _LEAST_REQUESTS = 10
 
 
@@ -68,7 +72,8 @@ class EmbeddedCell(SuiteCell):
     """`shape` is a model's, with random weights.
 
     cached, overhead, tiers, fused: a prompt of `documents`, by how many of them are cached; against transformers; by
-    the tier that holds all of them; by the share computed anew of those that have KV behind the system prompt alone.
+    the tier that holds all of them; by the share computed anew of those that have KV behind the system prompt alone,
+    which is `stored` in one tier, with a `batch` of such prompts at once (times of a prompt).
     serving: a `workload` without a cache, with the `device`, and with each `host` memory behind it by each
     `replacement` policy, with so many `replicas` of the most used nodes, in each `order`. Sizes: "4GiB", or a share of
     the working set ("5%"). The device loses its KV when it `fails_after` so many requests.
@@ -83,6 +88,8 @@ class EmbeddedCell(SuiteCell):
     system_tokens: int = Field(50, ge=1)
     question_tokens: int = Field(30, ge=1)
     repeats: int = Field(20, ge=2)
+    stored: Literal["device", "host", "disk"] = "device"
+    batch: int = Field(1, ge=1, le=64)
     workload: str = "paper"
     top_k: int | None = Field(None, ge=1)
     requests: int = Field(600, ge=12)
@@ -96,7 +103,7 @@ class EmbeddedCell(SuiteCell):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        foreign = _OF_PREFILL if self.measure == "serving" else _OF_SERVING
+        foreign = (*(_OF_PREFILL if self.measure == "serving" else _OF_SERVING), *(self.measure != "fused") * _OF_FUSED)
         wrong = next((name for name in foreign if name in self.model_fields_set), None)
         if wrong:
             raise ValueError(f'{wrong} does not go with measure = "{self.measure}"')
@@ -135,5 +142,6 @@ class EmbeddedCell(SuiteCell):
         if self.measure == "overhead":
             return PLAIN, NOTHING
         if self.measure == "fused":
-            return NOTHING, PREFIX, *FUSED
+            loads = self.batch > 1 and self.stored != "device"
+            return NOTHING, PREFIX, *FUSED, *(f"{arm}{BLOCKING}" for arm in _BLOCKED if loads)
         return NOTHING, *(TIERS if self.measure == "tiers" else map(str, range(self.documents + 1)))

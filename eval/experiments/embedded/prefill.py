@@ -10,21 +10,21 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.eval.experiments.embedded.cells import FUSED, NOTHING, PREFIX, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import NOTHING, TIERS, EmbeddedCell
 from ragorder.eval.experiments.embedded.clocks import timed
-from ragorder.eval.experiments.embedded.prompts import Layout, ask_again, draw_prompt
+from ragorder.eval.experiments.embedded.fused import serve_fused
+from ragorder.eval.experiments.embedded.prompts import ask_again, draw_prompt
 from ragorder.eval.running.load import rotated
 
 if TYPE_CHECKING:
-    from ragorder.kernels.engine import Request
+    pass
 
 __all__ = ["measure_prefill", "plain_transformers"]
 
@@ -49,7 +49,7 @@ def measure_prefill(
     rows: dict[str, dict[str, list[float]]] = {
         arm: {name: [] for name in ("wall_ms", "cpu_ms", *TIERS)} for arm in cell.arms
     }
-    with start(model, layout, cell.block_size) as serve:
+    with start(model, cell) as serve:
         for number in range(-_WARM_UPS, cell.repeats):
             prompt = draw_prompt(layout, model.vocabulary, rng)
             for arm in rotated(cell.arms, number):
@@ -63,7 +63,8 @@ def measure_prefill(
 
 
 @contextmanager
-def _serve_cached(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
+def _serve_cached(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
+    layout, block_size = cell.layout, cell.block_size
     with _engine(model, block_size, capacity_tokens=2 * layout.tokens + 4 * block_size) as engine:
 
         def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
@@ -78,9 +79,10 @@ def _serve_cached(model: TorchModel, layout: Layout, block_size: int) -> Iterato
 
 
 @contextmanager
-def _serve_overhead(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
+def _serve_overhead(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
     import torch
 
+    layout, block_size = cell.layout, cell.block_size
     plain = plain_transformers(model.model)
     with _engine(model, block_size, capacity_tokens=2 * layout.tokens + 4 * block_size) as engine:
 
@@ -100,7 +102,8 @@ def _serve_overhead(model: TorchModel, layout: Layout, block_size: int) -> Itera
 
 
 @contextmanager
-def _serve_tiers(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
+def _serve_tiers(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
+    layout, block_size = cell.layout, cell.block_size
     # Loaded documents do not share the blocks in which they meet: each brings one of its own.
     device_tokens = layout.tokens + (layout.documents + 4) * block_size
     host_tokens = round(_HOST_PROMPTS * layout.tokens) + layout.documents * block_size
@@ -123,42 +126,6 @@ def _serve_tiers(model: TorchModel, layout: Layout, block_size: int) -> Iterator
         yield serve
 
 
-@contextmanager
-def _serve_fused(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
-    from ragorder.kernels.engine import Fusion
-
-    # A copy of each document beside the request.
-    sizes = {"capacity_tokens": 2 * layout.tokens + (layout.documents + 4) * block_size}
-    system, ends = layout.system_tokens, layout.ends
-    with _engine(model, block_size, **sizes, reuse="fused") as engine:
-
-        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
-            engine.reset()
-            whole = engine.request(prompt)
-            exact = replace(whole, document_ends=ends[1:], prefix_tokens=system)
-            if arm == NOTHING:
-                return _served(engine, exact, found=0)
-            if arm == PREFIX:
-                engine.generate(ask_again(prompt, layout, layout.documents, model.vocabulary, rng))
-                return _served(engine, exact, found=ends[-1])
-            for begin, end in pairwise(ends):
-                tokens = [*prompt[:system], *prompt[begin:end], *prompt[ends[-1] :]]
-                _served(engine, replace(exact, token_ids=tokens, document_ends=[system + end - begin]))
-            return _served(engine, replace(exact, fusion=Fusion(FUSED[arm])), found=ends[-1])
-
-        yield serve
-
-
-def _served(engine: TorchEngine, request: Request, found: int | None = None) -> tuple[float, float, _TierTokens]:
-    """Raises EngineError if other than `found` tokens were reused."""
-    (completion,), wall_ms, cpu_ms = timed(lambda: engine.engine.generate([request]))
-    engine.completion(completion)
-    reused = completion.cached.total + completion.fused.total
-    if found is not None and reused != found:
-        raise EngineError(f"{found} tokens should be reused and {reused} are: nothing is measured")
-    return wall_ms, cpu_ms, (reused, 0, 0)
-
-
 def _engine(model: TorchModel, block_size: int, **sizes: Any) -> closing[TorchEngine]:
     return closing(TorchEngine(model, block_size=block_size, **sizes))
 
@@ -174,7 +141,7 @@ def _timed(engine: TorchEngine, prompt: PromptIds, expected: _TierTokens) -> tup
     return wall_ms, cpu_ms, cached
 
 
-_MEASURES = {"cached": _serve_cached, "overhead": _serve_overhead, "tiers": _serve_tiers, "fused": _serve_fused}
+_MEASURES = {"cached": _serve_cached, "overhead": _serve_overhead, "tiers": _serve_tiers, "fused": serve_fused}
 
 
 def plain_transformers(model: Any) -> Any:

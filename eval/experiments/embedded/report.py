@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ragorder.eval.experiments.embedded.cells import NO_CACHE, PLAIN, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import BLOCKING, NO_CACHE, PLAIN, TIERS, EmbeddedCell
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
 from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
@@ -31,6 +31,7 @@ _TITLES = {
     "tiers": "Time to the first token, by where all documents are cached",
     "fused": "Time to the first token, by how much of documents computed elsewhere is computed anew",
 }
+_STORED = {"device": "on the device", "host": "in host memory", "disk": "on the disk"}
 _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 
 
@@ -55,7 +56,9 @@ def _engine(engine: Mapping[str, Any]) -> str:
 
 def _title(group: _Group) -> str:
     cell = _cell(group)
-    return _TITLES.get(cell.measure) or f"Workload {cell.workload} by size of the cache"
+    title = _TITLES.get(cell.measure) or f"Workload {cell.workload} by size of the cache"
+    where = f", stored {_STORED[cell.stored]}" if cell.measure == "fused" else ""
+    return title + where + (f", {cell.batch} prompts at once" if cell.batch > 1 else "")
 
 
 def _prefill(group: _Group) -> Table:
@@ -81,8 +84,14 @@ def _prefill(group: _Group) -> Table:
     table.note = (
         f"{cell.documents} documents of {cell.document_tokens} tokens behind {cell.system_tokens}, a question of "
         f"{cell.question_tokens}. Medians of {cell.repeats} turns × seeds {_seeds(group)}, with 95 % intervals."
+        + " Wall time: mean of the batch; CPU time and tokens: the batch's, CPU time divided by it." * (cell.batch > 1)
+        + " Blocking loads: the engine waits for them, request by request." * any(map(_blocks, group.policies))
     )
     return table
+
+
+def _blocks(arm: str) -> bool:
+    return arm.endswith(BLOCKING)
 
 
 def _serving(group: _Group) -> Table:

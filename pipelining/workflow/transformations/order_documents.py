@@ -11,6 +11,8 @@ from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
 __all__ = ["OrderDocuments"]
 
 _COST_S = 2e-4
+# What is not ordered is not found, and the first requests find nothing: a low share says little.
+_LEAST_SHARE = 0.1
 
 
 class OrderDocuments:
@@ -26,10 +28,10 @@ class OrderDocuments:
                 piece.trace.applied.append(self.name)
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """The share of its prompt that an ordered generation found cached, as part of a prefill."""
+        """The share of its prompt that an ordered generation finds cached lately, as part of a prefill."""
         if not isinstance(piece.node, Generation) or not piece.node.documents:
             return 0.0
         share, prefill_s = facts.cached_share.value, facts.prefill_s
         if share is None or prefill_s is None:
             return math.inf
-        return share * prefill_s / max(1 - share, 0.01) - _COST_S
+        return max(share, _LEAST_SHARE) * prefill_s - _COST_S

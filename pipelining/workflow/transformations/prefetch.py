@@ -33,7 +33,7 @@ class Prefetch:
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
         """Of clusters in the fast tier; a warm-up is only started if it is needed."""
         tiers, search_s = facts.tiers, facts.search_s.value
-        if tiers is None or not hasattr(facts.search, "prefetch"):
+        if tiers is None:
             return 0.0
         if search_s is None or not tiers.costs.calls:
             return math.inf

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.nodes import Retrieval
 from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
@@ -10,7 +12,8 @@ __all__ = ["Reorder"]
 
 # To keep a larger top-k of a search, and to order the next one's clusters.
 _COST_S = 1e-4
-_UNKNOWN = 0.1
+# Without a history nothing is learnt of its use.
+_LEAST_SHARE = 0.02
 
 
 class Reorder:
@@ -29,12 +32,10 @@ class Reorder:
         if not piece.request.searches and not _may_search_again(piece):
             return 0.0
         if facts.search_s.value is None:
-            return _UNKNOWN
-        return max(facts.hint, 0.0) * facts.search_s.value - _COST_S
+            return math.inf
+        return max(facts.hint, _LEAST_SHARE) * facts.search_s.value - _COST_S
 
 
 def _may_search_again(piece: Piece) -> bool:
-    """By the graph, from here on."""
     graph = piece.request.graph
-    later = graph.topology.reached(graph.foreseen(piece.run.id))
-    return any(isinstance(graph.nodes.get(id), Retrieval) for id in later)
+    return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.rounds[piece.run.id])
