@@ -128,6 +128,10 @@ def test_the_report_has_a_column_for_each_load_and_a_picture() -> None:
     assert picture.alt == "oldest first: 2.00 at 0.3, 1.25 at 0.8"
 
 
+def test_the_papers_index_has_38_million_vectors() -> None:
+    assert virtual.paper_sizes().sum() == pytest.approx(38_000_000, rel=1e-3)
+
+
 def test_costs_are_measured_on_the_index() -> None:
     index, queries = real.build_index(2000, 8), clustered(20, 8, clusters=40, seed=1)
     costs: Any = real.measure_costs(index, queries, 20)
