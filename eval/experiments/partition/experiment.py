@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ragorder.eval.experiments.partition.real import MeasuredCosts
     from ragorder.eval.running.suite import Suite
 
-    Prepared = tuple[MeasuredCosts, float, Callable[[str], tuple[System, Clock]]]
-    """Costs, mean seconds of a search on one core, and each policy's engine with its clock."""
+    Prepared = tuple[MeasuredCosts, float, Callable[[str], tuple[System, Clock]], dict[str, float]]
+    """Costs, mean seconds of a search on one core, each policy's engine with its clock, and further facts."""
 
 __all__ = ["Partition"]
 
@@ -52,7 +52,7 @@ class Partition(Experiment):
         shares = [draw.choice(_MIXED) if cell.mixed else 1.0 for _ in range(job.requests)]
         prepare = self._real if cell.clock == "real" else _virtual
         with ExitStack() as stack:
-            costs, search_s, system_of = prepare(job, shares, stack)
+            costs, search_s, system_of, measured = prepare(job, shares, stack)
             arrivals = poisson_arrivals(cell.load * cell.cores / search_s, job.requests, job.seed)
             facts = {
                 "search_ms": 1e3 * search_s,
@@ -60,6 +60,7 @@ class Partition(Experiment):
                 "code_ns": 1e9 * costs.code_s,
                 "call_us": 1e6 * costs.call_s,
                 "hand_us": 1e6 * costs.hand_s,
+                **measured,
             }
             for policy in job.policies:
                 before = load_average()
@@ -85,12 +86,14 @@ class Partition(Experiment):
         stack.callback(faiss.omp_set_num_threads, faiss.omp_get_max_threads())
         queries = clustered(job.requests, cell.dimensions, clusters=cell.vectors // 50, seed=job.seed + 1)
 
-        def start() -> tuple[Any, MeasuredCosts]:
+        def start() -> tuple[Any, MeasuredCosts, dict[str, float]]:
             index = real.build_index(cell.vectors, cell.dimensions)
             faiss.omp_set_num_threads(1)
-            return index, real.measure_costs(index, queries[:_MEASURED], max(1, round(cell.nprobe * index.nlist)))
+            index.nprobe = max(1, round(cell.nprobe * index.nlist))
+            piece = {"piece_cpu_us": 1e6 * real.piece_cpu_seconds(index, queries[:_MEASURED])}
+            return index, real.measure_costs(index, queries[:_MEASURED]), piece
 
-        index, costs = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
+        index, costs, piece = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
         nprobes = [max(1, round(share * cell.nprobe * index.nlist)) for share in shares]
 
         def system_of(policy: str) -> tuple[System, Clock]:
@@ -101,7 +104,7 @@ class Partition(Experiment):
             search = stack.enter_context(real.pieces_of(index, policy, cell.cores))
             return real.RealPieces(search, queries, nprobes), playing.RealClock()
 
-        return costs, real.search_seconds(index, queries, nprobes), system_of
+        return costs, real.search_seconds(index, queries, nprobes), system_of, piece
 
 
 def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
@@ -121,4 +124,4 @@ def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
             return virtual.VirtualBatches(index, costs, cell.cores, clock, by_clusters=by_clusters), clock
         return virtual.VirtualPieces(index, costs, cell.cores, clock, policy), clock
 
-    return costs, costs.call_s + costs.code_s * index.mean_codes, system_of
+    return costs, costs.call_s + costs.code_s * index.mean_codes, system_of, {}
