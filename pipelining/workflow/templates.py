@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from string import Formatter
 from typing import Any
 
@@ -45,8 +45,8 @@ def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuesti
 
 
 def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
-    """The documents that the prompt shows, each once."""
-    found = [document for name in node.documents for document in state[name]]
+    """The documents that the prompt shows, each once. Raises UnusableValueError for a value of another kind."""
+    found = [document for name in node.documents for document in _documents(state[name])]
     if len(node.documents) < 2:
         return tuple(found)
     once: dict[Any, Any] = {}
@@ -60,6 +60,12 @@ def query_of(node: Retrieval, state: State) -> str:
     if isinstance(node.query, str) and "{" not in node.query:
         return _checked(state[node.query])
     return _text(node.query, state)
+
+
+def _documents(value: Any) -> Iterable[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UnusableValueError(f"documents must be a sequence of them, got {type(value).__name__}")
+    return value
 
 
 def _text(template: str | Callable[[State], str], state: State) -> str:

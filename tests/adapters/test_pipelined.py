@@ -702,9 +702,11 @@ import asyncio, sys, time
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai.pipelined import PromptRequest, ordered_pipeline
 from ragorder.adapters.vllm.async_engine import AsyncVLLM
+from ragorder.adapters.workflows import ordered_workflows
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.pipelining import Provisional
+from ragorder.pipelining.workflow import irg
 
 DOCUMENTS = [Document(f"d{n}", f"Secret {n} is kept in drawer {n}. " * 2) for n in range(4)]
 last = None
@@ -755,6 +757,18 @@ async def main(model):
         assert one.usage.prompt_tokens == other.usage.prompt_tokens
         assert other.usage.cached_tokens >= one.usage.cached_tokens - 32
     assert plain[1].usage.cached_tokens >= builder.prefix_tokens // 32 * 32 >= 64
+
+    # A workflow's second round finds the documents of the first.
+    orderer = Orderer(tokens=builder.document_tokens, block_size=32, capacity_tokens=4096, strict=True,
+                      prefix_tokens=builder.prefix_tokens)
+    async with ordered_workflows(
+        engine, lambda vector, k: range(k), lambda query: [0.0], DOCUMENTS.__getitem__, orderer=orderer,
+        builder=builder, prompts="token_ids", requests=engine.requests, warm_up=False,
+    ) as server:
+        result = await server.run(irg(topk=4, rounds=2, max_tokens=8).compile(), "What is kept?", scope="blue")
+    first, second = [each for each in result.trace.pieces if each.worker == "engine" and each.kind == "due"]
+    documents = builder.prefix_tokens + sum(map(builder.document_tokens, DOCUMENTS))
+    assert first.cached_tokens == 0 and second.cached_tokens >= documents // 32 * 32, (first, second)
 
     # Each would run for many seconds, and show among those that run while the short one does.
     ids = builder.build("What?", DOCUMENTS).token_ids

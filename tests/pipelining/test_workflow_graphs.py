@@ -299,6 +299,12 @@ class TestRuns:
         with pytest.raises(NodeError, match="node 'a': conditional edge: the state has no 'missing', only"):
             await run(graph.compile())
 
+    async def test_documents_that_are_none(self) -> None:
+        graph = RAGraph("broken").add_generation("a", prompt="{query}", output="a")
+        graph.add_generation("b", prompt="{a}", documents="a")
+        with pytest.raises(NodeError, match="node 'b': documents must be a sequence of them, got str"):
+            await run(chain(graph, "a", "b").compile())
+
     async def test_a_name_that_this_branch_did_not_write(self) -> None:
         graph = RAGraph("broken").add_step("a", nothing, writes="note").add_generation("b", prompt="{note}")
         with pytest.raises(NodeError, match="node 'b': the state has no 'note'"):

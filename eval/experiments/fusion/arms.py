@@ -60,6 +60,7 @@ ARMS: Mapping[str, Arm] = {
     "as if last, preprocessed": Arm(copies="similar", as_if_last=True),
     "two rounds": Arm(rounds=2),
     "as if last, two rounds": Arm(as_if_last=True, rounds=2),
+    "as if last, two rounds, anywhere": Arm(as_if_last=True, rounds=2, anywhere=True),
     "with ordering": Arm(exact=0.5),
     "as if last, with ordering": Arm(as_if_last=True, exact=0.5),
     "as if last, with ordering, anywhere": Arm(as_if_last=True, exact=0.5, anywhere=True),

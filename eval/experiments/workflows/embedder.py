@@ -35,8 +35,12 @@ class Embedder:
         text = without_marks(text)
         key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if key not in self._known:
-            self._known[key] = np.ascontiguousarray(self._encode([text]), dtype=np.float32)
+            self._known[key] = self.anew(text)
         return self._known[key]
+
+    def anew(self, text: str) -> Vectors:
+        """Computed, whether it is known or not."""
+        return np.ascontiguousarray(self._encode([without_marks(text)]), dtype=np.float32)
 
     def save(self) -> None:
         if self._file is None or len(self._known) == self._saved:

@@ -1,19 +1,23 @@
-"""Batches whose stages begin and end together, as a framework's `batch` runs a chain."""
+"""Stage by stage: each request by itself, or in batches whose stages begin together, as a framework's `batch` runs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from ragorder.pipelining import AnswerChunk, EngineRequest, StreamingEngine
+from ragorder.document import Document
+from ragorder.pipelining import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.workflow import CompiledGraph, NodeQuestion, WorkflowResult, interpret
 
-__all__ = ["Lockstep", "Stages"]
+__all__ = ["Lockstep", "Retrieve", "Stages", "stage_by_stage"]
 
 R = TypeVar("R", bound=EngineRequest)
 T = TypeVar("T")
+
+Retrieve = Callable[[str, int], Awaitable[Sequence[Document]]]
 
 
 class Stages:
@@ -82,3 +86,32 @@ class _StagedEngine(Generic[R]):
         async with aclosing(self._engine.stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+
+def stage_by_stage(
+    engine: StreamingEngine[R],
+    prompts: RequestBuilder[NodeQuestion, Document, R],
+    retrieve: Retrieve,
+    *,
+    lockstep: int | None = None,
+) -> Callable[..., Awaitable[WorkflowResult]]:
+    """A `run` like a WorkflowServer's. `lockstep`: in batches of at most so many."""
+    batches = Lockstep(lockstep) if lockstep else None
+
+    async def run(graph: CompiledGraph, question: str, *, state: Mapping[str, Any]) -> WorkflowResult:
+        if batches is None:
+            return await interpret(graph, question, engine=engine, prompts=prompts, retrieve=retrieve, state=state)
+
+        async def in_step(stages: Stages) -> WorkflowResult:
+            async def retrieve_in_step(query: str, k: int) -> Sequence[Document]:
+                await stages.reach()
+                return await retrieve(query, k)
+
+            staged = stages.engine(engine)
+            return await interpret(
+                graph, question, engine=staged, prompts=prompts, retrieve=retrieve_in_step, state=state
+            )
+
+        return await batches.run(in_step)
+
+    return run

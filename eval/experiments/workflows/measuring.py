@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from ragorder.adapters.workflows import WorkflowPrompts
 from ragorder.document import Document
 from ragorder.eval.experiments.workflows.costs import MODELS, SEARCH, SYSTEM_PROMPT_WORDS
 from ragorder.eval.experiments.workflows.embedder import Embedder
-from ragorder.eval.experiments.workflows.lockstep import Lockstep, Stages
+from ragorder.eval.experiments.workflows.lockstep import Retrieve, stage_by_stage
 from ragorder.eval.experiments.workflows.prompts import RankedPrompts
 from ragorder.eval.experiments.workflows.record import WorkflowsCell
 from ragorder.eval.experiments.workflows.script import Script, WordTokenizer, compiled
@@ -23,10 +23,10 @@ from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.pipelining import EngineLoad, prefill_batch
-from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult, WorkflowServer, interpret
+from ragorder.pipelining.workflow import WorkflowServer
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["Materials", "serve"]
+__all__ = ["Materials", "facts_of_traces", "serve"]
 
 _PROMPT_TOKENS = 256
 _UNBOUNDED = 1_000_000
@@ -63,7 +63,8 @@ async def serve(
 
     async with AsyncExitStack() as stack:
         if system.transformations is None:
-            run = _stage_by_stage(system, search, engine, RankedPrompts(builder), materials)
+            retrieve = _retrieve(system, search, materials)
+            run = stage_by_stage(engine, RankedPrompts(_ordered(builder, engine)), retrieve, lockstep=system.lockstep)
 
         else:
             server = await stack.enter_async_context(
@@ -100,46 +101,19 @@ async def serve(
             "prompt_tokens": engine.prompt_tokens,
             "computed_tokens": engine.computed_tokens,
             "aborted": engine.aborted,
-            **_of_traces([trace for trace in traces if trace is not None]),
+            **facts_of_traces([trace for trace in traces if trace is not None]),
         },
     }
 
 
-def _stage_by_stage(
-    system: System,
-    costs: SearchCosts,
-    engine: VirtualEngine[PromptRequest],
-    prompts: RankedPrompts,
-    materials: Materials,
-) -> Callable[..., Awaitable[WorkflowResult]]:
+def _retrieve(system: System, costs: SearchCosts, materials: Materials) -> Retrieve:
     search = WholeSearches(materials.index, costs, batched=system.searches != "alone", dealt=system.searches == "dealt")
-    batches = Lockstep(system.lockstep) if system.lockstep else None
 
     async def retrieve(query: str, k: int) -> list[Document]:
         ids = await search.search(materials.embed(query), k)
         return [materials.documents[int(id)] for id in ids if id >= 0]
 
-    async def run(graph: CompiledGraph, question: str, *, state: Mapping[str, Any]) -> WorkflowResult:
-        if batches is None:
-            return await interpret(graph, question, engine=engine, prompts=prompts, retrieve=retrieve, state=state)
-
-        async def in_step(stages: Stages) -> WorkflowResult:
-            async def retrieve_in_step(query: str, k: int) -> list[Document]:
-                await stages.reach()
-                return await retrieve(query, k)
-
-            return await interpret(
-                graph,
-                question,
-                engine=stages.engine(engine),
-                prompts=prompts,
-                retrieve=retrieve_in_step,
-                state=state,
-            )
-
-        return await batches.run(in_step)
-
-    return run
+    return retrieve
 
 
 def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> WorkflowPrompts:
@@ -153,7 +127,8 @@ def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> Wo
     return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
 
 
-def _of_traces(traces: Sequence[Any]) -> dict[str, int]:
+def facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
+    """Of speculative generations, and of the generations after each request's first."""
     facts = {"speculations": 0, "right": 0, "later_prompt_tokens": 0, "later_cached_tokens": 0, "declined": 0}
     for trace in traces:
         generations = [piece for piece in trace.pieces if piece.worker == "engine"]

@@ -70,14 +70,14 @@ def make_part(suite: Suite, results: Results) -> Part:
 
 def _serving(runs: _Runs) -> Iterator[Table]:
     policies = _policies(runs)
-    table = Table("Requests a second at a mean latency of 10 s", ["", *map(_words, policies)])
+    table = Table("Requests a second at a mean latency of 10 s", ["", *policies])
     for setting, systems in runs.items():
         most = {policy: _sustained(systems.get(policy, {})) for policy in policies}
         table.add(setting.words(runs), *(_rate_entry(most[policy], most.get("flashrag")) for policy in policies))
     table.note = "Interpolated between the rates that were run. Below it: times that of whole searches batched."
     yield table
 
-    table = Table("Mean latency, times shorter than whole searches batched", ["", *map(_words, policies)])
+    table = Table("Mean latency, times shorter than whole searches batched", ["", *policies])
     for setting, systems in runs.items():
         theirs = systems.get("flashrag", {})
         table.add(setting.words(runs), *(_times(systems.get(policy, {}), theirs, _latency_s) for policy in policies))
@@ -96,7 +96,7 @@ def _serving(runs: _Runs) -> Iterator[Table]:
 
 def _offline(runs: _Runs) -> Iterator[Table]:
     policies = _policies(runs)
-    table = Table("Time until all are answered, s", ["", *map(_words, policies)])
+    table = Table("Time until all are answered, s", ["", *policies])
     for setting, systems in runs.items():
         ours = _mean(systems.get(_OURS, {}).get(0.0), _total_s)
         row = []
@@ -127,7 +127,7 @@ def _speculation(runs: _Runs) -> Iterator[Table]:
 
 def _cached(runs: _Runs) -> Table:
     policies = _policies(runs)
-    table = Table("Prompt tokens found in the engine's cache, %", ["", *map(_words, policies)])
+    table = Table("Prompt tokens found in the engine's cache, %", ["", *policies])
     for setting, systems in runs.items():
         row = []
         for policy in policies:

@@ -1,0 +1,1 @@
+"""Cost of scheduling workflows: suite hedra-overhead."""

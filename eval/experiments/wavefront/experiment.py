@@ -1,0 +1,60 @@
+"""Processor time of the workflow server: the suites of kind "wavefront"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.experiments.wavefront.record import WavefrontCell, WavefrontRecord
+from ragorder.eval.running.experiment import Experiment, Job, Line
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["WavefrontTime"]
+
+
+class WavefrontTime(Experiment):
+    kind = "wavefront"
+    record = WavefrontRecord
+    cell = WavefrontCell
+    policies: ClassVar[Any] = ("stage by stage", "all")
+    unit = "repeats"
+    one_job = True
+
+    def obstacle(self, suite: Suite, cell: WavefrontCell, policy: str) -> str | None:
+        if find_spec("numpy") is None:
+            return "searches need numpy: pip install 'ragorder[retrieval]'"
+        return super().obstacle(suite, cell, policy)
+
+    def requests(self, suite: Suite, cell: WavefrontCell) -> int:
+        return min(cell.requests, self.options.limit or cell.requests)
+
+    def steps(self, job: Job) -> int:
+        return len(job.policies) * int(job.cell.repeats)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        """Policies take turns."""
+        from ragorder.eval.experiments.wavefront.measuring import measure
+
+        cell: WavefrontCell = job.cell.model_copy(update={"requests": job.requests})
+        load = load_average()
+        times: dict[str, list[float]] = {policy: [] for policy in job.policies}
+        facts: dict[str, Any] = {}
+        for _ in range(cell.repeats):
+            for policy in job.policies:
+                ms, facts[policy] = asyncio.run(measure(cell, transformed=policy == "all"))
+                times[policy].append(round(ms, 5))
+                advance()
+        for policy in job.policies:
+            rows = {"ms": times[policy]}
+            yield {
+                "policy": policy,
+                "engine": {"name": "played"},
+                "load_average": load,
+                "facts": facts[policy],
+                "rows": rows,
+            }

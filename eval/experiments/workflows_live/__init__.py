@@ -1,0 +1,1 @@
+"""Workflows on real parts, in real time: suite hedra-live."""

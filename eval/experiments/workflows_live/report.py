@@ -1,0 +1,66 @@
+"""Tables of workflows on real parts."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
+from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
+from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Table
+from ragorder.eval.report.words import format_number
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
+
+__all__ = ["make_part"]
+
+_WORDS = (
+    "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
+    "are scripted: nothing is said about answers. One core searches and one computes.",
+)
+_OURS = ("hedra", "hedra+order")
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    groups = group_runs(results.of(LiveRecord, suite.name))
+    return Part([_table(group) for group in groups], words=_WORDS if groups else ())
+
+
+def _table(group: RecordGroup[LiveRecord]) -> Table:
+    cell = LiveCell.read(group.cell, "live")
+    rate, search_ms = (fmean(float(run.facts[name]) for run in group.runs()) for name in ("rate", "search_ms"))
+    title = f"{cell.workflow}, load {cell.load:g}: {rate:.2f} requests/s, searches of {search_ms:.0f} ms"
+    headings = ["", "mean, s", "p99, s", "cached, %", "later, %", "right, %"]
+    table = Table(title, [*headings, *(f"÷ {policy}" for policy in _OURS)])
+    ours = {policy: _mean(group, policy) for policy in _OURS}
+    for policy, system in SYSTEMS.items():
+        runs = group.runs(policy)
+        mean = _mean(group, policy)
+        if mean is None:
+            continue
+        late = fmean(sorted(run.rows["latency_s"])[round(0.99 * (run.requests - 1))] for run in runs)
+        table.add(
+            f"{policy}: {system.words}",
+            format_number(mean, 3),
+            format_number(late, 3),
+            _percent(runs, "cached_tokens", "prompt_tokens"),
+            _percent(runs, "later_cached_tokens", "later_prompt_tokens"),
+            _percent(runs, "right", "speculations"),
+            *(format_number(mean / our if our else None, 2) for our in ours.values()),
+        )
+    table.note = (
+        "Cached: of all prompt tokens; later: of those after a request's first generation; right: of speculative "
+        "generations; ÷: mean latency, times that of ours."
+    )
+    return table
+
+
+def _mean(group: RecordGroup[LiveRecord], policy: str) -> float | None:
+    runs = group.runs(policy)
+    return fmean(fmean(run.rows["latency_s"]) for run in runs) if runs else None
+
+
+def _percent(runs: list[LiveRecord], part: str, whole: str) -> str:
+    total = sum(run.facts.get(whole, 0) for run in runs)
+    return format_number(100 * sum(run.facts[part] for run in runs) / total) if total else "–"

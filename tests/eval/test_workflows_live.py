@@ -1,0 +1,150 @@
+"""Workflows on real parts: an index that takes its time, a real engine with scripted answers, and their report."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder.document import Document
+from ragorder.eval.data.corpora import Corpus, CorpusQuestion
+from ragorder.eval.experiments.embedded.shapes import SHAPES
+from ragorder.eval.experiments.staging.measuring import clustered
+from ragorder.eval.experiments.workflows.embedder import Embedder
+from ragorder.eval.experiments.workflows.script import Script
+from ragorder.eval.experiments.workflows_live.measuring import LiveMaterials, serve_live
+from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, ScriptedEngine, large_index, search_ms
+from ragorder.eval.experiments.workflows_live.record import LiveRecord
+from ragorder.eval.experiments.workflows_live.report import make_part
+from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.pipelining import AnswerChunk, Usage
+
+DOCUMENTS = 30
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    return large_index(clustered(DOCUMENTS, 16, clusters=30, seed=0), 200, 8, 4)
+
+
+class TestTheLargeIndex:
+    def test_has_the_documents_and_copies_that_are_less_like_them(self, index: Any) -> None:
+        assert (index.ntotal, index.nlist, index.nprobe) == (200, 8, 4)
+        documents = clustered(DOCUMENTS, 16, clusters=30, seed=0)
+        index.nprobe = 8
+        similarity, ids = index.search(documents, 2)
+        index.nprobe = 4
+        assert ids[:, 0].tolist() == list(range(DOCUMENTS))
+        assert similarity[:, 1].max() < 0.99
+
+    def test_takes_time(self, index: Any) -> None:
+        assert search_ms(index, clustered(3, 16, clusters=30, seed=1)) > 0
+
+
+class TestWholeSearches:
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_find_what_faiss_finds(self, index: Any, batched: bool) -> None:
+        queries = clustered(9, 16, clusters=30, seed=1)
+
+        async def main() -> list[list[int]]:
+            with closing(BatchedSearch(index, batched=batched)) as search:
+                return await asyncio.gather(*(search.search(query[None], 3) for query in queries))
+
+        assert asyncio.run(main()) == index.search(queries, 3)[1].tolist()
+
+
+class Engine:
+    """Answers with as many tokens as it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[PromptRequest] = []
+
+    async def stream(self, request: PromptRequest, /) -> Any:
+        self.asked.append(request)
+        for _ in range(request.options["max_tokens"] - 1):
+            yield AnswerChunk("?")
+        yield AnswerChunk("", Usage(len(request.token_ids or ()), 2, request.options["max_tokens"], "length"))
+
+
+def test_a_scripted_engine_streams_the_script_for_as_many_tokens() -> None:
+    async def main() -> tuple[str, Any]:
+        text, usage = "", None
+        request = PromptRequest(None, [1, 20, 5], None, {"max_tokens": 256})
+        async with aclosing(engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                text, usage = text + chunk.text, chunk.usage
+        return text, usage
+
+    far = Engine()
+    engine = ScriptedEngine(far, lambda request: ["a", "b", "c"], vocabulary=8)
+    text, usage = asyncio.run(main())
+    assert text.split() == ["a", "b", "c"]
+    assert usage.completion_tokens == 3
+    assert far.asked[0].token_ids == [1, 4, 5]
+    assert (engine.prompt_tokens, engine.cached_tokens) == (3, 2)
+
+
+@pytest.fixture(scope="module")
+def materials(index: Any) -> LiveMaterials:
+    vectors = clustered(DOCUMENTS, 16, clusters=30, seed=0)
+    texts = [" ".join(f"p{number}w{place}" for place in range(24)) for number in range(DOCUMENTS)]
+    documents = [Document(f"d{number}", text) for number, text in enumerate(texts)]
+    questions = [CorpusQuestion(f"q{number}", f"who wrote p{number}w0 ?") for number in range(DOCUMENTS)]
+    corpus = Corpus("small", documents, questions, [[number] for number in range(DOCUMENTS)])
+
+    def encode(asked: Any) -> Any:
+        """The vector of the passage that a text begins."""
+        names = [next(word for word in text.split() if word.startswith("p")) for text in asked]
+        return np.array([vectors[int(name[1:].partition("w")[0])] for name in names])
+
+    return LiveMaterials(documents, index, Embedder(encode), Script(corpus), SHAPES["tiny"].make())
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_answers_on_the_real_engine(system: str, materials: LiveMaterials) -> None:
+    found = asyncio.run(serve_live(SYSTEMS[system], "irg", 2, materials, [0.0, 0.0, 0.05]))
+    assert len(found["rows"]["latency_s"]) == 3
+    assert min(found["rows"]["latency_s"]) > 0
+    # Three rounds a request, on one system prompt.
+    assert 0 < found["facts"]["cached_tokens"] < found["facts"]["prompt_tokens"]
+    if SYSTEMS[system].transformations is not None:
+        assert found["facts"]["later_prompt_tokens"] > found["facts"]["later_cached_tokens"] > 0
+
+
+def test_the_suite_has_a_short_form() -> None:
+    suite = load_suites()["hedra-live"]
+    assert suite.short_form is not None
+    assert [cell.shape for cell in suite.short_form.cells] == ["tiny"]
+    assert [cell.nprobe for cell in suite.cells] == [256, 256, 40]
+
+
+def test_the_report_says_how_much_faster_ours_is() -> None:
+    facts = {"rate": 1.5, "search_ms": 30.0, "total_s": 9.0, "prompt_tokens": 100, "cached_tokens": 50}
+    later = {"later_prompt_tokens": 40, "later_cached_tokens": 30, "speculations": 4, "right": 3}
+    lines = [
+        LiveRecord(
+            suite="mine",
+            cell={"workflow": "irg"},
+            policy=policy,
+            rows={"latency_s": [seconds] * 3},
+            facts=facts | (later if policy == "hedra" else {}),
+        )
+        for policy, seconds in (("stages", 3.0), ("hedra", 2.0))
+    ]
+    (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+    assert table.title == "irg, load 0.8: 1.50 requests/s, searches of 30 ms"
+    assert [[entry.text for entry in row[1:]] for row in table.rows] == [
+        ["3.000", "3.000", "50.0", "–", "–", "1.50", "–"],
+        ["2.000", "2.000", "50.0", "75.0", "75.0", "1.00", "–"],
+    ]
