@@ -28,16 +28,12 @@ class PrefillProfile:
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid (Algorithm 1), linear outside, never falling nor negative:
+    Bilinear inside the grid (Algorithm 1), linear outside, never falling nor negative: above it with the steepest last
+    slope so far, below the first new tokens with the flattest first slope, below the first cached tokens constant.
 
-    - above it with the steepest last slope so far;
-    - below the first new tokens with the flattest first slope, no steeper than to the origin;
-    - below the first cached tokens constant.
-
-    `loads` are the seconds in which a cached token comes to the device, by the tier that holds it ("host", "disk"); a
-    disk without a time costs what the host does, through which it is read, and a host without one nothing. `facts` are
-    JSON values. Raises ValueError for an invalid grid, falling
-    times, or invalid loads.
+    `loads`: seconds in which a cached token comes to the device, by tier ("host", "disk"); a disk without a time costs
+    what the host does, a host without one nothing. `facts` are JSON values. Raises ValueError for an invalid grid,
+    falling times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]

@@ -20,8 +20,8 @@ class Guards:
 
     `keep_first` or `keep_last` top-ranked documents stand first in rank order, or last with rank 1 next to the
     question. For the others `max_displacement` limits the distance between rank and place, with `keep_groups` a group
-    keeps its relative order, and `max_gain_lost` is the share of their discounted cumulative gain (Järvelin, Kekäläinen
-    2002; a document gains 1 / rank) that an order may lose against retrieval order.
+    keeps its relative order, and `max_gain_lost` is the share of discounted cumulative gain (Järvelin, Kekäläinen 2002;
+    a document gains 1 / rank) that an order may lose.
     """
 
     keep_first: int = 0

@@ -84,12 +84,11 @@ class Orderer:
         ordering.confirm(answer.cached_tokens)
 
     The options are the fields of `Settings`. Documents are `Document`s, or any objects with `key` (content identity,
-    hashable) and `tokens` (length in the prompt); `group` is a document's group for `keep_groups` (default: its
-    metadata's "source").
+    hashable), `tokens` (length in the prompt) and `group` (for `keep_groups`; default: its metadata's "source").
 
-    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (tokens
-    before the documents) locate documents among the engine's `blocks`, which `ragorder.adapters.vllm.kv_events` keeps
-    up to date; a scope is then its requests' `cache_salt`, or None.
+    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (those
+    before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a scope is
+    then its requests' `cache_salt`, or None.
 
     Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are no
     documents. After an internal error (raised with `strict=True`) the documents stay in retrieval order; `fallbacks`
@@ -139,12 +138,11 @@ class Orderer:
         api_key: str | None = None,
         **options: Unpack[OrdererOptions],
     ) -> Self:
-        """An orderer for the vLLM server at `base_url`.
+        """An orderer for the vLLM server at `base_url`, whose `/metrics` tell block size and capacity, unless given.
 
-        Block size and capacity come from the server's `/metrics`, unless given. With `events_endpoint`, better with
-        `replay_endpoint` too, its KV events (`events` is the subscriber) keep the residency exact and show what other
-        processes have ordered; this needs `builder` with the served model's tokenizer. What the server lacks is a
-        `DegradedWarning`. Close the orderer, or use it in a `with` block.
+        With `events_endpoint`, better with `replay_endpoint` too, its KV events (`events` is the subscriber) keep the
+        residency exact, also of other processes; this needs `builder` with the model's tokenizer. What the server lacks
+        is a `DegradedWarning`. Close the orderer, or use it in a `with` block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """

@@ -31,15 +31,15 @@ class Ordering(Generic[D]):
         ordering = orderer.order(documents)
         ordering.confirm(generate(question, ordering.documents).cached_tokens)
 
-    - `documents`: the caller's own documents, permuted
+    - `documents`: the caller's own, permuted
     - `permutation`: for each place, the retrieval rank (from 0) of its document
     - `prefix_documents`: leading documents that the engine should hold
     - `cached_tokens`: prompt tokens that it should reuse, system prompt included
-    - `host_tokens`, `disk_tokens`: of these, documents' tokens that it should load from host memory, and from disk
+    - `host_tokens`, `disk_tokens`: of these, documents' tokens to be loaded from there
     - `documents_end`: prompt tokens up to the end of the last document
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
-    - `fused`: places of the documents that the engine is expected to take over from elsewhere (`reuse="fused"`)
+    - `fused`: places of the documents to be taken over from elsewhere (`reuse="fused"`)
     - `fallback`: an internal error left retrieval order
     """
 

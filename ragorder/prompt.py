@@ -57,8 +57,7 @@ class PromptBuilder:
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank or position, at which the
-      reuse of the cache would end.
+    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank, at which reuse would end.
     - `question_template` has {query}, and everything that varies between requests.
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
     - `state_ranking` states the retrieval ranking, by id, after the documents.

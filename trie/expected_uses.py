@@ -30,9 +30,8 @@ class ExpectedUses:
         uses.observe(["a", "b"])
         uses.along(["b", "a"])  # with b; with b and a
 
-    The sum of two estimates: the remembered requests with these documents, at the rate at which such counts have come
-    true; and the rest of the present burst, which keeps the documents of each rank with the share learnt from former
-    bursts. A request counts from the next one on.
+    The remembered requests with these documents, at the rate at which such counts have come true, and the rest of the
+    present burst. A request counts from the next one on.
     """
 
     def __init__(self, remembered: int = 2048) -> None:

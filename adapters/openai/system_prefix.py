@@ -94,7 +94,8 @@ class SystemPrefix:
     async def prefill(self, question: Question, /) -> None:
         """Raises the engine's errors; cancelling aborts the request."""
         request = self._request(question)
-        ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, suffix_tokens=0)
+        suffix_tokens = (request.prompt_tokens or 0) - self._builder.prefix_tokens
+        ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, suffix_tokens=suffix_tokens)
         ordered_s = time.perf_counter()
         usage: Usage | None = None
         began = False
@@ -114,21 +115,18 @@ class SystemPrefix:
         if body := question.options.get("extra_body"):
             options["extra_body"] = _shaping(body)
         options |= {"max_tokens": 1, "temperature": 0.0}
-        if self._asks:
-            return self._with_question(question, options)
+        builder, query = self._builder, question.query if self._asks else ""
+        prompt, front = builder.build(query, ()), builder.prefix_tokens
+        length = front + builder.suffix_tokens(query)
+        # The system prompt is a node of its own on the embedded engine: a prompt's last token is in none.
+        ends = (front,) if prompt.token_ids is not None else ()
         if self._form == "token_ids":
-            ids = self._builder.prefix_ids
-            return PromptRequest(None, ids, question.scope, options, len(ids))
-        messages = self._builder.build("", ()).messages
-        return PromptRequest(messages, None, question.scope, options, self._builder.prefix_tokens)
-
-    def _with_question(self, question: Question, options: dict[str, Any]) -> PromptRequest:
-        prompt, front = self._builder.build(question.query, ()), self._builder.prefix_tokens
-        length = front + self._builder.suffix_tokens(question.query)
-        if self._form == "token_ids":
-            ids, prefix_tokens = prompt.token_ids, front
-            return PromptRequest(None, ids, question.scope, options, length, (front,), (), prefix_tokens, True)
-        return PromptRequest(prompt.messages, None, question.scope, options, length, (front,), keep_question=True)
+            messages, token_ids, prefix_tokens = None, prompt.token_ids, front
+        else:
+            messages, token_ids, prefix_tokens = prompt.messages, None, 0
+        return PromptRequest(
+            messages, token_ids, question.scope, options, length, ends, (), prefix_tokens, keep_question=self._asks
+        )
 
 
 def _shaping(options: Any) -> dict[str, Any]:

@@ -22,10 +22,9 @@ class SimEngine:
         SimEngine(100_000, block_size=16).generate(token_ids).cached_tokens
 
     A finished request frees its blocks tail first; the block of the last prompt token is always recomputed. `generate`
-    keeps `in_flight` requests running. Full blocks of a prompt are cached from its admission. A request without free
-    blocks finishes older ones first.
+    keeps `in_flight` requests running; one without free blocks finishes older ones first.
 
-    `like` is the order of reuse: "lru", or "vllm-0.32": partly filled blocks first, and a recomputed block replaces the
+    `like`: the order of reuse, "lru" or "vllm-0.32": partly filled blocks first, and a recomputed block replaces the
     first copy once that is evicted. `capacity_tokens` excludes vLLM's null block. Raises ValueError for another `like`.
     """
 

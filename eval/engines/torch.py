@@ -78,13 +78,13 @@ class TorchModel:
 class TorchEngine:
     """One embedded engine with its own KV, one request at a time; several share a model, and are closed together.
 
-    Documents are cached: hits end with a document (`PromptIds`), whatever the `block_size`, so that it finds a few
-    tokens more than predicted. Question and answer are freed with the request.
+    Hits end with a document (`PromptIds`), whatever the `block_size`: a few tokens more than predicted. Question and
+    answer are freed with the request.
 
-    `capacity_tokens` is the device's, in whole blocks; None reserves `unlimited_tokens`. Evicted documents go to
-    `host_tokens`, then to `disk_bytes` in `disk_path`. The reported `capacity_tokens` is the larger of device and host,
-    which may hold the same. Orderers assume `policy` "lru". `profile` and `others` are `EngineSettings`; without
-    `others` no node has a replica. `served`: completions since the last `reset`."""
+    `capacity_tokens` is the device's, in whole blocks (None: `unlimited_tokens`); the reported one is the larger of
+    device and host, which may hold the same. Orderers assume `policy` "lru". `profile` and `others` are
+    `EngineSettings`; without `others` no node has a replica. `served`: completions since the last `reset`.
+    """
 
     name = "torch"
     partial_blocks_first = True

@@ -1,11 +1,10 @@
 """Statistics: summaries, and paired differences with bootstrap confidence intervals.
 
-Requests are resampled with the figures of both policies on them: what makes requests differ is in no interval. Blocks
-of up to `BLOCK` consecutive requests are drawn, since neighbours are alike, and within each seed: three seeds are too
-few to be resampled, so an interval speaks of traces like these, and `PairedDifference.by_seed` stands beside it.
+Requests are resampled with the figures of both policies on them. Blocks of up to `BLOCK` consecutive requests are
+drawn, since neighbours are alike, within each seed: three seeds are too few to be resampled, so an interval speaks of
+traces like these, and `PairedDifference.by_seed` stands beside it.
 
-The percentile method holds for quantiles too. Few blocks in a seed make a stratified bootstrap too narrow, by sqrt(1 -
-1/blocks): the interval is widened by it.
+Few blocks in a seed make a stratified bootstrap too narrow, by sqrt(1 - 1/blocks): the interval is widened by it.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ Column = list[int | None] | list[float | None]
 class RunResult:
     """The summary of one policy on one trace, without its `failures`.
 
-    Times are None on an engine without a clock; `tbt_ms` is the time between an answer's tokens, by the mean of each
-    request that has two or more; `order_us` is thread CPU time of ordering and confirming. Predictions
-    of cached tokens: `prediction_within_block` is the share right to within one block, `prediction_error_blocks_mean`
-    the mean of |predicted - reported|, `prediction_bias_blocks` of predicted - reported. `load` and `deciles` belong to
-    runs under load.
+    Times are None on an engine without a clock; `tbt_ms` is of each request's mean; `order_us` is thread CPU time of
+    ordering and confirming. Predictions of cached tokens: `prediction_within_block`, the share right to within a block;
+    `prediction_error_blocks_mean` of |predicted - reported|; `prediction_bias_blocks` of predicted - reported. `load`
+    and `deciles` belong to runs under load.
     """
 
     workload: str

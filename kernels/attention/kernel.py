@@ -1,14 +1,12 @@
 """Triton kernels: attention of packed new tokens to a paged prefix and to themselves, attention of rows at any
 positions to cached keys, and the merge of their splits.
 
-Keys are numbered as positions: 0 to context - 1 are in the cache, found by the block table, and the request's new
-tokens follow. A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are numbered token by
-token, group by group, so that a group's heads share loaded keys (GQA packing); a tile may begin inside a group, so
-groups need not be powers of two.
+Keys are numbered as positions: 0 to context - 1 are in the cache, by the block table; the request's new tokens follow.
+A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows go token by token, group by group, so
+that a group's heads share loaded keys (GQA packing); a tile may begin inside a group.
 
-Tiles that all rows see whole are computed without masks in two loops, over the cache and over new tokens. The others
-(at a window's edge, across the end of the cache, on the diagonal) go through a third loop. With rows at any positions
-all keys are in the cache: there are two loops, and no key behind the last that any row of the tile sees is read.
+Tiles that all rows see whole are computed without masks in two loops, over the cache and over new tokens; the others (a
+window's edge, the end of the cache, the diagonal) in a third. With rows at any positions all keys are in the cache.
 
 The softmax is online and in base 2. The running maximum starts finite, as exp2(-inf - -inf) is NaN for rows without
 keys.

@@ -69,16 +69,16 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of rows at any positions to ranges of their requests' keys; returns (T, query heads, D).
 
-    - `q` (T, query heads, D): rotated, packed as in `batch`; a request's rows in ascending positions are fastest.
-    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1. All keys are read here, so those of
-      the rows are written before. `batch.context_lengths` count every key of a request, these included.
+    - `q` (T, query heads, D): rotated, packed as in `batch`; ascending positions of a request are fastest.
+    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1, with the rows' own keys already.
+      `batch.context_lengths` count every key of a request.
     - `positions` int32 (T,). Row t attends to the keys from `low[t]` to before `high[t]`, int32 (T,); default: from 0
-      to its own. Keys before a request's greatest `high` must have been written. A row may have none.
+      to its own. Keys before a request's greatest `high` must have been written.
     - `lse`: return also each row's log-sum-exp, float32 (T, query heads). A row without keys has 0, and -inf.
     - `scale`, `softcap`, `backend`: as in `prefix_attention`. There are no windows.
 
-    Keep `positions`, `low` and `high` as they are between the layers of a step: what is derived of them is kept in
-    `batch`. No gradients. Raises ValueError naming what is not supported.
+    Keep `positions`, `low` and `high` between the layers of a step: what is derived of them is kept in `batch`. No
+    gradients. Raises ValueError naming what is not supported.
     """
     check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)

@@ -36,17 +36,12 @@ class KnowledgeCache:
         cache.release(lease)
 
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. A PENDING node's last block cannot be copied: other requests compute up to `block_size` - 1 tokens
-    again.
+    its leases first. A PENDING node's last block cannot be copied: others compute its tokens again.
 
-    Behind the cached prefix a lease may borrow documents computed elsewhere (FusionRAG 4.1): their segments have a
-    `content`, and `contents` has the nodes of each. They are pinned and loaded like the prefix; copy them between
-    `extend` and `give_back`.
+    A lease may also borrow documents computed elsewhere (FusionRAG 4.1): copy them between `extend` and `give_back`.
 
-    Full tiers evict by `policy`; costs come from `profile`. `identity` names the model for the disk. The
-    `replicate_nodes` most used nodes are copied to the host early.
-
-    Raises ValueError for invalid settings, MemoryError for oversized pools.
+    `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early. Raises
+    ValueError for invalid settings, MemoryError for oversized pools.
     """
 
     def __init__(
@@ -216,10 +211,9 @@ class KnowledgeCache:
     def adopt(self, content: bytes, copy: Whereabouts, kv: BlockPool) -> bool:
         """Take up a document's KV that was computed elsewhere, for requests to borrow; False without room for it.
 
-        `kv` has the blocks that cover the document from `copy.start` on, in front of it in the first one the KV of what
-        is there in every prompt. `copy.key` is that of no path (`store.variants`), or `content` itself for KV that was
-        computed directly behind `copy.parent`. What is held already stays as it is. Raises ValueError for blocks of
-        another shape or number.
+        `kv`: the blocks that cover it from `copy.start` on, the end of the system prompt included. `copy.key` is that
+        of no path (`store.variants`), or `content` itself for KV computed directly behind `copy.parent`. What is held
+        already stays. Raises ValueError for blocks of another shape or number.
         """
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{copy.tokens} tokens from {copy.start} on are not in {kv.blocks} blocks of {kv.shape}")

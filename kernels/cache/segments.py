@@ -14,8 +14,8 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant. `expected_uses`: if forecast.
-    `content` of a document stands for its tokens, the system prompt, and the tenant."""
+    """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant. A document's `content` is the
+    key that it would have directly behind the system prompt."""
 
     key: bytes
     tokens: int
@@ -34,14 +34,12 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """The nodes of a prompt, root first.
 
-    `ends` are the documents' ends in tokens. Neither the question nor the prompt's last token (which must be computed)
-    is in a node. An end out of order or range is ignored with all that follow. Without ends, every `chunk_tokens`
-    tokens are a node. `expected_uses` are of the nodes that end at `ends`. With `prefix_tokens`, 0 or one of the ends,
-    the documents behind it have their `content`.
+    `ends` are the documents', in tokens. Neither the question nor the prompt's last token (which must be computed) is
+    in a node. An end out of order or range is ignored with all that follow. Without ends, every `chunk_tokens` tokens
+    are a node. Documents behind `prefix_tokens`, 0 or one of the ends, have their `content`.
 
     A key is the 32-byte BLAKE2b digest of the parent's key and the tokens (8 bytes each, little-endian); the root's
-    parent is the digest of `salt`. A content is the key that the document would have directly behind the prefix. Raises
-    ValueError for `chunk_tokens` below 1.
+    parent is the digest of `salt`. Raises ValueError for `chunk_tokens` below 1.
 
     >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
     [4, 3]

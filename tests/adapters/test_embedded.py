@@ -113,6 +113,30 @@ async def reaching(app: Any) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
+@asynccontextmanager
+async def pipelined(worker: EngineWorker, search: Any, prompts: Any, **options: Any) -> AsyncIterator[PipelinedClient]:
+    """A client whose warm-ups run while `search` does."""
+    builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(worker.engine.tokenizer))
+    orderer = Orderer(
+        prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens, capacity_tokens=8192, **options
+    )
+    transport = httpx.ASGITransport(app=make_engine_app(worker))
+    async with (
+        httpx.AsyncClient(transport=transport) as http_client,
+        PipelinedClient(
+            openai.AsyncOpenAI(base_url="http://embedded/v1", api_key="none", http_client=http_client),
+            model=worker.engine.model_name,
+            orderer=orderer,
+            builder=builder,
+            retrieval=plain_retrieval(search),
+            prompts=prompts,
+            report_load=False,
+            send_facts=True,
+        ) as client,
+    ):
+        yield client
+
+
 async def complete(client: httpx2.AsyncClient, prompt: Any = "a is a document", **fields: Any) -> Any:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
     response = await client.post(COMPLETIONS, json=body)
@@ -401,6 +425,24 @@ class TestDocuments:
             usage = (await chat(client, TEXTS[name] + "Which?", **facts(end)))["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == number * front_tokens
 
+    @pytest.mark.parametrize("prompts", ["token_ids", "messages"])
+    async def test_a_warm_up_leaves_what_is_in_front_of_them(self, worker: EngineWorker, prompts: Any) -> None:
+        before = worker.stats().finished.get("length", 0) + worker.stats().finished.get("stop", 0)
+
+        async def search(question: Question) -> list[Document]:
+            def ended() -> bool:
+                finished = worker.stats().finished
+                return finished.get("length", 0) + finished.get("stop", 0) > before
+
+            assert await asyncio.to_thread(eventually, ended, 60)
+            return [Document("a", TEXTS["a"])]
+
+        async with pipelined(worker, search, prompts, block_size=1) as client:
+            stream = await client.answer("Which?", max_tokens=2)
+        assert stream.trace.warmed_up
+        builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(worker.engine.tokenizer))
+        assert stream.usage.cached_tokens == builder.prefix_tokens
+
     async def test_of_tenants_are_apart(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokens, ends = self.prompt(worker, "abc")
         salts: list[str | None] = [None, "red", "blue", "red", None]
@@ -543,10 +585,6 @@ class TestFusion:
     async def test_a_warm_up_brings_the_question_ahead(self, fusing: EngineWorker, prompts: Any) -> None:
         fusing.engine.clear_cache()
         before = fusing.stats()
-        builder = PromptBuilder(SYSTEM["content"], tokenizer=deepcopy(fusing.engine.tokenizer))
-        orderer = Orderer(
-            prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens, capacity_tokens=8192, reuse="fused"
-        )
         names = iter(["a", "b", "ab"])
         asked = itertools.count(1)
 
@@ -555,20 +593,7 @@ class TestFusion:
             assert await asyncio.to_thread(eventually, lambda: fusing.stats().questions_kept == kept, 60)
             return [Document(name, TEXTS[name]) for name in next(names)]
 
-        transport = httpx.ASGITransport(app=make_engine_app(fusing))
-        async with (
-            httpx.AsyncClient(transport=transport) as http_client,
-            PipelinedClient(
-                openai.AsyncOpenAI(base_url="http://embedded/v1", api_key="none", http_client=http_client),
-                model=fusing.engine.model_name,
-                orderer=orderer,
-                builder=builder,
-                retrieval=plain_retrieval(search),
-                prompts=prompts,
-                report_load=False,
-                send_facts=True,
-            ) as client,
-        ):
+        async with pipelined(fusing, search, prompts, reuse="fused") as client:
             for query in ("Which?", "What?", "Which?"):
                 stream = await client.answer(query, max_tokens=2)
                 assert stream.trace.warmed_up

@@ -1,12 +1,10 @@
 """Prompt lengths learnt from the engine's reports.
 
 - Prefix. If `x` tokens of documents are held whole and the next document not at all, the engine reuses `cached =
-  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals
-  (evictions, other clients) differ among themselves: the prefix lies where more than half of the latest meet. For
-  estimated documents only `x = 0` counts.
-- Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x` where reports with `x = 0` confirm
-  the prefix, or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache. The one
-  with the smaller standard error counts, and changes the ratio by twice that error or more.
+  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals differ
+  among themselves: the prefix lies where more than half of the latest meet. For estimates only `x = 0` counts.
+- Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x`, or the least-squares slope of
+  prompt tokens over estimated document tokens. The one with the smaller standard error counts.
 """
 
 from __future__ import annotations

@@ -85,11 +85,10 @@ class Pool:
         residencies = [LRUResidency(KnowledgeTree(16), pool) for _ in tenants]
 
     `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds all trees together regardless. Blocks of
-    requests in flight are not evicted. Partly filled blocks are evicted first with `partial_blocks_first` (vLLM 0.32),
-    else in their turn.
+    requests in flight are not evicted. With `partial_blocks_first` (vLLM 0.32) partly filled blocks go first.
 
-    The order of use is a log with an entry for each served request, oldest first; entries with an older stamp than
-    their node's are skipped. Stamps are unique over all trees.
+    The order of use is a log with an entry for each served request; entries with an older stamp than their node's are
+    skipped. Stamps are unique over all trees.
     """
 
     def __init__(

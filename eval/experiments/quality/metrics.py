@@ -1,13 +1,11 @@
-"""Exact match and F1 as in the official script of each data set.
+"""Exact match and F1 as in the official script of each data set; the best of the accepted answers counts.
 
 | data set | before words are compared | yes, no, noanswer | both empty |
 |---|---|---|---|
 | HotpotQA, 2WikiMultiHopQA | lower case, ASCII punctuation gone, articles gone | F1 only if both are it | F1 0 |
 | MuSiQue | the same | words like others | F1 1 |
 | TriviaQA | the same, but punctuation, four more quotes and _ become spaces | words like others | F1 0 |
-| NQ-open | decomposed (NFD), then as HotpotQA | words like others | F1 0 |
-
-The best of the accepted answers counts. The script of NQ-open has no F1: it is SQuAD's, on the same words.
+| NQ-open | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
 """
 
 from __future__ import annotations

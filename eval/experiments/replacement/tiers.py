@@ -62,13 +62,12 @@ class TwoTiers:
     """Nodes of the knowledge tree in two tiers; a node is a document behind those in front of it.
 
     As in the paper: a full tier evicts its leaf with the lowest priority, by its own clock; a node is copied to the
-    host only when it first leaves the device ("swap out only once"); nodes of the request in service stay.
+    host only when it first leaves the device ("swap out only once"); nodes of the request in service stay. Where it
+    says nothing: of a request longer than the device, the first documents are kept; the host also evicts copies of
+    device nodes; a node without room in the host is lost with those behind it.
 
-    Where the paper says nothing: of a request longer than the device, the first documents are kept; the host also
-    evicts copies of device nodes; a node without room in the host is lost with those behind it.
-
-    With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node. `entered` and `left`:
-    nodes that the last request brought, and those that neither tier has any more, in this order of time.
+    With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node. `entered`: nodes that
+    the last request brought; `left`: those that neither tier has any more.
     """
 
     def __init__(
