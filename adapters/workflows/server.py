@@ -63,7 +63,7 @@ def ordered_workflows(
     - `search`, `embed`, `document`, `max_requests`, `max_waiting`: as for `WorkflowServer`.
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
-    - `warm_up`: prefill a cold system prompt during searches.
+    - `warm_up`: prefill a cold system prompt during searches, if `transformations` is None.
     - `max_prefill_bs`, `token_budget`, `requests`: see `ordered_pipeline`; they admit speculative generations.
     - `observers` are called with the trace of each request that has ended; one that fails is logged once and left out.
 

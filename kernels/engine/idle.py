@@ -131,7 +131,11 @@ class IdleBuilder:
         if build is None or not build.lease.ready:
             return 0
         if build.todo is None:
-            build.todo = self._put_neighbours(build)
+            try:
+                build.todo = self._put_neighbours(build)
+            except OutOfBlocksError:
+                self.give_up()
+                return 0
         positions, build.todo = build.todo[: self._step_tokens], build.todo[self._step_tokens :]
         if len(positions):
             token_ids = [build.token_ids[position] for position in positions]
@@ -151,7 +155,7 @@ class IdleBuilder:
             self._end(self._build)
 
     def give_up(self) -> None:
-        """Of a document that has failed."""
+        """Of a document that has failed, or for which there is no room."""
         if self._build is not None:
             self._forget(self._build.document.segment.content)
             self._end(self._build)

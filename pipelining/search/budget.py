@@ -10,6 +10,7 @@ from ragorder.pipelining.running_mean import RunningMean
 __all__ = ["Budget", "PieceLimit"]
 
 _LARGEST_OVERHEAD = 0.02
+_LEAST_CLUSTERS = 16
 _FIRST_OVERHEAD_S = 1e-4
 _OUTLIER = 4.0
 
@@ -32,6 +33,7 @@ class Budget:
     - it grows with the searches that wait for a core, by 1 + waiting / cores
     - the overhead is at most 2 % of the time: what comes later is served later, so pieces shorten no wait among equals,
       and only show results earlier
+    - several cores have 16 clusters each: fewer cannot be dealt out evenly
     - searches shorter than two such pieces are not cut, others into equal pieces
 
     Raises ValueError for an overhead that is not positive and finite.
@@ -54,10 +56,13 @@ class Budget:
         expected = self._measured.value
         self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 
-    def limit(self, search_s: float, waiting: int, cores: int) -> PieceLimit:
-        """`search_s`: mean time of a whole search on one core; `waiting`: due searches behind the first."""
+    def limit(self, search_s: float, waiting: int, cores: int, cluster_s: float = 0.0) -> PieceLimit:
+        """`search_s`: mean time of a whole search on one core, `cluster_s` of one cluster; `waiting`: due searches
+        behind the first."""
         overhead_s, search_s = self.overhead_s, search_s / cores
         seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
         seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)
+        if cores > 1:
+            seconds = max(seconds, min(search_s, _LEAST_CLUSTERS * cluster_s))
         pieces = int(search_s / seconds)
         return PieceLimit(search_s / pieces, whole=False) if pieces > 1 else PieceLimit(max(search_s, seconds), True)

@@ -92,6 +92,7 @@ class ContinuousIVF:
         self._sizes = np.zeros(1, np.int64)
         self._sized_at = -1
         self._search_codes = RunningMean(arithmetic_start=True)
+        self._cluster_codes = RunningMean(arithmetic_start=True)
         self._advancing = threading.Lock()
         self._running: list[RunningSearch] = []
         self._unprepared: deque[RunningSearch] = deque()
@@ -265,6 +266,7 @@ class ContinuousIVF:
             search.handle.fail(error)
         else:
             self._search_codes.add(search.codes[-1])
+            self._cluster_codes.add(search.codes[-1] / max(1, search.clusters.size))
             self._running.append(search)
             if search.handle.prefetch and self.tiers is not None:
                 self.tiers.foresee(search.clusters[0])
@@ -281,7 +283,8 @@ class ContinuousIVF:
     def _limit(self) -> PieceLimit:
         due = sum(search.handle.due for search in self._running)
         search_s = self.costs.seconds(self._search_codes.value or 0.0)
-        return self.budget.limit(search_s, max(0, due - 1), self._cores)
+        cluster_s = self.costs.code_s * (self._cluster_codes.value or 0.0)
+        return self.budget.limit(search_s, max(0, due - 1), self._cores, cluster_s)
 
     def _next_piece(self) -> list[tuple[RunningSearch, int]]:
         return fill(

@@ -127,7 +127,8 @@ class PieceScanner:
             done = [self._share(own, rows)]
         finally:
             # FAISS writes into arrays of theirs.
-            wait(futures)
+            if futures:
+                wait(futures)
         done.extend(future.result() for future in futures)
         for _, codes, seconds in done:
             self.costs.learn(codes, seconds)

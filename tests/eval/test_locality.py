@@ -136,10 +136,12 @@ def test_the_report_has_a_row_for_each_order() -> None:
     part = make_part(Suite.unlisted("mine"), Results(Path(), records=lines))
     final, ends, said, distances, work = part.tables
     assert [[entry.text for entry in row] for row in final.rows] == [
-        ["nearest first", "0.0", "50.0", "50.0", "50.0"],
-        ["by the first search", "0.0", "50.0", "100.0", "100.0"],
+        ["nearest first", "0.0", "50.0", "50.0", "50.0", "5.0"],
+        ["by the first search", "0.0", "50.0", "100.0", "100.0", "1.5"],
     ]
     assert [entry.text for entry in ends.rows[0]] == ["nearest first", "50.0, 90.0"]
+    (picture,) = part.pictures()
+    assert picture.alt == "nearest first: 90.0 % at 50.0 %; by the first search: 90.0 % at 50.0 %"
     assert [entry.text for entry in said.rows[0]] == ["all in their clusters", "50.0"]
     assert [entry.text for entry in distances.rows[0]] == ["the first query", "0.50"]
     assert [entry.text for entry in work.rows[0]] == ["20.0 %", "60.0"]

@@ -102,6 +102,7 @@ def test_the_suite_runs_in_real_and_virtual_time(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["report", str(tmp_path), "--markdown", "-"]).output
     assert "how many times as fast as batches: 1 core, real clock, mixed nprobe" in shown
     assert "1 core, virtual clock, mixed nprobe" in shown
+    assert "of CPU time beside its scan, with 100 searches in flight" in shown
 
 
 def test_the_report_has_a_column_for_each_load_and_a_picture() -> None:
@@ -128,8 +129,14 @@ def test_the_report_has_a_column_for_each_load_and_a_picture() -> None:
     assert picture.alt == "oldest first: 2.00 at 0.3, 1.25 at 0.8"
 
 
+def test_the_papers_index_has_38_million_vectors() -> None:
+    assert virtual.paper_sizes().sum() == pytest.approx(38_000_000, rel=1e-3)
+
+
 def test_costs_are_measured_on_the_index() -> None:
     index, queries = real.build_index(2000, 8), clustered(20, 8, clusters=40, seed=1)
-    costs: Any = real.measure_costs(index, queries, 20)
+    index.nprobe = 20
+    costs: Any = real.measure_costs(index, queries)
     assert min(costs.code_s, costs.overhead_s, costs.hand_s) > 0
+    assert real.piece_cpu_seconds(index, queries) > 0
     assert real.search_seconds(index, queries, [3, 9]) > 0

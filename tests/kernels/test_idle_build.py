@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
-from ragorder.kernels.cache import KnowledgeCache
+from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError
 from ragorder.kernels.engine import Fusion, TieredEngine
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -209,6 +209,21 @@ def test_a_failure_is_counted_and_not_repeated(
     assert "Zanzibar" not in caplog.text
     ask(engine, B, A)
     assert used_blocks(engine) == 0
+
+
+def test_without_blocks_it_gives_up_and_the_cache_stays(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = building()
+    ask(engine, A, B)
+
+    def full(*_: Any) -> Any:
+        raise OutOfBlocksError("none are free")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KnowledgeCache, "extend", full)
+        idle(engine)
+    stats = engine.stats()
+    assert (stats.failed_steps, stats.idle_documents, stats.cache.leases) == (0, 0, 0)
+    assert ask(engine, A, B, fusion="exact").cached.total == len(SYSTEM) + len(A) + len(B)
 
 
 def test_a_pool_without_room_builds_what_fits(building: Make, plain: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -44,6 +45,10 @@ class LocalityRecord(Record):
         if not self.rows.get("final_at") or not self.facts.get("nprobe"):
             raise ValueError("the clusters after which searches are final, or nprobe, are missing")
         return self
+
+    @property
+    def mean_final_at(self) -> float:
+        return fmean(self.rows["final_at"])
 
     def final_share(self, scanned: float) -> float:
         """Of searches, those whose results are final after this share of their clusters."""

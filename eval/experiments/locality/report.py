@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ragorder.eval.experiments.locality.record import LocalityCell, LocalityRecord
+from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
@@ -20,7 +22,7 @@ _ORDERS = {"nearest": "nearest first", "history": "by the first search"}
 
 def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(LocalityRecord, suite.name))
-    return Part([table for group in groups for table in _tables(group)])
+    return Part([table for group in groups for table in _tables(group)], pictures=lambda: [*map(_picture, groups)])
 
 
 def _tables(group: RecordGroup[LocalityRecord]) -> Iterable[Table]:
@@ -29,11 +31,13 @@ def _tables(group: RecordGroup[LocalityRecord]) -> Iterable[Table]:
     cell = LocalityCell.read(group.cell, "locality")
     setting = f"{cell.corpus}, {len(lines[0].rows['final_at']):,} questions, top {cell.top_k}"
     scanned = [f"{format_number(100 * share)} %" for share in _SCANNED]
-    table = Table(f"Second searches that are final: {setting}", ["clusters", *scanned])
+    table = Table(f"Second searches that are final: {setting}", ["clusters", *scanned, "final after, mean"])
     for line in lines:
-        table.add(_ORDERS[line.policy], *(_percent(line.final_share(share)) for share in _SCANNED))
+        shares = [_percent(line.final_share(share)) for share in _SCANNED]
+        table.add(_ORDERS[line.policy], *shares, format_number(line.mean_final_at))
     table.note = (
-        f"% of searches, after this share of the {facts['nprobe']} clusters of {facts['clusters']} that each scans."
+        f"% of searches, after this share of the {facts['nprobe']} clusters of {facts['clusters']} that each scans; "
+        "and after which cluster one is final: up to 28 % earlier by the first search's order in HedraRAG (Figure 9b)."
     )
     yield table
 
@@ -63,6 +67,35 @@ def _tables(group: RecordGroup[LocalityRecord]) -> Iterable[Table]:
     for share, work in facts["skew"].items():
         table.add(f"{format_number(100 * float(share))} %", _percent(work))
     yield table
+
+
+def _picture(group: RecordGroup[LocalityRecord]) -> Picture:
+    """The curve of early ends: each point a patience."""
+    lines = group.runs()
+    points = {
+        line.policy: [(100 * saved, 100 * recall) for saved, recall in line.facts["patience"].values()]
+        for line in lines
+    }
+
+    def paint(axes: Any) -> None:
+        for policy, found in points.items():
+            looks = style("auto" if policy == "history" else "retrieval")
+            axes.plot(
+                *zip(*found, strict=True), looks.dashes, marker=looks.marker, color=looks.colour, label=_ORDERS[policy]
+            )
+        for patience, (saved, recall) in zip(lines[-1].facts["patience"], points[lines[-1].policy], strict=True):
+            axes.annotate(patience, (saved, recall), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+        axes.set_xlabel("clusters not scanned, %")
+        axes.set_ylabel("results found, %")
+        axes.legend(fontsize=8, frameon=False, loc="lower left")
+
+    alt = "; ".join(
+        f"{_ORDERS[policy]}: "
+        + ", ".join(f"{format_number(recall)} % at {format_number(saved)} %" for saved, recall in found)
+        for policy, found in points.items()
+    )
+    corpus = LocalityCell.read(group.cell, "locality").corpus
+    return draw(paint, title="What an early end costs", alt=alt, caption=f"{corpus}; at each point its patience.")
 
 
 def _percent(share: float) -> str:

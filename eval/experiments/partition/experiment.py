@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from ragorder.eval.experiments.partition.real import MeasuredCosts
     from ragorder.eval.running.suite import Suite
 
+    Prepared = tuple[MeasuredCosts, float, Callable[[str], tuple[System, Clock]], dict[str, float]]
+    """Costs, mean seconds of a search on one core, each policy's engine with its clock, and further facts."""
+
 __all__ = ["Partition"]
 
-# Of HedraRAG's index: 38 million vectors.
-_PAPER_VECTORS, _PAPER_DIMENSIONS, _PAPER_CLUSTERS, _PAPER_NPROBE = 38_000_000, 1024, 4096, 256
 _MIXED = (0.25, 0.5, 1.0, 2.0)
 _MEASURED = 40
 _BATCHES = ("batches", "batches by clusters")
@@ -44,24 +45,14 @@ class Partition(Experiment):
         return super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
-        import faiss
-
         from ragorder.eval.experiments.partition.playing import play
-        from ragorder.eval.experiments.partition.real import build_index, measure_costs
-        from ragorder.eval.experiments.staging.measuring import clustered
 
         cell: PartitionCell = job.cell
-        threads = faiss.omp_get_max_threads()
-        try:
-            queries = clustered(job.requests, cell.dimensions, clusters=cell.vectors // 50, seed=job.seed + 1)
-
-            def start() -> tuple[Any, MeasuredCosts]:
-                index = build_index(cell.vectors, cell.dimensions)
-                faiss.omp_set_num_threads(1)
-                return index, measure_costs(index, queries[:_MEASURED], max(1, round(cell.nprobe * index.nlist)))
-
-            index, costs = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
-            search_s, system_of = _systems(cell, job, index, queries, costs)
+        draw = random.Random(f"nprobe {job.seed}")
+        shares = [draw.choice(_MIXED) if cell.mixed else 1.0 for _ in range(job.requests)]
+        prepare = self._real if cell.clock == "real" else _virtual
+        with ExitStack() as stack:
+            costs, search_s, system_of, measured = prepare(job, shares, stack)
             arrivals = poisson_arrivals(cell.load * cell.cores / search_s, job.requests, job.seed)
             facts = {
                 "search_ms": 1e3 * search_s,
@@ -69,12 +60,12 @@ class Partition(Experiment):
                 "code_ns": 1e9 * costs.code_s,
                 "call_us": 1e6 * costs.call_s,
                 "hand_us": 1e6 * costs.hand_s,
+                **measured,
             }
             for policy in job.policies:
                 before = load_average()
-                with ExitStack() as stack:
-                    system, clock = system_of(policy, stack)
-                    latencies = play(system, [each.at_s for each in arrivals], clock)
+                system, clock = system_of(policy)
+                latencies = play(system, [each.at_s for each in arrivals], clock)
                 yield {
                     "policy": policy,
                     "engine": {"name": "faiss"},
@@ -84,24 +75,28 @@ class Partition(Experiment):
                 }
                 for _ in latencies:
                     advance()
-        finally:
-            faiss.omp_set_num_threads(threads)
 
+    def _real(self, job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
+        from ragorder.eval.experiments.partition import playing, real
+        from ragorder.eval.experiments.staging.measuring import clustered
+        from ragorder.pipelining.staged._faiss import load_faiss
 
-def _systems(
-    cell: PartitionCell, job: Job, index: Any, queries: Any, costs: MeasuredCosts
-) -> tuple[float, Callable[[str, ExitStack], tuple[System, Clock]]]:
-    """Mean seconds of a search on one core, and each policy's engine with its clock."""
-    import numpy as np
+        cell: PartitionCell = job.cell
+        faiss = load_faiss()
+        stack.callback(faiss.omp_set_num_threads, faiss.omp_get_max_threads())
+        queries = clustered(job.requests, cell.dimensions, clusters=cell.vectors // 50, seed=job.seed + 1)
 
-    from ragorder.eval.experiments.partition import playing, real, virtual
+        def start() -> tuple[Any, MeasuredCosts, dict[str, float]]:
+            index = real.build_index(cell.vectors, cell.dimensions)
+            faiss.omp_set_num_threads(1)
+            index.nprobe = max(1, round(cell.nprobe * index.nlist))
+            piece = {"piece_cpu_us": 1e6 * real.piece_cpu_seconds(index, queries[:_MEASURED])}
+            return index, real.measure_costs(index, queries[:_MEASURED]), piece
 
-    draw = random.Random(f"nprobe {job.seed}")
-    shares = [draw.choice(_MIXED) if cell.mixed else 1.0 for _ in range(job.requests)]
-    if cell.clock == "real":
+        index, costs, piece = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
         nprobes = [max(1, round(share * cell.nprobe * index.nlist)) for share in shares]
 
-        def on_faiss(policy: str, stack: ExitStack) -> tuple[System, Clock]:
+        def system_of(policy: str) -> tuple[System, Clock]:
             if policy in _BATCHES:
                 by_clusters = policy == _BATCHES[1]
                 batches = real.RealBatches(index, queries, nprobes, cell.cores, by_clusters=by_clusters)
@@ -109,20 +104,24 @@ def _systems(
             search = stack.enter_context(real.pieces_of(index, policy, cell.cores))
             return real.RealPieces(search, queries, nprobes), playing.RealClock()
 
-        return real.search_seconds(index, queries, nprobes), on_faiss
+        return costs, real.search_seconds(index, queries, nprobes), system_of, piece
 
-    sizes = np.array([index.get_list_size(cluster) for cluster in range(index.nlist)])
-    resampled = np.random.default_rng(0).choice(sizes, _PAPER_CLUSTERS).astype(float)
-    scaled = np.round(resampled * _PAPER_VECTORS / resampled.sum()).astype(np.int64)
-    nprobes = [max(1, round(share * _PAPER_NPROBE)) for share in shares]
-    large = virtual.VirtualIndex(scaled, nprobes, job.seed)
-    costs = costs._replace(code_s=costs.code_s * _PAPER_DIMENSIONS / cell.dimensions)
 
-    def on_virtual(policy: str, stack: ExitStack) -> tuple[System, Clock]:
+def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
+    from ragorder.eval.experiments.partition import playing, virtual
+    from ragorder.eval.experiments.partition.real import MeasuredCosts
+
+    cell: PartitionCell = job.cell
+    code_s = 1e-9 * cell.code_ns * virtual.PAPER_DIMENSIONS / 128
+    costs = MeasuredCosts(code_s, 1e-6 * cell.call_us, 1e-3 * cell.overhead_ms, 1e-6 * cell.hand_us)
+    nprobes = [max(1, round(share * virtual.PAPER_NPROBE)) for share in shares]
+    index = virtual.VirtualIndex(virtual.paper_sizes(), nprobes, job.seed)
+
+    def system_of(policy: str) -> tuple[System, Clock]:
         clock = playing.VirtualClock()
         if policy in _BATCHES:
             by_clusters = policy == _BATCHES[1]
-            return virtual.VirtualBatches(large, costs, cell.cores, clock, by_clusters=by_clusters), clock
-        return virtual.VirtualPieces(large, costs, cell.cores, clock, policy), clock
+            return virtual.VirtualBatches(index, costs, cell.cores, clock, by_clusters=by_clusters), clock
+        return virtual.VirtualPieces(index, costs, cell.cores, clock, policy), clock
 
-    return costs.call_s + costs.code_s * large.mean_codes, on_virtual
+    return costs, costs.call_s + costs.code_s * index.mean_codes, system_of, {}

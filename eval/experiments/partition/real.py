@@ -17,10 +17,21 @@ from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, SearchHandle
 from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = ["MeasuredCosts", "RealBatches", "RealPieces", "build_index", "measure_costs", "pieces_of", "search_seconds"]
+__all__ = [
+    "MeasuredCosts",
+    "RealBatches",
+    "RealPieces",
+    "build_index",
+    "measure_costs",
+    "piece_cpu_seconds",
+    "pieces_of",
+    "search_seconds",
+]
 
 Vectors = NDArray[np.float32]
 _K = 1
+_IN_FLIGHT, _PIECES = 100, 600
+_ONE_CLUSTER_S = 1e-30
 
 
 class MeasuredCosts(NamedTuple):
@@ -33,8 +44,8 @@ class MeasuredCosts(NamedTuple):
 
 
 class _WatchedBudget(Budget):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, overhead_s: float | None = None) -> None:
+        super().__init__(overhead_s)
         self.seen_s: list[float] = []
 
     def learn(self, overhead_s: float) -> None:
@@ -68,9 +79,9 @@ def search_seconds(index: Any, queries: Vectors, nprobes: Sequence[int]) -> floa
     return sums / len(nprobes)
 
 
-def measure_costs(index: Any, queries: Vectors, nprobe: int) -> MeasuredCosts:
+def measure_costs(index: Any, queries: Vectors) -> MeasuredCosts:
     budget = _WatchedBudget()
-    search = ContinuousIVF(index, nprobe=nprobe, cores=1, budget=budget, thread=False)
+    search = ContinuousIVF(index, cores=1, budget=budget, thread=False)
     for query in queries:
         search.submit(query, _K).result()
     with ThreadPoolExecutor(1) as pool:
@@ -80,6 +91,17 @@ def measure_costs(index: Any, queries: Vectors, nprobe: int) -> MeasuredCosts:
             pool.submit(int).result()
             times.append(time.perf_counter() - start_s)
     return MeasuredCosts(search.costs.code_s, search.costs.call_s, median(budget.seen_s), median(times))
+
+
+def piece_cpu_seconds(index: Any, queries: Vectors) -> float:
+    """CPU time of a piece of one cluster beside its scan, with 100 searches in flight: the median."""
+    budget = _WatchedBudget(_ONE_CLUSTER_S)
+    with ContinuousIVF(index, cores=1, budget=budget, thread=False, clock=time.thread_time) as search:
+        for number in range(_IN_FLIGHT + 1):
+            search.submit(queries[number % len(queries)], _K)
+        while search.pieces < _PIECES and search.advance():
+            pass
+    return median(budget.seen_s[_PIECES // 2 :])
 
 
 class RealBatches:

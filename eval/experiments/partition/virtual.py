@@ -19,8 +19,11 @@ from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import shares_of
 from ragorder.pipelining.search.visits import Visits
 
-__all__ = ["VirtualBatches", "VirtualIndex", "VirtualPieces"]
+__all__ = ["PAPER_DIMENSIONS", "PAPER_NPROBE", "VirtualBatches", "VirtualIndex", "VirtualPieces", "paper_sizes"]
 
+_PAPER_VECTORS, _PAPER_CLUSTERS = 38_000_000, 4096
+PAPER_DIMENSIONS, PAPER_NPROBE = 1024, 256
+_SPREAD = 0.4
 _ONE_ROW = np.zeros((1, 1), np.float32)
 
 
@@ -37,6 +40,13 @@ class VirtualIndex:
     @property
     def mean_codes(self) -> float:
         return float(np.mean([self.sizes[visits].sum() for visits in self.visits]))
+
+
+def paper_sizes() -> NDArray[np.int64]:
+    """Of HedraRAG's clusters; how they differ is not in the paper: log-normally here."""
+    relative = np.random.default_rng(0).lognormal(0, _SPREAD, _PAPER_CLUSTERS)
+    sizes: NDArray[np.int64] = np.round(relative * _PAPER_VECTORS / relative.sum()).astype(np.int64)
+    return sizes
 
 
 class VirtualBatches:
@@ -85,6 +95,7 @@ class VirtualPieces:
         self._costs = ClusterCosts(costs.code_s, costs.call_s)
         self._measured = costs
         self._search_s = self._costs.seconds(index.mean_codes)
+        self._cluster_s = costs.code_s * float(index.sizes[:-1].mean())
         self._budget = Budget()
         self._budget.learn(costs.overhead_s)
         self._running: dict[RunningSearch, int] = {}
@@ -118,6 +129,6 @@ class VirtualPieces:
         if self._policy == "equal shares":
             seconds = self._budget.limit(self._search_s, 0, self._cores).seconds
             return share_equally(running, seconds, cores=self._cores, code_s=code_s)
-        limit = self._budget.limit(self._search_s, len(running) - 1, self._cores)
+        limit = self._budget.limit(self._search_s, len(running) - 1, self._cores, self._cluster_s)
         order = "shortest" if self._policy == "shortest first" else "oldest"
         return fill(running, limit, cores=self._cores, code_s=code_s, order=order, now_s=self._clock.now())  # type: ignore[arg-type]

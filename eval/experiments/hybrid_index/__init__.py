@@ -1,0 +1,1 @@
+"""Index clusters in two tiers: suite hedra-index."""
