@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
@@ -183,4 +185,10 @@ def vllm_server(vllm_model: Path) -> Iterator[Any]:
     from ragorder.eval.engines.server import VLLMServer
 
     with VLLMServer(vllm_model, blocks=128) as server:
+        # vLLM's engine has died of a first prompt of a few tokens, on a CPU, and of none after a longer one.
+        body = {"model": server.model_name, "prompt": [5] * 100, "max_tokens": 1, "cache_salt": "first"}
+        request = urllib.request.Request(
+            f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=60).close()
         yield server

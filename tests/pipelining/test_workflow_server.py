@@ -36,7 +36,7 @@ from support.workflow_server import (
 )
 from support.workflows import Asked, PlainPrompts, compiled, graphs
 
-from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, StagedIVF, WarmUp
+from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, Stage, StagedIVF, WarmUp
 from ragorder.pipelining.search import Budget, History, IndexTiers
 from ragorder.pipelining.workflow import (
     END,
@@ -53,7 +53,7 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.trace import WorkflowTrace
+from ragorder.pipelining.workflow.trace import PieceTrace, WorkflowTrace
 from ragorder.pipelining.workflow.transformations import (
     FastIndex,
     OrderDocuments,
@@ -63,6 +63,7 @@ from ragorder.pipelining.workflow.transformations import (
     SpeculateRetrieval,
     Split,
 )
+from ragorder.pipelining.workflow.wavefront import Piece
 
 
 @pytest.fixture(scope="module")
@@ -571,3 +572,35 @@ class TestGains:
         ):
             with pytest.raises(ValueError, match="at least 1"):
                 make()
+
+    @pytest.mark.parametrize(
+        ("right", "others", "pays"), [(0.9, 0, True), (0.9, 8, True), (0.3, 0, True), (0.3, 8, False)]
+    )
+    async def test_a_wrong_generation_counts_for_all_that_are_on_the_engine(
+        self, right: float, others: int, pays: bool
+    ) -> None:
+        """A tenth of a second is left of the search, and a prefill takes half of that."""
+        seen: list[Piece] = []
+
+        class Watching(Split):
+            def apply(self, wavefront: Any, facts: Any, /) -> None:
+                seen.extend(wavefront.new)
+
+        search = PlayedSearch([1], [1])
+        async with played_server(SlowEngine(), search, Watching()) as server:
+            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+            while not seen:
+                await asyncio.sleep(0)
+            (piece,) = seen
+            piece.stage = Stage(1, 2, np.array([[1]]), np.ones((1, 1), np.float32))
+            ahead = Piece(piece.request, piece.run, PieceTrace("answer", "speculative", "engine"), after=piece)
+            transformation = SpeculateGeneration()
+            assert transformation.gain_s(ahead, server.facts) > 0
+            server.facts.load._prefill_s.value = 0.05
+            server.facts.odds(piece).learn([(True, 0.1)] * round(10 * right), [piece.part] * 10)
+            server.facts.odds(piece).learn([(False, 0.1)] * round(10 - 10 * right), [piece.part] * 10)
+            server.wavefront._running["engine"] += others
+            assert (transformation.gain_s(ahead, server.facts) > 0) is pays
+            server.wavefront._running["engine"] -= others
+            run.cancel()
+            await asyncio.wait((run,))

@@ -52,14 +52,19 @@ class SpeculateGeneration:
                     request.trace.declined += 1
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """The rest of the search, at most the generation, if the documents are right; otherwise the prefill may keep
-        the engine busy beyond the search."""
+        """The rest of the search, at most the generation, if the documents are right. A wrong prefill may keep the
+        engine busy beyond the search, and holds up every other generation on it meanwhile."""
         prefill_s, generation_s = facts.prefill_s, facts.generation_s.value
         if not self.odds or piece.after is None or prefill_s is None:
             return math.inf
-        odds = facts.odds(piece.after)
-        gain_s = odds.gain_s(piece.after.part, prefill_s, max(prefill_s, generation_s or 0.0))
-        return math.inf if gain_s is None else gain_s
+        odds, part = facts.odds(piece.after), piece.after.part
+        right, gain_s = odds.right(part), odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
+        if right is None or gain_s is None:
+            return math.inf
+        others = facts.wavefront.count("engine", speculative=False)
+        # The mean was measured with others' prefills in the same iterations.
+        alone_s = prefill_s / (1 + facts.load.pending)
+        return gain_s - (1 - right) * others * alone_s
 
     def _concerns(self, piece: Piece) -> bool:
         return piece.stage is not None and not (self.recalled_only and piece.stage.number)
