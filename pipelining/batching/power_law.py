@@ -47,7 +47,7 @@ class PowerLaw:
         return law
 
     def __call__(self, size: int) -> float:
-        return self.a * float(size) ** self.c
+        return self.a * math.pow(size, self.c)
 
     def __repr__(self) -> str:
         return f"PowerLaw(a={self.a:.4g}, c={self.c:.4g})"
