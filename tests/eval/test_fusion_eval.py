@@ -651,6 +651,8 @@ class TestSuite:
         for topic in ("anywhere", "within topics of 8"):
             assert removed["behind those in front of it", topic, "–"] > 99
             assert removed["FusionRAG", topic, "7"] < removed["behind those in front of it", topic, "–"]
+        # What stands behind a document in the prompt, full attention has not seen.
+        assert all(float(row[5].text) > float(row[4].text) for row in table.rows if row[0].text.startswith("FusionRAG"))
         assert len(table.rows) == 2 * (2 * 2 + 2)
 
     @pytest.mark.parametrize(

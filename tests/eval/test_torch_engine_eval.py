@@ -28,7 +28,7 @@ from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.engines.torch_async import AsyncTorchEngine
-from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, HALF, EmbeddedCell
 from ragorder.eval.experiments.embedded.prefill import plain_transformers
 from ragorder.eval.experiments.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
@@ -571,6 +571,7 @@ class TestPrefill:
         whole = self.system + 60
         shares = ("0%", "5%", "15%", "30%", "100%")
         arms = ["exact prefix", *(f"fused, {share} anew" for share in shares)]
+        arms += [f"fused, {share} anew{HALF}" for share in shares[:-1]]
         for tier in ("device", "host", "disk"):
             lines = [line for line in measured(tmp_path) if line["cell"]["stored"] == tier]
             found = {line["policy"]: line["rows"][tier] for line in lines}
@@ -596,6 +597,7 @@ class TestPrefill:
         page = (tmp_path / "report.html").read_text("utf-8")
         assert "stored in host memory, 3 prompts at once" in page
         assert "Blocking loads" in page
+        assert "Beside the same without it" in page
 
     def test_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
         parameters = (*self.small, "measure=cached")

@@ -15,7 +15,7 @@ from ragorder.eval.experiments.replacement.cells import SizeText
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.kernels.policies import POLICIES
 
-__all__ = ["BLOCKING", "FUSED", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
+__all__ = ["BLOCKING", "FUSED", "HALF", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"
@@ -23,6 +23,9 @@ FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3, 1
 """Shares of the reused tokens computed anew, by arm."""
 BLOCKING = ", blocking loads"
 """An arm's end: the engine waits for each request's loads."""
+HALF = ", half of the documents exact"
+"""An arm's end: what ordering brings (`eval run fusion-quality` has the answers)."""
+_HALVED = tuple(arm for arm, share in FUSED.items() if share < 1)
 _BLOCKED = (PREFIX, *(arm for arm, share in FUSED.items() if share != 0.3))
 TIERS = ("device", "host", "disk")
 
@@ -143,5 +146,6 @@ class EmbeddedCell(SuiteCell):
             return PLAIN, NOTHING
         if self.measure == "fused":
             loads = self.batch > 1 and self.stored != "device"
-            return NOTHING, PREFIX, *FUSED, *(f"{arm}{BLOCKING}" for arm in _BLOCKED if loads)
+            ended = [f"{arm}{BLOCKING}" for arm in _BLOCKED] if loads else [f"{arm}{HALF}" for arm in _HALVED]
+            return NOTHING, PREFIX, *FUSED, *ended
         return NOTHING, *(TIERS if self.measure == "tiers" else map(str, range(self.documents + 1)))

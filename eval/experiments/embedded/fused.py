@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, NOTHING, PREFIX, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, HALF, NOTHING, PREFIX, TIERS, EmbeddedCell
 from ragorder.eval.experiments.embedded.clocks import timed
 from ragorder.eval.experiments.embedded.prompts import ask_again, draw_prompt
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["serve_fused"]
 
-_KINDS = 4
-"""Of KV at the same time: documents alone, thrice, and exact prefixes."""
+_KINDS = 5
+"""Of KV at the same time: documents alone, thrice, and exact prefixes, one of half of them."""
 _POLL_S = 0.001
 
 _TierTokens = tuple[int, int, int]
@@ -65,7 +65,7 @@ class _Turns:
     def __call__(self, arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
         if not self._batch or self._batch[0] is not prompt:
             self._begin(prompt, rng)
-        way, blocking = arm.removesuffix(BLOCKING), arm.endswith(BLOCKING)
+        way, blocking = _way(arm), arm.endswith(BLOCKING)
         requests = [self._request(way, each, _salt(arm)) for each in self._batch]
         self._leave_device()
         with _blocking_loads(self._engine) if blocking else _overlapped():
@@ -75,6 +75,9 @@ class _Turns:
         found = [[getattr(each.cached, tier) + getattr(each.fused, tier) for tier in TIERS] for each in done]
         by_tier = tuple(map(sum, zip(*found, strict=True)))
         self._check(way, by_tier)
+        half = len(done) * self._cell.layout.end(self._cell.documents // 2)
+        if arm.endswith(HALF) and (exact := sum(each.cached.total for each in done)) != half:
+            raise EngineError(f"{half} tokens should be an exact prefix and {exact} are: nothing is measured")
         if len(done) > 1:
             wall_ms = 1e3 * fmean(each.ttft_s or 0.0 for each in done)
         return wall_ms, cpu_ms / len(done), (by_tier[0], by_tier[1], by_tier[2])
@@ -94,6 +97,10 @@ class _Turns:
                     self._serve([self._request(PREFIX, again, salt)])
                 else:
                     self._serve(self._alone(each, salt))
+                if salt == HALF:
+                    again = ask_again(each, layout, layout.documents // 2, self._vocabulary, rng)
+                    half = self._request(PREFIX, again, salt)
+                    self._serve([replace(half, document_ends=again.document_ends[1:])])
             # So that all of it is written, however little may wait for the disk.
             self._leave_device()
 
@@ -158,9 +165,15 @@ class _Turns:
             )
 
 
+def _way(arm: str) -> str:
+    return arm.removesuffix(BLOCKING).removesuffix(HALF)
+
+
 def _salt(arm: str) -> str:
     """What an arm computes exactly, another one must not find."""
-    way = arm.removesuffix(BLOCKING)
+    way = _way(arm)
+    if arm.endswith(HALF):
+        return HALF
     if way in FUSED:
         return arm if FUSED[way] == 1 else "fused"
     return token_bytes(16).hex() if way == NOTHING else way

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ragorder.eval.experiments.embedded.cells import BLOCKING, NO_CACHE, PLAIN, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import BLOCKING, HALF, NO_CACHE, PLAIN, TIERS, EmbeddedCell
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
 from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
@@ -38,7 +38,7 @@ _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(EmbeddedRecord, suite.name))
     return Part(
-        [_serving(each) if _cell(each).measure == "serving" else _prefill(each) for each in groups],
+        [table for each in groups for table in _tables(each)],
         engine="; ".join(dict.fromkeys(_engine(each.engine) for each in groups)),
         pictures=lambda: [_picture(each) for each in groups],
     )
@@ -59,6 +59,24 @@ def _title(group: _Group) -> str:
     title = _TITLES.get(cell.measure) or f"Workload {cell.workload} by size of the cache"
     where = f", stored {_STORED[cell.stored]}" if cell.measure == "fused" else ""
     return title + where + (f", {cell.batch} prompts at once" if cell.batch > 1 else "")
+
+
+def _tables(group: _Group) -> list[Table]:
+    if _cell(group).measure == "serving":
+        return [_serving(group)]
+    beside = _beside(group)
+    return [_prefill(group), beside] if beside.rows else [_prefill(group)]
+
+
+def _beside(group: _Group) -> Table:
+    """Arms that differ in one thing alone."""
+    table = Table(f"Beside the same without it: {_title(group)}", ["", "times shorter, CPU", "wall"])
+    for arm in group.policies:
+        whole = arm.removesuffix(HALF).removesuffix(BLOCKING)
+        if whole != arm and whole in group.policies:
+            pair = group.runs(whole), group.runs(arm)
+            table.rows.append([Entry(arm), _ratio(_speedup(*pair, "cpu_ms")), _ratio(_speedup(*pair, "wall_ms"))])
+    return table
 
 
 def _prefill(group: _Group) -> Table:

@@ -11,7 +11,7 @@ from ragorder.eval.experiments.fusion.record import FusionRecord
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 
-__all__ = ["ENOUGH", "Curve", "curve", "removed_deviation"]
+__all__ = ["ENOUGH", "Curve", "curve", "removed_at_the_end", "removed_deviation"]
 
 ENOUGH = 0.95
 """Of the way from full reuse to full attention."""
@@ -91,6 +91,17 @@ def removed_deviation(group: Group, plain: str, changed: str) -> float | None:
     if not all(columns):
         return None
     before, after = (sum(map(sum, each)) for each in columns)
+    return 1 - after / before if before else None
+
+
+def removed_at_the_end(group: Group, plain: str, changed: str, share: float = 0.25) -> float | None:
+    """The same of the last `share` of the prompts' tokens."""
+    columns = [
+        [line.facts[_DEVIATION] for line in group.runs(arm) if _DEVIATION in line.facts] for arm in (plain, changed)
+    ]
+    if not all(columns):
+        return None
+    before, after = (sum(sum(each[round((1 - share) * len(each)) :]) for each in arm) for arm in columns)
     return 1 - after / before if before else None
 
 
