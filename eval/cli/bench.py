@@ -95,12 +95,19 @@ _DELAY_S = 0.05
     options_from(Bench, "concurrency"),
     option(
         "--arrivals",
-        metavar="poisson:RATE|FILE",
-        help="RATE requests a second at random, or the times of a trace: CSV with TIMESTAMP, ContextTokens and "
-        "GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. The trace also says how "
-        "many requests there are and how long the answers; a corpus with fewer questions starts again from its first.",
+        metavar="poisson:RATE|steps:RATE@TIME,…|FILE",
+        help="poisson: RATE requests a second at random. steps: RATE requests a minute for TIME (20m; s, m or h), then "
+        "the next; steps:4@20m,8@20m are 240 requests. FILE: the times of a trace, CSV with TIMESTAMP, ContextTokens "
+        "and GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. Steps and traces say "
+        "how many requests there are, a trace also how long the answers; a corpus with fewer questions starts again "
+        "from its first.",
     ),
-    option("--time-scale", type=float, metavar="X", help="Play the trace of --arrivals X times as fast. [default: 1]"),
+    option(
+        "--time-scale",
+        type=float,
+        metavar="X",
+        help="Play the steps or trace of --arrivals X times as fast. [default: 1]",
+    ),
     option(
         "--replicas",
         type=Count(1),

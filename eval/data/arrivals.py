@@ -1,4 +1,4 @@
-"""Arrival times of requests: Poisson, or a trace of a real service."""
+"""Arrival times of requests: Poisson, at rates that change in steps, or a trace of a real service."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.jsonl import JSONLines
 
-__all__ = ["Arrival", "Arrivals", "ArrivalsError", "load_arrivals", "poisson_arrivals", "replicate"]
+__all__ = [
+    "Arrival",
+    "ArrivalStep",
+    "Arrivals",
+    "ArrivalsError",
+    "load_arrivals",
+    "poisson_arrivals",
+    "replicate",
+    "step_arrivals",
+]
 
 _AZURE_COLUMNS = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _MOONCAKE_EXAMPLE = '{"timestamp": 27, "output_length": 500}'
 _POISSON = "poisson:"
+_STEPS = "steps:"
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 class ArrivalsError(ValueError):
@@ -27,28 +38,42 @@ class ArrivalsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A time, from the first request, and the length of the answer, if known."""
+    """A time, from the first request or step, and the length of the answer, if known."""
 
     at_s: float
     output_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ArrivalStep:
+    """So many `requests`, at random times within `seconds`."""
+
+    requests: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Arrivals:
-    """A Poisson process of `rate` requests a second, or a `trace`, played `time_scale` times as fast, each of its
-    arrivals standing for `replicas` requests."""
+    """A Poisson process of `rate` requests a second, or `steps` or a `trace`, played `time_scale` times as fast. Each
+    arrival of a trace stands for `replicas` requests."""
 
     name: str
     rate: float = 0.0
     trace: Sequence[Arrival] = ()
     time_scale: float = 1.0
     replicas: int = 1
+    steps: Sequence[ArrivalStep] = ()
 
     @classmethod
     def parse(cls, text: str, *, time_scale: float = 1.0, replicas: int = 1) -> Arrivals:
-        """From "poisson:2.5" or the path of a trace. Raises ArrivalsError."""
+        """From "poisson:2.5", requests a second, "steps:4@20m,8@20m", requests a minute and for how long, or the path
+        of a trace. Raises ArrivalsError."""
         if not (math.isfinite(time_scale) and time_scale > 0 and replicas > 0):
             raise ArrivalsError("--time-scale and --replicas must be positive")
+        if text.startswith(_STEPS):
+            if replicas != 1:
+                raise ArrivalsError("--replicas play a trace: with steps choose other rates")
+            return cls(text, steps=_read_steps(text), time_scale=time_scale)
         if not text.startswith(_POISSON):
             path = Path(text)
             return cls(path.name, trace=load_arrivals(path), time_scale=time_scale, replicas=replicas)
@@ -65,7 +90,7 @@ class Arrivals:
     @property
     def count(self) -> int | None:
         """None: unbounded."""
-        return len(self.trace) * self.replicas or None
+        return len(self.trace) * self.replicas + sum(step.requests for step in self.steps) or None
 
     @property
     def output_tokens_mean(self) -> int | None:
@@ -73,15 +98,18 @@ class Arrivals:
         return round(sum(known) / len(known)) if known else None
 
     def draw(self, count: int, seed: int) -> list[Arrival]:
-        """Raises ArrivalsError if the trace has fewer."""
-        if not self.trace:
+        """Raises ArrivalsError if trace or steps have fewer."""
+        if self.count is None:
             return poisson_arrivals(self.rate, count, seed)
-        if count > len(self.trace) * self.replicas:
+        if count > self.count:
             raise ArrivalsError(f"{self.name} has {self.count:,} arrivals: lower --limit ({count:,})")
+        arrivals = step_arrivals(self.steps, seed) if self.steps else self._of_trace(count, seed)
+        return [replace(each, at_s=each.at_s / self.time_scale) for each in arrivals[:count]]
+
+    def _of_trace(self, count: int, seed: int) -> Sequence[Arrival]:
         # The arrivals of one gap lie before all of the next: no other can be among the first.
         needed = self.trace[: -(-count // self.replicas) + 1]
-        arrivals = replicate(needed, self.replicas, seed) if self.replicas > 1 else needed
-        return [replace(each, at_s=each.at_s / self.time_scale) for each in arrivals[:count]]
+        return replicate(needed, self.replicas, seed) if self.replicas > 1 else needed
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[Arrival]:
@@ -95,6 +123,17 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[Arrival]:
     return arrivals
 
 
+def step_arrivals(steps: Sequence[ArrivalStep], seed: int) -> list[Arrival]:
+    """All of them, sorted: in each step a Poisson process whose number of requests is given."""
+    rng = random.Random(f"steps {seed}")
+    times: list[float] = []
+    start_s = 0.0
+    for step in steps:
+        times += sorted(start_s + step.seconds * rng.random() for _ in range(step.requests))
+        start_s += step.seconds
+    return [Arrival(at_s) for at_s in times]
+
+
 def replicate(arrivals: Sequence[Arrival], replicas: int, seed: int) -> list[Arrival]:
     """Each arrival, and `replicas` - 1 more at random times before the next, sorted. The last gap is the mean one."""
     rng = random.Random(f"replicas {seed}")
@@ -105,6 +144,24 @@ def replicate(arrivals: Sequence[Arrival], replicas: int, seed: int) -> list[Arr
         spread.append(arrival)
         spread += [replace(arrival, at_s=arrival.at_s + gap * rng.random()) for _ in range(replicas - 1)]
     return sorted(spread, key=lambda each: each.at_s)
+
+
+def _read_steps(text: str) -> list[ArrivalStep]:
+    steps = []
+    for part in text.removeprefix(_STEPS).split(","):
+        rate_text, _, time_text = part.strip().partition("@")
+        try:
+            rate, seconds = float(rate_text), float(time_text[:-1]) * _SECONDS[time_text[-1:]]
+        except (ValueError, KeyError):
+            rate = seconds = 0.0
+        if not (0 <= rate < math.inf and 0 < seconds < math.inf):
+            raise ArrivalsError(
+                f"{part!r} is no step: give requests a minute and a time in s, m or h, such as steps:4@20m,8@20m"
+            )
+        steps.append(ArrivalStep(round(rate * seconds / 60), seconds))
+    if not any(step.requests for step in steps):
+        raise ArrivalsError(f"{text!r} has no requests: raise its rates, or make its steps longer")
+    return steps
 
 
 class MooncakeLine(BaseModel):

@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import json
 import math
+import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -284,6 +285,55 @@ class TestPlayingATrace:
     def test_a_scale_is_positive(self, trace: Path, scale: float) -> None:
         with pytest.raises(ArrivalsError, match="--time-scale"):
             Arrivals.parse(str(trace), time_scale=scale)
+
+
+class TestSteps:
+    TEXT = "steps:4@20m,8@20m,12@20m,16@20m"
+
+    def test_each_has_its_rates_requests_within_its_time(self) -> None:
+        """RAGDoll's Figure 7."""
+        arrivals = Arrivals.parse(self.TEXT)
+        assert (arrivals.name, arrivals.count, arrivals.output_tokens_mean) == (self.TEXT, 800, None)
+        at_s = times(arrivals.draw(800, seed=1))
+        assert at_s == sorted(at_s)
+        in_step = [sum(1200 * step <= each < 1200 * (step + 1) for each in at_s) for step in range(4)]
+        assert in_step == [80, 160, 240, 320]
+
+    def test_come_at_random_within_a_step(self) -> None:
+        """Gaps of a Poisson process: they scatter as much as they are wide."""
+        at_s = times(Arrivals.parse("steps:600@30m").draw(18_000, seed=2))
+        gaps = [after - before for before, after in pairwise(at_s)]
+        assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.01)
+        assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.05)
+
+    def test_are_those_of_their_seed_and_fewer_are_the_first_of_them(self) -> None:
+        arrivals = Arrivals.parse(self.TEXT)
+        assert arrivals.draw(800, 1) == arrivals.draw(800, 1) != arrivals.draw(800, 2)
+        assert arrivals.draw(100, 1) == arrivals.draw(800, 1)[:100]
+        with pytest.raises(ArrivalsError, match=r"has 800 arrivals: lower --limit \(801\)"):
+            arrivals.draw(801, 1)
+
+    def test_a_sixtieth_of_the_time_is_a_time_scale(self) -> None:
+        plain, fast = (Arrivals.parse(self.TEXT, time_scale=scale).draw(800, 0) for scale in (1.0, 60.0))
+        assert times(fast) == pytest.approx([at_s / 60 for at_s in times(plain)])
+
+    def test_may_pause_and_last_seconds_or_hours(self) -> None:
+        at_s = times(Arrivals.parse("steps: 30@90s, 0@1h, 2.5@2m").draw(50, 0))
+        assert [each < 90 for each in at_s] == [True] * 45 + [False] * 5
+        assert all(3690 <= each < 3810 for each in at_s[45:])
+
+    @pytest.mark.parametrize(
+        "step", ["", "4", "4@", "4@20", "4@m", "@20m", "x@20m", "-1@20m", "nan@1m", "4@0m", "4@-1m"]
+    )
+    def test_that_say_nothing_are_refused(self, step: str) -> None:
+        with pytest.raises(ArrivalsError, match=r"is no step: give requests a minute.*such as steps:4@20m,8@20m"):
+            Arrivals.parse(f"steps:4@20m,{step}")
+
+    def test_without_a_request_are_refused_and_so_are_replicas(self) -> None:
+        with pytest.raises(ArrivalsError, match="has no requests"):
+            Arrivals.parse("steps:0@20m,1@10s")
+        with pytest.raises(ArrivalsError, match="with steps choose other rates"):
+            Arrivals.parse("steps:4@20m", replicas=2)
 
 
 class Counting(SimEngine):
@@ -1085,6 +1135,11 @@ class TestOnTheCommandLine:
         assert [run["load"]["arrivals"] for run in (slow, fast)] == ["poisson:0.1", "poisson:90"]
         assert slow["deciles"][-1]["in_flight_mean"] == 1
         assert fast["deciles"][-1]["in_flight_mean"] > 5
+
+    def test_steps_say_when_and_how_many(self) -> None:
+        options = ("--workload", "zipf10", "--policy", "auto", "--arrivals", "steps:60@10s,120@10s")
+        (run,) = bench(*options, "--time-scale", "60")
+        assert (run["requests"], run["load"]["arrivals"], run["load"]["time_scale"]) == (30, options[-1], 60)
 
     def test_a_trace_says_when_how_many_and_how_long(self, tmp_path: Path) -> None:
         options = [

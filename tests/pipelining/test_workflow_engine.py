@@ -77,8 +77,8 @@ async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
     folder: Path, worker: EngineWorker
 ) -> None:
     index = small_index()
-    builder, ordered = prompts_for(folder)
-    engine, prompts = EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens), Ranked(ordered)
+    _, ordered = prompts_for(folder)
+    engine, prompts = EmbeddedStreams(worker), Ranked(ordered)
 
     async def retrieve(query: str, topk: int) -> list[Document]:
         return [DOCUMENTS[id] for id in index.search(vector(query)[None], topk)[1][0]]
@@ -100,7 +100,7 @@ async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
 async def test_a_second_round_finds_the_first_ones_documents_cached(folder: Path, worker: EngineWorker) -> None:
     """The same documents in another order of rank."""
     builder, prompts = prompts_for(folder)
-    engine = EmbeddedStreams(worker, prefix_tokens=builder.prefix_tokens)
+    engine = EmbeddedStreams(worker)
     found = iter(([1, 2, 3], [3, 2, 1]))
     graph = irg(rounds=2, topk=3, max_tokens=8).compile()
     async with WorkflowServer(

@@ -1,0 +1,165 @@
+"""The next batch is the one with which everything that waits is answered soonest on average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder.pipelining.batching import PowerLaw, best_batch
+
+MOST = 14
+LAWS = st.builds(PowerLaw, st.floats(0.01, 100), st.floats(0, 1.6))
+# As measured: grows or not, and jumps where another tier of memory is needed.
+MEASURED = st.lists(st.floats(0.1, 10), min_size=MOST, max_size=MOST).map(lambda times: lambda size: times[size - 1])
+TIMES = st.one_of(LAWS, MEASURED)
+SIZES = st.sets(st.integers(1, MOST), min_size=1).map(sorted)
+
+
+def mean_s(batches: Sequence[int], seconds: Callable[[int], float]) -> float:
+    ends_s = accumulate(map(seconds, batches))
+    return sum(size * end_s for size, end_s in zip(batches, ends_s, strict=True)) / sum(batches)
+
+
+def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All, one after another: brute force."""
+    if not count:
+        yield ()
+    for size in {min(size, count) for size in sizes} if count else ():
+        for rest in splits(count - size, sizes):
+            yield (size, *rest)
+
+
+def followed(count: int, seconds: Callable[[int], float], sizes: Sequence[int]) -> list[int]:
+    batches = []
+    while count:
+        batches.append(best_batch(count, seconds, sizes))
+        count -= batches[-1]
+    return batches
+
+
+def equal_split(count: int, batches: int) -> list[int]:
+    """As equal as whole requests allow, the larger batches first: the other way round is never faster for them."""
+    size, larger = divmod(count, batches)
+    return [size + 1] * larger + [size] * (batches - larger)
+
+
+@given(st.integers(1, 10), TIMES, SIZES)
+def test_no_split_is_faster(count: int, seconds: Callable[[int], float], sizes: list[int]) -> None:
+    best_s = min(mean_s(split, seconds) for split in splits(count, sizes))
+    assert mean_s(followed(count, seconds, sizes), seconds) == pytest.approx(best_s)
+
+
+@pytest.mark.parametrize("c", [0.0, 0.3, 0.59, 0.74, 1.0, 1.5])
+def test_nor_is_any_of_8192_splits_of_fourteen(c: float) -> None:
+    law, sizes = PowerLaw(2.0, c), range(1, MOST + 1)
+    tried = [mean_s(split, law) for split in splits(MOST, sizes)]
+    assert len(tried) == 2 ** (MOST - 1)
+    assert mean_s(followed(MOST, law, sizes), law) == pytest.approx(min(tried))
+
+
+@given(st.integers(1, MOST), LAWS)
+def test_the_best_equal_split_is_at_most_as_fast(count: int, law: PowerLaw) -> None:
+    equal = [equal_split(count, batches) for batches in range(1, count + 1)]
+    best_s = min(mean_s(order, law) for split in equal for order in (split, split[::-1]))
+    assert mean_s(followed(count, law, range(1, count + 1)), law) <= best_s * (1 + 1e-9)
+
+
+def test_unequal_batches_save_a_twentieth_near_the_threshold() -> None:
+    law = PowerLaw(1.0, 0.59)
+    equal_s = min(mean_s(equal_split(12, batches), law) for batches in range(1, 13))
+    assert equal_s / mean_s(followed(12, law, range(1, 13)), law) == pytest.approx(1.049, abs=5e-4)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), LAWS)
+def test_equal_batches_take_what_equation_6_says(batches: int, size: int, law: PowerLaw) -> None:
+    assert mean_s([size] * batches, law) == pytest.approx((batches + 1) / 2 * law(size))
+
+
+@pytest.mark.parametrize(("batches", "threshold"), [(2, math.log2(3 / 2)), (3, math.log(2, 3)), (4, math.log(2.5, 4))])
+def test_one_batch_is_faster_than_equal_ones_below_equation_7s_threshold(batches: int, threshold: float) -> None:
+    below, above = (mean_s([5] * batches, law) / law(5 * batches) for law in laws_around(threshold))
+    assert below > 1 > above
+
+
+def test_all_or_half_by_equation_8s_threshold() -> None:
+    below, above = laws_around(math.log2(3 / 2))
+    assert best_batch(32, below, [16, 32]) == 32
+    assert best_batch(32, above, [16, 32]) == 16
+
+
+def laws_around(c: float) -> tuple[PowerLaw, PowerLaw]:
+    return PowerLaw(3.0, c - 1e-6), PowerLaw(3.0, c + 1e-6)
+
+
+def test_batches_grow_with_the_backlog_where_time_is_mostly_fixed() -> None:
+    """A step streams all weights, whatever its size."""
+    chosen = [best_batch(waiting, lambda size: 10 + 0.5 * size, [8, 16, 32, 64]) for waiting in (4, 8, 16, 32, 64, 500)]
+    assert chosen == sorted(chosen)
+    assert (chosen[0], chosen[-1]) == (4, 64)
+
+
+def test_one_by_one_where_time_grows_with_the_size() -> None:
+    assert followed(5, PowerLaw(1.0, 1.2), [1, 2, 4, 8]) == [1] * 5
+
+
+class TestExpectedArrivals:
+    def test_make_larger_batches_worth_their_wait(self) -> None:
+        """Alone, two requests are served one by one; behind them many would wait for the second."""
+        law = PowerLaw(1.0, 0.9)
+        assert best_batch(2, law, [1, 2, 4]) == 1
+        assert best_batch(2, law, [1, 2, 4], arrivals_s=[0.1] * 20) == 2
+
+    @given(st.integers(1, MOST), LAWS, SIZES, st.lists(st.floats(0, 10), max_size=4))
+    def test_that_come_when_all_is_served_change_nothing(
+        self, count: int, law: PowerLaw, sizes: list[int], later: list[float]
+    ) -> None:
+        served_s = count * law(MOST)
+        first = best_batch(count, law, sizes, [served_s + at_s for at_s in later])
+        batches = [first, *followed(count - first, law, sizes)]
+        assert mean_s(batches, law) == pytest.approx(mean_s(followed(count, law, sizes), law))
+
+    @given(st.integers(1, 6), LAWS, SIZES, st.lists(st.floats(0, 20), max_size=3))
+    def test_never_cost_more_than_a_choice_without_them(
+        self, count: int, law: PowerLaw, sizes: list[int], arrivals: list[float]
+    ) -> None:
+        with_them = best_batch(count, law, sizes, arrivals)
+        without = best_batch(count, law, sizes)
+        costs = [served_s(count, first, law, sizes, sorted(arrivals)) for first in (with_them, without)]
+        assert costs[0] <= costs[1] * (1 + 1e-9)
+
+
+def served_s(count: int, first: int, law: PowerLaw, sizes: Sequence[int], arrivals: Sequence[float]) -> float:
+    """Time at which each is answered, added up: the given batch first, then the best for what waits."""
+    now_s, total_s, due, size = 0.0, 0.0, [0.0] * count + [*arrivals], first
+    while due:
+        now_s = max(now_s, due[0])
+        here = sum(at_s <= now_s for at_s in due)
+        size = size or best_batch(here, law, sizes)
+        now_s += law(size)
+        total_s += size * now_s
+        due, size = due[size:], 0
+    return total_s
+
+
+@pytest.mark.parametrize(
+    ("waiting", "seconds", "sizes", "arrivals", "says"),
+    [
+        (0, 1.0, [1], [], "at least one waiting request, got 0"),
+        (1, 1.0, [], [], "there must be one"),
+        (1, 1.0, [4, 0], [], "sizes must be at least 1"),
+        (1, 0.0, [1], [], "seconds must be positive and finite"),
+        (1, math.nan, [1], [], "seconds must be positive and finite"),
+        (1, 1.0, [1], [-1.0], "seconds from now"),
+        (1, 1.0, [1], [math.inf], "seconds from now"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    waiting: int, seconds: float, sizes: list[int], arrivals: list[float], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        best_batch(waiting, lambda _: seconds, sizes, arrivals)
