@@ -33,7 +33,7 @@ class Budget:
     - it grows with the searches that wait for a core, by 1 + waiting / cores
     - the overhead is at most 2 % of the time: what comes later is served later, so pieces shorten no wait among equals,
       and only show results earlier
-    - several cores have 16 clusters each: fewer cannot be dealt out evenly
+    - while searches wait, several cores have 16 clusters each: fewer cannot be dealt out evenly
     - searches shorter than two such pieces are not cut, others into equal pieces
 
     Raises ValueError for an overhead that is not positive and finite.
@@ -62,7 +62,7 @@ class Budget:
         overhead_s, search_s = self.overhead_s, search_s / cores
         seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
         seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)
-        if cores > 1:
+        if waiting and cores > 1:
             seconds = max(seconds, min(search_s, _LEAST_CLUSTERS * cluster_s))
         pieces = int(search_s / seconds)
         return PieceLimit(search_s / pieces, whole=False) if pieces > 1 else PieceLimit(max(search_s, seconds), True)

@@ -809,10 +809,11 @@ class TestBudget:
         assert limit.whole
         assert limit.seconds >= search_s
 
-    def test_has_clusters_enough_to_be_dealt_out_evenly(self) -> None:
-        assert Budget(1e-5).limit(4.0, 0, 4, cluster_s=0.02).seconds == pytest.approx(1 / 3)
-        assert Budget(1e-5).limit(4.0, 0, 4, cluster_s=0.1).whole
-        assert Budget(1e-5).limit(4.0, 0, 1, cluster_s=0.1).seconds < 0.02
+    def test_has_clusters_enough_to_be_dealt_out_evenly_while_searches_wait(self) -> None:
+        assert Budget(1e-5).limit(4.0, 1, 4, cluster_s=0.02).seconds == pytest.approx(1 / 3)
+        assert Budget(1e-5).limit(4.0, 1, 4, cluster_s=0.1).whole
+        assert Budget(1e-5).limit(4.0, 0, 4, cluster_s=0.1).seconds < 0.02
+        assert Budget(1e-5).limit(4.0, 1, 1, cluster_s=0.1).seconds < 0.02
 
     def test_cuts_into_equal_pieces(self) -> None:
         assert Budget(1e-3).limit(0.16, 0, 1).seconds == pytest.approx(0.16 / 3)
