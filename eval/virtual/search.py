@@ -11,10 +11,18 @@ from numpy.typing import NDArray
 from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.servers import Servers
 from ragorder.pipelining.search import Budget, ContinuousIVF
+from ragorder.pipelining.search.budget import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import one_thread
 
 __all__ = ["VirtualIVF", "WholeSearches"]
+
+
+class _DealtEvenly(Budget):
+    """Without the rule that each core has 16 clusters in a piece: here any piece is dealt out evenly."""
+
+    def limit(self, search_s: float, waiting: int, cores: int, cluster_s: float = 0.0) -> PieceLimit:
+        return super().limit(search_s, waiting, cores)
 
 
 class VirtualIVF(ContinuousIVF):
@@ -23,7 +31,7 @@ class VirtualIVF(ContinuousIVF):
 
     def __init__(self, index: Any, costs: SearchCosts, **options: Any) -> None:
         loop = asyncio.get_running_loop()
-        budget = Budget(costs.piece_s)
+        budget = _DealtEvenly(costs.piece_s)
         super().__init__(index, cores=1, budget=budget, thread=False, clock=loop.time, **options)
         # One thread of this process scans; `fill` and the budget count the cores of the large index.
         self._cores = costs.busy_cores

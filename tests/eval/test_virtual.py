@@ -261,7 +261,7 @@ class TestTheEngine:
 
 
 K = 3
-LARGE = SearchCosts(code_s=1e-6, vectors=1_000_000, clusters=400, busy_cores=8, piece_s=1e-3)
+LARGE = SearchCosts(code_s=1e-6, vectors=1_000_000, clusters=40_000, busy_cores=8, piece_s=1e-5)
 
 
 @pytest.fixture(scope="module")
