@@ -1729,7 +1729,7 @@ class TestOptions:
 
     def test_the_orderer_takes_documents_over_as_the_engine_does(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
-        fused = ["--reuse", "fused", "--recompute", "0.3", "--no-as-if-last", "--copies", "all"]
+        fused = ["--reuse", "fused", "--recompute", "0.3", "--no-as-if-last", "--no-anywhere", "--copies", "all"]
         settings = serving(*sizes, *fused).orderer.settings
         assert (settings.reuse, settings.recompute, settings.copies) == ("fused", 0.3, "all")
         settings = serving(*sizes).orderer.settings

@@ -144,13 +144,14 @@ def embed(query: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def search() -> ContinuousIVF:
+def search() -> Iterator[ContinuousIVF]:
     """A real index, whose vectors are bags of the documents' names."""
     index = faiss.index_factory(len(VOCABULARY), "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
     vectors = np.stack([embed(document.id) for document in DOCUMENTS])
     index.train(vectors)
     index.add(vectors)
-    return ContinuousIVF(index, nprobe=2)
+    with ContinuousIVF(index, nprobe=2) as search:
+        yield search
 
 
 class Reader:
