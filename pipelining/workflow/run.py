@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import aclosing
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
@@ -55,6 +56,7 @@ class WorkflowRun(Generic[D, R]):
         self._workers = workers
         self._state = state
         self._emit = emit
+        self._context = copy_context()
         self._history: History | None = None
         self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | Exception]] = asyncio.Queue()
         self._pieces: set[Piece] = set()
@@ -84,9 +86,13 @@ class WorkflowRun(Generic[D, R]):
         return 0 if self._history is None else len(self._history)
 
     def foreseen(self, piece: Piece, /) -> list[NodeRun]:
-        return self._ahead.foreseen(self._tokens, piece)
+        return self._context.copy().run(self._ahead.foreseen, self._tokens, piece)
 
     def start(self, piece: Piece, /) -> None:
+        # A scheduling cycle runs in the context of whichever request asked for it.
+        self._context.copy().run(self._start, piece)
+
+    def _start(self, piece: Piece) -> None:
         if piece.after is None:
             self._begun(piece)
             self._spawn(self._work(piece))

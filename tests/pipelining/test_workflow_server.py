@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from contextvars import ContextVar
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -302,6 +304,48 @@ class TestServer:
             async with server.stream(graph, "why?") as stream:
                 pieces = [piece async for piece in stream]
             assert pieces == [stream.result.text] and stream.trace.outcome == "answered"
+
+    async def test_nodes_run_in_the_context_of_their_own_request(self, search: ContinuousIVF) -> None:
+        """Spans and tenants in context variables: of steps, functions, embeddings and generations, due or ahead."""
+        tenant: ContextVar[str] = ContextVar("tenant")
+        seen: set[tuple[str, str]] = set()
+
+        async def note(state: Any) -> dict[str, Any]:
+            seen.add((tenant.get(), state["query"]))
+            return {}
+
+        def query(state: Any) -> str:
+            seen.add((tenant.get(), state["query"]))
+            return str(state["query"])
+
+        async def embed(query: str) -> Any:
+            seen.add((tenant.get(), query))
+            return vector(query)
+
+        class Noting(SlowEngine):
+            async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+                seen.add((tenant.get(), request.question.text))
+                async for chunk in super().stream(request):
+                    yield chunk
+
+        graph = RAGraph("noted").add_step("note", note, pure=True).add_retrieval("search", query=query)
+        graph.add_generation("guess", prompt="{query}", output="guess")
+        graph.add_generation("answer", prompt="{query}", documents="docs")
+        for source, target in pairwise((START, "note", "guess", "search", "answer", END)):
+            graph.add_edge(source, target)
+        compiled = graph.compile()
+        async with WorkflowServer(
+            Noting(), search, embed, document, PlainPrompts(), transformations=eager(), load=EngineLoad(16)
+        ) as server:
+
+            async def ask(name: str) -> WorkflowTrace:
+                tenant.set(name)
+                return (await server.run(compiled, name)).trace
+
+            traces = await asyncio.gather(*map(ask, "abcd"))
+        assert seen == {(name, name) for name in "abcd"}
+        ahead = {piece.worker for trace in traces for piece in trace.pieces if piece.kind == "speculative"}
+        assert "search" in ahead
 
     async def test_a_stream_that_is_left_early_frees_its_pieces(self, search: ContinuousIVF) -> None:
         engine, prompts = SlowEngine(pause_s=0.001), PlainPrompts()
