@@ -60,7 +60,8 @@ class WorkflowRun(Generic[D, R]):
         self._history: History | None = None
         self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | Exception]] = asyncio.Queue()
         self._pieces: set[Piece] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._ahead = Speculations(workers, scope, self._elapsed_s, self._begun, self._end)
 
     async def run(self) -> State:
@@ -95,7 +96,7 @@ class WorkflowRun(Generic[D, R]):
     def _start(self, piece: Piece) -> None:
         if piece.after is None:
             self._begun(piece)
-            self._spawn(self._work(piece))
+            self._spawn(self._work(piece), self._working)
             return
         piece.trace.planned_s = self._elapsed_s()
         try:
@@ -121,26 +122,27 @@ class WorkflowRun(Generic[D, R]):
         self._pieces.discard(piece)
         self._workers.wavefront.end(piece, outcome, self._elapsed_s())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def _leave(self, generations: list[GenerationAhead[D, R]], outcome: Outcome) -> None:
         for generation in generations:
-            self._spawn(generation.leave(outcome))
+            self._spawn(generation.leave(outcome), self._leaving)
 
     async def _close(self) -> None:
         """Ends what still runs; a caller that is cancelled meanwhile waits all the same."""
         for piece in tuple(self._pieces):
             self._end(piece, "cancelled")
-        for task in self._tasks:
+        # What leaves is not cancelled: it would not wait for the engine, or not even begin to.
+        for task in self._working:
             task.cancel()
         self._leave(self._ahead.drop_all("cancelled"), "cancelled")
         cancelled: asyncio.CancelledError | None = None
-        while self._tasks:
+        while tasks := self._working | self._leaving:
             try:
-                await asyncio.wait(tuple(self._tasks))
+                await asyncio.wait(tasks)
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
@@ -212,7 +214,7 @@ class WorkflowRun(Generic[D, R]):
             usage = await self._answer(piece, node, ahead)
         finally:
             if not ahead.idle:
-                self._spawn(ahead.leave("rolled back"))
+                self._leave([ahead], "rolled back")
         self._note_usage(piece, usage)
         return answered(node, "".join(piece.text), piece.run.state)
 

@@ -183,6 +183,25 @@ class TestSpeculation:
         found = [piece for piece in trace.pieces if piece.worker == "search"]
         assert found and found[-1].outcome == "wasted" and all(piece.kind == "speculative" for piece in found)
 
+    async def test_a_generation_that_is_not_taken_leaves_nothing(self) -> None:
+        """Provisional documents would lead to an answer, the final ones end the request."""
+        graph = RAGraph("turns").add_retrieval("search", query="query", topk=1)
+        graph.add_generation("answer", prompt="{docs}")
+        graph.add_edge(START, "search").add_edge("answer", END)
+        graph.add_edge("search", lambda state: "answer" if "document 1" in state["docs"] else END, to=("answer", END))
+        engine, search = SlowEngine(pause_s=0.001), PlayedSearch([1], [2])
+        async with played_server(engine, search) as server:
+            run = asyncio.create_task(server.run(graph.compile(answer="docs"), "why?"))
+            while not search.handles:
+                await asyncio.sleep(0)
+            search.next()
+            while not engine.running:
+                await asyncio.sleep(0)
+            search.next()
+            trace = (await run).trace
+            assert engine.running == 0 and server.wavefront.count("engine") == 0
+        assert [(piece.kind, piece.outcome) for piece in trace.pieces] == [("due", "used"), ("speculative", "wasted")]
+
     async def test_a_due_generation_does_not_wait_for_a_wrong_one(self) -> None:
         """The engine takes its time to abort; the right request is sent meanwhile."""
 
@@ -208,6 +227,10 @@ class TestSpeculation:
                 await asyncio.sleep(0)
             assert not run.done() and not engine.aborted.is_set()
             assert [request.documents for request in engine.sent] == [("document 1",), ("document 2",)]
+            for _ in range(100):
+                await asyncio.sleep(0)
+            # The engine is not done yet.
+            assert not run.done()
             engine.aborted.set()
             trace = (await run).trace
         assert [(piece.kind, piece.outcome) for piece in trace.pieces] == [
