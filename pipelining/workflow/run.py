@@ -58,7 +58,7 @@ class WorkflowRun(Generic[D, R]):
         self._emit = emit
         self._context = copy_context()
         self._history: History | None = None
-        self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | Exception]] = asyncio.Queue()
+        self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | BaseException]] = asyncio.Queue()
         self._pieces: set[Piece] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -74,7 +74,7 @@ class WorkflowRun(Generic[D, R]):
                     self._add(run)
                 self._leave(self._ahead.left(tokens), "wasted")
                 piece, values = await self._results.get()
-                if isinstance(values, Exception):
+                if isinstance(values, BaseException):
                     raise NodeError.of(self.graph.name, piece.run.id, values) from values
                 tokens.finish(piece.run, values)
             self._leave(self._ahead.drop_all("wasted"), "wasted")
@@ -149,7 +149,7 @@ class WorkflowRun(Generic[D, R]):
             raise cancelled
 
     async def _work(self, piece: Piece) -> None:
-        values: Mapping[str, Any] | Exception
+        values: Mapping[str, Any] | BaseException
         try:
             if isinstance(piece.node, Generation):
                 values = await self._generate(piece, piece.node)
@@ -157,9 +157,14 @@ class WorkflowRun(Generic[D, R]):
                 values = await self._retrieve(piece, piece.node)
             else:
                 values = await call_step(piece.node, piece.run.state)
+        except asyncio.CancelledError as error:
+            if piece.ended:
+                raise
+            # Not the request: something that the node waited for.
+            values = error
         except Exception as error:
             values = error
-        self._end(piece, "failed" if isinstance(values, Exception) else "used")
+        self._end(piece, "failed" if isinstance(values, BaseException) else "used")
         self._results.put_nowait((piece, values))
 
     async def _retrieve(self, piece: Piece, node: Retrieval) -> Mapping[str, Any]:

@@ -472,6 +472,22 @@ class TestServer:
                 assert [other.text for other in others] == [expected] * 3
             await settled(server, engine, search, prompts)
 
+    async def test_a_node_that_waits_for_something_cancelled_ends_its_request(self, search: ContinuousIVF) -> None:
+        async def step(state: Any) -> dict[str, Any]:
+            task = asyncio.create_task(asyncio.sleep(3600))
+            task.cancel()
+            await task
+            return {}
+
+        graph = RAGraph("broken").add_step("step", step).add_generation("answer", prompt="{query}")
+        graph.add_edge(START, "step").add_edge("step", "answer").add_edge("answer", END)
+        engine, prompts = SlowEngine(), PlainPrompts()
+        async with WorkflowServer(engine, search, vector, document, prompts) as server:
+            with pytest.raises(NodeError, match="workflow 'broken', node 'step': CancelledError"):
+                async with asyncio.timeout(60):
+                    await server.run(graph.compile(), "why?")
+            await settled(server, engine, search, prompts)
+
     async def test_bad_searches_end_their_request_with_an_error(self, search: ContinuousIVF) -> None:
         """A vector of another dimension, more results than vectors, an index that is gone."""
         engine, prompts = SlowEngine(), PlainPrompts()
