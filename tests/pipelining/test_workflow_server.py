@@ -287,12 +287,13 @@ class TestSpeculation:
             wrong = next(iter(server.facts._odds.values())).right(5)
         assert wrong == 0.0 and declined >= 1
 
-    async def test_a_speculation_that_fails_is_sent_again(self) -> None:
+    @pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
+    async def test_a_speculation_that_fails_is_sent_again(self, error: type[BaseException]) -> None:
         class Failing(SlowEngine):
             async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
                 if len(self.sent) == 0:
                     self.sent.append(request)
-                    raise ConnectionError
+                    raise error
                 async for chunk in super().stream(request):
                     yield chunk
 
