@@ -14,7 +14,7 @@ from ragorder.pipelining.workflow.execution import answered, call_step, found
 from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, Retrieval
+from ragorder.pipelining.workflow.nodes import END, Generation, Retrieval
 from ragorder.pipelining.workflow.searching import Handle
 from ragorder.pipelining.workflow.speculations import Speculations, Workers, question_for
 from ragorder.pipelining.workflow.state import State
@@ -224,7 +224,7 @@ class WorkflowRun(Generic[D, R]):
         return answered(node, "".join(piece.text), piece.run.state)
 
     async def _answer(self, piece: Piece, node: Generation, ahead: GenerationAhead[D, R]) -> Usage | None:
-        emit = self._emit if self._is_answer(node) else None
+        emit = self._emit if self._emit is not None and self._is_answer(piece, node) else None
         usage: Usage | None = None
         started_s = self._elapsed_s()
         question, documents = question_for(piece, node, self.scope), documents_of(node, piece.run.state)
@@ -255,8 +255,17 @@ class WorkflowRun(Generic[D, R]):
         if piece.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
             self._workers.facts.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
-    def _is_answer(self, node: Generation) -> bool:
-        return node.parse is None and node.output == self.graph.answer and not self.graph.foreseen(node.id)
+    def _is_answer(self, piece: Piece, node: Generation) -> bool:
+        """One that nothing changes: no later node, no other run in this round or the next."""
+        graph, others = self.graph, [run.id for run in self._tokens.running if run != piece.run]
+        ahead = {place for id in others for place in (id, *graph.topology.rounds[id]) if place is not END}
+        return (
+            node.parse is None
+            and node.output == graph.answer
+            and not graph.foreseen(node.id)
+            and self.trace.rounds[node.id] == 1
+            and not any(graph.answer in graph.nodes[id].writes for id in ahead)
+        )
 
     def _branched(self) -> History | None:
         if self._history is None:

@@ -371,6 +371,23 @@ class TestServer:
         ahead = {piece.worker for trace in traces for piece in trace.pieces if piece.kind == "speculative"}
         assert "search" in ahead
 
+    async def test_one_of_several_answers_of_a_loop_is_streamed_whole(self, search: ContinuousIVF) -> None:
+        """Each round searches, and answers beside the decision to search again: the last answer counts."""
+        graph = RAGraph("rounds", max_rounds=2)
+        graph.add_step("count", lambda state: {"round": state.get("round", 0) + 1}, writes="round")
+        graph.add_retrieval("search", query=lambda state: f"{state['query']} {state['round']}")
+        graph.add_generation("answer", prompt="{query} {docs} {round}").add_step("look", lambda state: {})
+        graph.add_edge(START, "count").add_edge("count", "search").add_edge("answer", END)
+        graph.add_edge("search", "answer").add_edge("search", "look")
+        graph.add_edge("look", lambda state: "count" if state["round"] < 2 else END, to=("count", END))
+        engine, compiled = SlowEngine(pause_s=0.001), graph.compile()
+        async with (
+            WorkflowServer(engine, search, vector, document, PlainPrompts()) as server,
+            server.stream(compiled, "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert stream.trace.rounds["answer"] == 2 and pieces == [stream.result.text]
+
     async def test_a_stream_that_is_left_early_frees_its_pieces(self, search: ContinuousIVF) -> None:
         engine, prompts = SlowEngine(pause_s=0.001), PlainPrompts()
         async with WorkflowServer(engine, search, vector, document, prompts) as server:
