@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from itertools import chain
 
 import torch
 
@@ -250,9 +251,9 @@ class KnowledgeCache:
         self.poll()
         loaded: list[DeviceCopy] = []
         nodes = self._tiers.match(path)
-        if borrow:
-            nodes += [node for _, node in self._elsewhere.nodes(path, len(nodes))]
-        for node in nodes:
+        # Found one by one: a document that stands in two places is loaded once.
+        elsewhere: Iterable[tuple[int, CachedNode]] = self._elsewhere.nodes(path, len(nodes)) if borrow else ()
+        for node in chain(nodes, (node for _, node in elsewhere)):
             absent = node.device is None
             try:
                 copies = self._tiers.load([node], _Prefetched(self._tiers))
