@@ -58,8 +58,8 @@ def draw_report(report: ReplayReport) -> Figure:
         loc="outside lower center",
         ncols=len(labels),
         fontsize=9.5,
-        columnspacing=1.2,
-        handlelength=2.5,
+        columnspacing=1.0,
+        handlelength=2.2,
         frameon=False,
     )
     return figure

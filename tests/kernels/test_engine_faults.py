@@ -152,6 +152,8 @@ class TestAFailedStep:
         engine.generate([often])
         engine.generate([often])
         engine.generate([once])
+        # A replica that is still being made is lost as well.
+        engine._cache._tiers.drain()
         faults(engine).next = ["after"]
         engine.generate([ask([], tokens(9, 5))])
         cached = []
