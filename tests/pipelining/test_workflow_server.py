@@ -137,6 +137,20 @@ class TestAnswers:
             async with WorkflowServer(engine, search, vector, document, prompts) as server:
                 assert (await server.run(graph, "why?")).text == expected.text
 
+    @pytest.mark.parametrize("flat", [True, False])
+    async def test_a_search_that_returns_no_ids_of_one_query_says_so(self, index: Any, flat: bool) -> None:
+        """FAISS returns distances, too: they must not be taken for ids."""
+
+        def found(vector: Any, k: int) -> Any:
+            distances, ids = index.search(vector[None], k)
+            return distances[0] if flat else (distances, ids)
+
+        says = "a search function returns the ids of one query, best first, got float"
+        for search, message in ((found, says), (index, "IndexIVFFlat.search gives no stages")):
+            async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
+                with pytest.raises(NodeError, match=f"node 'search': {message}"):
+                    await server.run(one_shot().compile(), "why?")
+
     async def test_documents_stay_in_rank_order_unless_ordering_pays(self, search: ContinuousIVF) -> None:
         engine, graph = SlowEngine(), one_shot().compile()
         for chosen, ordered in (((), False), ((OrderDocuments(),), True)):
