@@ -270,6 +270,15 @@ class TestSpeculation:
                 traces = [result.trace for result in await asyncio.gather(*runs)]
                 assert sum(trace.refused for trace in traces) == 5 - started
 
+    async def test_a_last_generation_is_no_refused_speculation(self, search: ContinuousIVF) -> None:
+        """Nothing follows that could be searched for; there is no room either."""
+        async with WorkflowServer(
+            SlowEngine(), search, vector, document, PlainPrompts(), transformations=(SpeculateRetrieval(every=1),)
+        ) as server:
+            server.facts.embedding_ahead = 1
+            traces = [(await server.run(make().compile(), "why?")).trace for make in (one_shot, hyde)]
+        assert traces[0].refused == 0 < traces[1].refused
+
     async def test_nearest_results_are_speculated_on_first(self) -> None:
         engine = SlowEngine(pause_s=0.001)
         search = PlayedSearch([1], [1])
