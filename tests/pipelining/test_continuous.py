@@ -508,6 +508,17 @@ class TestSearchesThatEndEarly:
             else:
                 assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=_all(9)))
 
+    def test_by_a_listener_that_raises_do_not_end_the_others(self, flat: Any, queries: Any) -> None:
+        search = ContinuousIVF(flat, nprobe=9, cores=1, budget=pieces(), thread=False)
+        handles = [search.submit(query, 5) for query in queries[:3]]
+
+        def fail() -> None:
+            raise LookupError
+
+        handles[1].subscribe(fail)
+        for row, handle in enumerate(handles):
+            assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=_all(9)))
+
     def test_by_errors_anywhere_are_none_lost_and_none_answered_twice(
         self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
