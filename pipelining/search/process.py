@@ -7,7 +7,9 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -157,7 +159,8 @@ class SearchProcess:
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            if len(self._pending) >= self._max_searches:
+            # Of those that were cancelled a process that hangs has taken neither message.
+            if len(self._pending) >= self._max_searches or self._worker.unsent > 2 * self._max_searches:
                 raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or ask later")
             self._pending[number] = handle
             if history is not None:
@@ -232,7 +235,7 @@ class _RemoteHandle(SearchHandle):
 
 
 class _Worker:
-    """The process, and the thread that takes its answers."""
+    """The process, the thread that sends to it, and the one that takes its answers."""
 
     def __init__(
         self,
@@ -247,14 +250,19 @@ class _Worker:
         self.process = context.Process(target=serve, args=(theirs, path, options), name="ragorder-search", daemon=True)
         self.process.start()
         theirs.close()
-        self._sending = threading.Lock()
+        self._messages: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="ragorder-questions", daemon=True)
+        self._writer.start()
         self._reader = threading.Thread(target=self._read, args=(answer, died), name="ragorder-answers", daemon=True)
         self._reader.start()
 
+    @property
+    def unsent(self) -> int:
+        return self._messages.qsize()
+
     def send(self, what: str, number: int, content: object = None) -> None:
-        # A dead process: its searches fail when the reader notices.
-        with self._sending, suppress(OSError):
-            self._connection.send((what, number, content))
+        # A pipe holds few searches, and a process that starts takes none: an event loop cannot wait for that.
+        self._messages.put(ForkingPickler.dumps((what, number, content)))
 
     def close(self) -> None:
         self.send("close", 0)
@@ -263,10 +271,18 @@ class _Worker:
             self.process.kill()
         self._reader.join(_END_S)
 
+    def _write(self) -> None:
+        # A dead process: its searches fail when the reader notices.
+        with suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self._connection.send_bytes(message)
+
     def _read(self, answer: Callable[[str, int, Any], None], died: Callable[[int | None], None]) -> None:
         with suppress(EOFError, OSError):
             while True:
                 answer(*self._connection.recv())
+        self._messages.put(None)
+        self._writer.join(_END_S)
         self._connection.close()
         self.process.join(_END_S)
         died(self.process.exitcode)

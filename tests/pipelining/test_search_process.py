@@ -176,3 +176,30 @@ def test_a_closed_search_says_so(path: Path, queries: Any) -> None:
         search.submit(queries[0], 5)
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
+
+
+def test_callers_do_not_wait_for_a_process_that_takes_nothing(path: Path, queries: Any) -> None:
+    many = np.tile(queries, (10, 1))
+    with SearchProcess(path, nprobe=9, cores=1) as search, ThreadPoolExecutor(1) as pool:
+        assert search.pid is not None
+        os.kill(search.pid, signal.SIGSTOP)
+        # More than its pipe holds.
+        submitted = pool.submit(lambda: [search.submit(query, 5, history=History()) for query in many])
+        try:
+            handles = submitted.result(WAIT_S)
+        finally:
+            os.kill(search.pid, signal.SIGCONT)
+        assert all(handle.result(WAIT_S).final for handle in handles)
+
+
+def test_it_holds_no_more_messages_than_searches_may_be_in_flight(path: Path, queries: Any) -> None:
+    with SearchProcess(path, nprobe=9, cores=1, max_searches=3) as search:
+        assert search.pid is not None
+        os.kill(search.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(QueueFullError, match="3 searches are in flight"):
+                for query in np.tile(queries, (1000, 1)):
+                    search.submit(query, 5).cancel()
+        finally:
+            os.kill(search.pid, signal.SIGCONT)
+        assert search.in_flight == 0
