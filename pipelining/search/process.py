@@ -212,7 +212,11 @@ class SearchProcess:
             if self._broken is None and (self._deaths > self._restarts or not self._ready.is_set()):
                 self._broken = SearchProcessError(f"the search process ended {self._deaths} times, with code {code}")
             if self._broken is None:
-                self._worker = _Worker(self._path, self._options, self._answer, self._died)
+                try:
+                    self._worker = _Worker(self._path, self._options, self._answer, self._died)
+                except Exception as failed:
+                    # As after an end for lack of memory; callers would wait for ever.
+                    self._broken = SearchProcessError(f"the search process cannot be started again: {failed}")
         self._ready.set()
         for handle in pending.values():
             handle.fail(error)

@@ -203,3 +203,21 @@ def test_it_holds_no_more_messages_than_searches_may_be_in_flight(path: Path, qu
         finally:
             os.kill(search.pid, signal.SIGCONT)
         assert search.in_flight == 0
+
+
+def test_a_process_that_cannot_be_started_again_leaves_no_caller_waiting(
+    path: Path, queries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise OSError("Cannot allocate memory")
+
+    with SearchProcess(path, nprobe=9, cores=1) as search:
+        assert search.pid is not None
+        os.kill(search.pid, signal.SIGSTOP)
+        handle = search.submit(queries[0], 5)
+        monkeypatch.setattr(type(search._worker.process), "start", out_of_memory)
+        os.kill(search.pid, signal.SIGKILL)
+        with pytest.raises(SearchProcessError, match="ended with code -9"):
+            handle.result(WAIT_S)
+        with pytest.raises(SearchProcessError, match="cannot be started again: Cannot allocate memory"):
+            search.submit(queries[0], 5)
