@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -71,6 +72,8 @@ class SearchProcess:
         self._ready = threading.Event()
         self._dimensions = self._vectors = 0
         self._worker = _Worker(self._path, self._options, self._answer, self._died)
+        # Else the end of this program would end the process, which would be started again.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
         if not self._ready.wait(_START_S) or self._broken is not None:
             error = self._broken or SearchProcessError(f"the search process was not ready within {_START_S:g} s")
             self.close()
@@ -131,6 +134,7 @@ class SearchProcess:
 
     def close(self) -> None:
         """Cancel what is in flight, and end the process."""
+        self._at_exit.cancel()
         with self._lock:
             self._broken = self._broken or RuntimeError("this search is closed")
             pending = [*self._pending.values()]

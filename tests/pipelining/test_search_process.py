@@ -221,3 +221,23 @@ def test_a_process_that_cannot_be_started_again_leaves_no_caller_waiting(
             handle.result(WAIT_S)
         with pytest.raises(SearchProcessError, match="cannot be started again: Cannot allocate memory"):
             search.submit(queries[0], 5)
+
+
+def test_a_program_that_ends_without_closing_it_ends_its_process(path: Path, tmp_path: Path, python: Any) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, sys\n"
+        "def submit():\n"
+        "    try:\n"
+        "        search.submit([0.0] * 16, 5)\n"
+        "    except RuntimeError as error:\n"
+        "        print(error)\n"
+        "if __name__ == '__main__':\n"
+        "    # The first to be registered is the last to be called.\n"
+        "    atexit.register(submit)\n"
+        "    from ragorder.pipelining.search import SearchProcess\n"
+        "    search = SearchProcess(sys.argv[1], nprobe=9, cores=1)\n",
+        "utf-8",
+    )
+    ended = python(program, path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "this search is closed\n", "")
