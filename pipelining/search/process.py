@@ -205,6 +205,8 @@ class SearchProcess:
         with self._lock:
             handle = self._pending.pop(number, None)
             self._deaths = 0
+            # What a search found comes before its end.
+            self._histories.pop(number, None)
         if handle is not None:
             end(handle)
 

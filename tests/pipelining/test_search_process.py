@@ -97,6 +97,7 @@ def test_a_history_stays_with_its_request(search: SearchProcess, queries: Any, e
     past = history.similar(queries[0])
     assert past is not None
     assert len(past.ids) == 7
+    assert not search._histories
 
 
 def test_a_search_can_be_cancelled_and_promoted(search: SearchProcess, queries: Any, expected: Any) -> None:
