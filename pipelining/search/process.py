@@ -44,7 +44,8 @@ class SearchProcess:
     SearchProcessError and it is started again, `restarts` times in a row without an answer in between. At most
     `max_searches` are in flight: more raise QueueFullError. A script needs the guard `if __name__ == "__main__":`.
 
-    Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read.
+    `similarity`: larger distances are nearer. Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS
+    cannot read.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class SearchProcess:
         self._pending: dict[int, _RemoteHandle] = {}
         self._histories: WeakValueDictionary[int, History] = WeakValueDictionary()
         self._broken: BaseException | None = None
-        self._deaths = 0
         self._ready = threading.Event()
-        self._dimensions = self._vectors = 0
+        self._deaths = self._dimensions = self._vectors = 0
+        self.similarity = False
         self._worker = _Worker(self._path, self._options, self._answer, self._died)
         # Else the end of this program would end the process, which would be started again.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
@@ -184,7 +185,7 @@ class SearchProcess:
 
     def _answer(self, what: str, number: int, content: Any) -> None:
         if what == "ready":
-            self._dimensions, self._vectors = content
+            self._dimensions, self._vectors, self.similarity = content
             self._ready.set()
         elif what == "failed":
             self._broken = content

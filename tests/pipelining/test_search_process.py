@@ -80,6 +80,17 @@ def test_finds_the_same_for_many_queries_and_another_nprobe(search: SearchProces
     assert found.ids.shape == (100, 5)
 
 
+def test_it_says_whether_larger_distances_are_nearer(search: SearchProcess, tmp_path: Path) -> None:
+    assert not search.similarity
+    index = faiss.index_factory(D, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
+    stored = clustered(N, D, clusters=60, seed=0)
+    index.train(stored)
+    index.add(stored)
+    faiss.write_index(index, str(tmp_path / "products.index"))
+    with SearchProcess(tmp_path / "products.index", cores=1) as products:
+        assert products.similarity
+
+
 async def test_is_a_retrieval(search: SearchProcess, queries: Any, expected: Any) -> None:
     retrieval = staged_retrieval(search, lambda row: queries[row : row + 1], int, top_k=5)
     async for found in retrieval(3):
