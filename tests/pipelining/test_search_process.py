@@ -205,13 +205,16 @@ def test_callers_do_not_wait_for_a_process_that_takes_nothing(path: Path, querie
 
 
 def test_it_holds_no_more_messages_than_searches_may_be_in_flight(path: Path, queries: Any) -> None:
-    with SearchProcess(path, nprobe=9, cores=1, max_searches=3) as search:
+    def submit_and_cancel() -> None:
+        for query in np.tile(queries, (1000, 1)):
+            search.submit(query, 5).cancel()
+
+    with SearchProcess(path, nprobe=9, cores=1, max_searches=3) as search, ThreadPoolExecutor(1) as pool:
         assert search.pid is not None
         os.kill(search.pid, signal.SIGSTOP)
         try:
             with pytest.raises(QueueFullError, match="3 searches are in flight"):
-                for query in np.tile(queries, (1000, 1)):
-                    search.submit(query, 5).cancel()
+                pool.submit(submit_and_cancel).result(WAIT_S)
         finally:
             os.kill(search.pid, signal.SIGCONT)
         assert search.in_flight == 0
