@@ -64,31 +64,6 @@ fast: $(VENV)/.dev
 merge: $(VENV)/.dev $(VENV)/.chromium
 	$(TESTS) -m "not slow" || { [ $$? = 1 ] && PYTHONPATH=tests HF_HUB_OFFLINE=1 $(BIN)/python -m support.second_try; }
 
-all: $(VENV)/.dev $(VENV)/.chromium ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
-	@$(MAKE) --no-print-directory static all test-lowest
-	@$(MAKE) --no-print-directory chaos CYCLES=5
-
-static: lint imports types
-
-lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-
-types: $(VENV)/.dev
-	$(BIN)/mypy
-
-imports: $(VENV)/.dev
-	$(BIN)/lint-imports
-
-# The rings of the tests: see tests/conftest.py.
-fast: $(VENV)/.dev
-	$(TESTS) -m "not merge and not slow"
-
-# Servers, threads and processes share two cores here: a test that fails is tried once more, alone, and named as unsteady
-# if it passes then. make test-all has no second try.
-merge: $(VENV)/.dev $(VENV)/.chromium
-	$(TESTS) -m "not slow" || { [ $$? = 1 ] && requirements/again.py $(BIN)/python -m pytest -n 1 --dist loadgroup; }
-
 all: $(VENV)/.dev $(VENV)/.chromium
 	RAGORDER_TESTS=all $(TESTS)
 

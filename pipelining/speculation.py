@@ -66,6 +66,11 @@ class Speculation(Generic[R]):
             async with aclosing(counted(engine, self.request, load)) as stream:
                 async for chunk in stream:
                     self._chunks.put_nowait(chunk)
+        except asyncio.CancelledError:
+            if self._task.cancelling():
+                raise
+            # Part of an answer would pass for the whole.
+            self._error = RuntimeError("the engine cancelled the request")
         except Exception as error:
             self._error = error
         finally:

@@ -53,13 +53,16 @@ class WorkflowComponent:
     @component.output_types(replies=list[str], documents=list[Document])
     def run(self, query: str, state: Mapping[str, Any] | None = None, scope: str | None = None) -> dict[str, list[Any]]:
         """`state`: values of the graph's `inputs`. `scope` overrides the component's own."""
-        return self._output(self.workflows.run(self.graph, query, state=state, scope=scope or self.scope))
+        return self._output(self.workflows.run(self.graph, query, state=state, scope=self._scope(scope)))
 
     @component.output_types(replies=list[str], documents=list[Document])
     async def run_async(
         self, query: str, state: Mapping[str, Any] | None = None, scope: str | None = None
     ) -> dict[str, list[Any]]:
-        return self._output(await self.workflows.arun(self.graph, query, state=state, scope=scope or self.scope))
+        return self._output(await self.workflows.arun(self.graph, query, state=state, scope=self._scope(scope)))
+
+    def _scope(self, scope: str | None) -> str | None:
+        return self.scope if scope is None else scope
 
     def _output(self, result: WorkflowResult) -> dict[str, list[Any]]:
         found = result.state.get(self.documents, ())

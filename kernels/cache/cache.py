@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from itertools import chain
 
 import torch
 
@@ -101,9 +102,12 @@ class KnowledgeCache:
         """How the copy of each document of a path that a lease would borrow was made; None: there is none."""
         return self._elsewhere.ranks(path)
 
-    def acquire(self, path: Sequence[Segment], *, borrow: bool = False, background: bool = False) -> KVLease:
+    def acquire(
+        self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
+    ) -> KVLease:
         """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
-        elsewhere, as far as the pool has room for them beside the path. A use in the `background` counts as none.
+        elsewhere, as far as the pool has room for them beside the path, or the request's `tokens`. A use in the
+        `background` counts as none.
 
         Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
@@ -116,7 +120,7 @@ class KnowledgeCache:
         self._leases[id(lease)] = lease
         if borrow:
             try:
-                self._borrow(lease)
+                self._borrow(lease, tokens)
             except OutOfBlocksError:
                 self._close(lease)
                 raise
@@ -250,9 +254,9 @@ class KnowledgeCache:
         self.poll()
         loaded: list[DeviceCopy] = []
         nodes = self._tiers.match(path)
-        if borrow:
-            nodes += [node for _, node in self._elsewhere.nodes(path, len(nodes))]
-        for node in nodes:
+        # Found one by one: a document that stands in two places is loaded once.
+        elsewhere: Iterable[tuple[int, CachedNode]] = self._elsewhere.nodes(path, len(nodes)) if borrow else ()
+        for node in chain(nodes, (node for _, node in elsewhere)):
             absent = node.device is None
             try:
                 copies = self._tiers.load([node], _Prefetched(self._tiers))
@@ -342,8 +346,9 @@ class KnowledgeCache:
             self._elsewhere.add(segment, parent, start)
             parent, start = segment.key, start + segment.tokens
 
-    def _borrow(self, lease: KVLease) -> None:
-        room = self.pool.blocks - self.shape.blocks_for(sum(segment.tokens for segment in lease.path))
+    def _borrow(self, lease: KVLease, tokens: int) -> None:
+        tokens = max(tokens, sum(segment.tokens for segment in lease.path))
+        room = self.pool.blocks - self.shape.blocks_for(tokens)
         for start, node in self._elsewhere.nodes(lease.path, len(lease.pinned)):
             size = len(self.shape.covering(node.start, node.tokens))
             if size > room:

@@ -195,8 +195,9 @@ class TieredEngine:
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve requests together; completions in their order, with finish reason "error" for refused ones."""
         completions: dict[int, Completion] = {}
-        ids = [self._subscribe(request, completions) for request in requests]
+        ids: list[int] = []
         try:
+            ids.extend(self._subscribe(request, completions) for request in requests)
             for request_id in ids:
                 while request_id not in completions:
                     for update in self._next_updates(request_id):

@@ -38,19 +38,20 @@ class Fuser:
         self._questions = questions
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
-        """Sequences that compute the missing documents behind the first borrowed one, each behind the system prompt
+        """Sequences that compute the documents without KV behind the first borrowed one, each behind the system prompt
         alone: among approximate KV they would be computed for this request only."""
         lease, path = sequence.lease, sequence.path
         assert lease is not None
         if not lease.borrowed:
             return []
-        borrowed = {each.start for each in lease.borrowed}
+        first = min(each.start for each in lease.borrowed)
         front = path[:1] if not path[0].content else ()
         prefix = sequence.tokens[: sum(segment.tokens for segment in front)]
         helpers, start = [], 0
-        for segment in path:
+        # What has KV, but no room for a copy, is computed in place.
+        for segment, rank in zip(path, self._cache.ranks_elsewhere(path), strict=True):
             end = start + segment.tokens
-            if start > min(borrowed) and start not in borrowed:
+            if start > first and rank is None:
                 request = Request([*prefix, *sequence.tokens[start:end]])
                 alone = (*front, segment._replace(key=segment.content))
                 helpers.append(Sequence(-1, request, alone, None, frozenset(), owner=sequence))

@@ -26,19 +26,27 @@ __all__ = ["IdleBuilder"]
 
 # As in `ragorder fuse build`.
 _NEIGHBOURS = 10
-# Of all documents that are remembered, and how many of those that were asked for with one of them.
+# Of all documents that are remembered and their system prompts, how many documents, and how many of those that were
+# asked for with one of them.
 _MOST_TOKENS = 1 << 20
+_MOST_DOCUMENTS = 1 << 14
 _MOST_COMPANIONS = 64
 
 
 @dataclass(slots=True, eq=False)
+class _SystemPrompt:
+    segment: Segment
+    token_ids: tuple[int, ...]
+    documents: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Document:
-    """A document that requests asked for behind the system prompt `front`."""
+    """A document that requests asked for behind a system prompt."""
 
     segment: Segment
     token_ids: tuple[int, ...]
-    front: Segment
-    front_ids: tuple[int, ...]
+    prompt: _SystemPrompt
     salt: str | None
     requests: int = 0
     companions: Counter[bytes] = field(default_factory=Counter)
@@ -93,6 +101,7 @@ class IdleBuilder:
         self._longest = min(longest, cache.pool.blocks * cache.shape.block_size // 2)
         self._counters = counters
         self._documents: OrderedDict[bytes, _Document] = OrderedDict()
+        self._prompts: dict[bytes, _SystemPrompt] = {}
         self._tokens = 0
         self._build: _Build | None = None
         # There was nothing to build, and no request since.
@@ -109,20 +118,21 @@ class IdleBuilder:
         if sequence.fusion is None or front is None or front.content or not documents or not documents[0].content:
             return
         self._exhausted = False
-        others = {segment.content for segment in documents}
+        # Of very many the first ones: each is counted with each.
+        others = {segment.content for segment in documents[:_MOST_COMPANIONS]}
         start = front.tokens
         for segment in documents:
             known = self._documents.get(segment.content)
             if known is None:
                 own = tuple(sequence.tokens[start : start + segment.tokens])
-                front_ids = tuple(sequence.tokens[: front.tokens])
-                known = _Document(segment, own, front, front_ids, sequence.request.salt)
+                known = _Document(segment, own, self._prompt_of(sequence, front), sequence.request.salt)
+                known.prompt.documents += 1
                 self._documents[segment.content] = known
                 self._tokens += segment.tokens
             self._documents.move_to_end(segment.content)
             known.asked_with(others)
             start += segment.tokens
-        while self._tokens > _MOST_TOKENS:
+        while self._tokens > _MOST_TOKENS or len(self._documents) > _MOST_DOCUMENTS:
             self._forget(next(iter(self._documents)))
 
     def step(self) -> int:
@@ -175,7 +185,7 @@ class IdleBuilder:
     def _candidates(self) -> Iterator[_Document]:
         asked = sorted(self._documents.values(), key=lambda document: -document.requests)
         for document in asked:
-            [_, rank] = self._cache.ranks_elsewhere([document.front, document.segment])
+            [_, rank] = self._cache.ranks_elsewhere([document.prompt.segment, document.segment])
             if rank is not Rank.PREPROCESSED:
                 yield document
 
@@ -183,12 +193,12 @@ class IdleBuilder:
         neighbours = self._neighbours(document)
         if not neighbours:
             return None
-        token_ids, ends = list(document.front_ids), [document.front.tokens]
+        token_ids, ends = list(document.prompt.token_ids), [document.prompt.segment.tokens]
         for each in (*neighbours, document):
             token_ids += each.token_ids
             ends.append(len(token_ids))
         # The last token of a prompt is in no node.
-        path = segments_of([*token_ids, 0], ends, salt=document.salt, prefix_tokens=document.front.tokens)
+        path = segments_of([*token_ids, 0], ends, salt=document.salt, prefix_tokens=document.prompt.segment.tokens)
         # It is to be computed here, whatever else there is of it.
         path = (*path[:-1], path[-1]._replace(content=b""))
         try:
@@ -199,8 +209,8 @@ class IdleBuilder:
 
     def _neighbours(self, document: _Document) -> list[_Document]:
         known = [self._documents[each] for each, _ in document.companions.most_common() if each in self._documents]
-        ranks = self._cache.ranks_elsewhere([document.front, *(each.segment for each in known)])[1:]
-        left = self._longest - document.front.tokens - len(document.token_ids)
+        ranks = self._cache.ranks_elsewhere([document.prompt.segment, *(each.segment for each in known)])[1:]
+        left = self._longest - document.prompt.segment.tokens - len(document.token_ids)
         chosen: list[_Document] = []
         for each, rank in zip(known, ranks, strict=True):
             if rank is not None and len(each.token_ids) <= left and len(chosen) < _NEIGHBOURS:
@@ -223,7 +233,7 @@ class IdleBuilder:
         return np.flatnonzero(missing)
 
     def _finish(self, build: _Build) -> None:
-        document, front = build.document, build.document.front
+        document, front = build.document, build.document.prompt.segment
         with torch.inference_mode():
             own = read_rows(self._cache.pool, build.lease.block_table, build.start, len(build.token_ids))
             in_front = read_rows(self._cache.pool, build.lease.block_table, 0, front.tokens)
@@ -244,5 +254,17 @@ class IdleBuilder:
 
     def _forget(self, content: bytes) -> None:
         document = self._documents.pop(content, None)
-        if document is not None:
-            self._tokens -= len(document.token_ids)
+        if document is None:
+            return
+        self._tokens -= len(document.token_ids)
+        document.prompt.documents -= 1
+        if not document.prompt.documents:
+            del self._prompts[document.prompt.segment.key]
+            self._tokens -= len(document.prompt.token_ids)
+
+    def _prompt_of(self, sequence: Sequence, front: Segment) -> _SystemPrompt:
+        prompt = self._prompts.get(front.key)
+        if prompt is None:
+            prompt = self._prompts[front.key] = _SystemPrompt(front, tuple(sequence.tokens[: front.tokens]))
+            self._tokens += front.tokens
+        return prompt

@@ -278,7 +278,9 @@ class Scheduler:
         if sequence.helpers:
             return 0
         if sequence.lease is None:
-            sequence.lease = self._cache.acquire(sequence.path, borrow=sequence.fusion is not None)
+            sequence.lease = self._cache.acquire(
+                sequence.path, borrow=sequence.fusion is not None, tokens=len(sequence.tokens)
+            )
             if self._fuser is not None and sequence.standalone is None:
                 helpers = self._fuser.helpers(sequence)
                 sequence.standalone = frozenset(helper.path[-1].key for helper in helpers)

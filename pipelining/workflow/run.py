@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import aclosing
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
@@ -13,7 +14,7 @@ from ragorder.pipelining.workflow.execution import answered, call_step, found
 from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, Retrieval
+from ragorder.pipelining.workflow.nodes import END, Generation, Retrieval
 from ragorder.pipelining.workflow.searching import Handle
 from ragorder.pipelining.workflow.speculations import Speculations, Workers, question_for
 from ragorder.pipelining.workflow.state import State
@@ -55,10 +56,12 @@ class WorkflowRun(Generic[D, R]):
         self._workers = workers
         self._state = state
         self._emit = emit
+        self._context = copy_context()
         self._history: History | None = None
-        self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | Exception]] = asyncio.Queue()
+        self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | BaseException]] = asyncio.Queue()
         self._pieces: set[Piece] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._ahead = Speculations(workers, scope, self._elapsed_s, self._begun, self._end)
 
     async def run(self) -> State:
@@ -71,7 +74,7 @@ class WorkflowRun(Generic[D, R]):
                     self._add(run)
                 self._leave(self._ahead.left(tokens), "wasted")
                 piece, values = await self._results.get()
-                if isinstance(values, Exception):
+                if isinstance(values, BaseException):
                     raise NodeError.of(self.graph.name, piece.run.id, values) from values
                 tokens.finish(piece.run, values)
             self._leave(self._ahead.drop_all("wasted"), "wasted")
@@ -84,12 +87,16 @@ class WorkflowRun(Generic[D, R]):
         return 0 if self._history is None else len(self._history)
 
     def foreseen(self, piece: Piece, /) -> list[NodeRun]:
-        return self._ahead.foreseen(self._tokens, piece)
+        return self._context.copy().run(self._ahead.foreseen, self._tokens, piece)
 
     def start(self, piece: Piece, /) -> None:
+        # A scheduling cycle runs in the context of whichever request asked for it.
+        self._context.copy().run(self._start, piece)
+
+    def _start(self, piece: Piece) -> None:
         if piece.after is None:
             self._begun(piece)
-            self._spawn(self._work(piece))
+            self._spawn(self._work(piece), self._working)
             return
         piece.trace.planned_s = self._elapsed_s()
         try:
@@ -115,33 +122,34 @@ class WorkflowRun(Generic[D, R]):
         self._pieces.discard(piece)
         self._workers.wavefront.end(piece, outcome, self._elapsed_s())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def _leave(self, generations: list[GenerationAhead[D, R]], outcome: Outcome) -> None:
         for generation in generations:
-            self._spawn(generation.leave(outcome))
+            self._spawn(generation.leave(outcome), self._leaving)
 
     async def _close(self) -> None:
         """Ends what still runs; a caller that is cancelled meanwhile waits all the same."""
         for piece in tuple(self._pieces):
             self._end(piece, "cancelled")
-        for task in self._tasks:
+        # What leaves is not cancelled: it would not wait for the engine, or not even begin to.
+        for task in self._working:
             task.cancel()
         self._leave(self._ahead.drop_all("cancelled"), "cancelled")
         cancelled: asyncio.CancelledError | None = None
-        while self._tasks:
+        while tasks := self._working | self._leaving:
             try:
-                await asyncio.wait(tuple(self._tasks))
+                await asyncio.wait(tasks)
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
 
     async def _work(self, piece: Piece) -> None:
-        values: Mapping[str, Any] | Exception
+        values: Mapping[str, Any] | BaseException
         try:
             if isinstance(piece.node, Generation):
                 values = await self._generate(piece, piece.node)
@@ -149,9 +157,14 @@ class WorkflowRun(Generic[D, R]):
                 values = await self._retrieve(piece, piece.node)
             else:
                 values = await call_step(piece.node, piece.run.state)
+        except asyncio.CancelledError as error:
+            if piece.ended:
+                raise
+            # Not the request: something that the node waited for.
+            values = error
         except Exception as error:
             values = error
-        self._end(piece, "failed" if isinstance(values, Exception) else "used")
+        self._end(piece, "failed" if isinstance(values, BaseException) else "used")
         self._results.put_nowait((piece, values))
 
     async def _retrieve(self, piece: Piece, node: Retrieval) -> Mapping[str, Any]:
@@ -206,12 +219,12 @@ class WorkflowRun(Generic[D, R]):
             usage = await self._answer(piece, node, ahead)
         finally:
             if not ahead.idle:
-                self._spawn(ahead.leave("rolled back"))
+                self._leave([ahead], "rolled back")
         self._note_usage(piece, usage)
         return answered(node, "".join(piece.text), piece.run.state)
 
     async def _answer(self, piece: Piece, node: Generation, ahead: GenerationAhead[D, R]) -> Usage | None:
-        emit = self._emit if self._is_answer(node) else None
+        emit = self._emit if self._emit is not None and self._is_answer(piece, node) else None
         usage: Usage | None = None
         started_s = self._elapsed_s()
         question, documents = question_for(piece, node, self.scope), documents_of(node, piece.run.state)
@@ -242,8 +255,17 @@ class WorkflowRun(Generic[D, R]):
         if piece.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
             self._workers.facts.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
-    def _is_answer(self, node: Generation) -> bool:
-        return node.parse is None and node.output == self.graph.answer and not self.graph.foreseen(node.id)
+    def _is_answer(self, piece: Piece, node: Generation) -> bool:
+        """One that nothing changes: no later node, no other run in this round or the next."""
+        graph, others = self.graph, [run.id for run in self._tokens.running if run != piece.run]
+        ahead = {place for id in others for place in (id, *graph.topology.rounds[id]) if place is not END}
+        return (
+            node.parse is None
+            and node.output == graph.answer
+            and not graph.foreseen(node.id)
+            and self.trace.rounds[node.id] == 1
+            and not any(graph.answer in graph.nodes[id].writes for id in ahead)
+        )
 
     def _branched(self) -> History | None:
         if self._history is None:

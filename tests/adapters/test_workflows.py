@@ -458,6 +458,18 @@ class TestHaystack:
                 (document.id, document.text, document.metadata) for document in (DOCUMENTS[5], DOCUMENTS[0])
             ]
 
+    def test_a_scope_of_its_own_replaces_the_components(self) -> None:
+        pytest.importorskip("haystack")
+        from ragorder.adapters.workflows.haystack import WorkflowComponent
+
+        server = PlainServer()
+        with SharedWorkflows(lambda: server) as workflows:
+            component = WorkflowComponent(workflows, one_shot().compile(), scope="tenant")
+            component.run("a")
+            component.run("a", scope="")
+            asyncio.run(component.run_async("a", scope=""))
+        assert server.scopes == ["tenant", "", ""]
+
     def test_is_not_serialised(self, workflows: SharedWorkflows) -> None:
         pytest.importorskip("haystack")
         from haystack.core.errors import SerializationError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from ragorder.eval.experiments.embedded.shapes import SHAPES
 from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.eval.experiments.workflows.embedder import Embedder
 from ragorder.eval.experiments.workflows.script import Script
+from ragorder.eval.experiments.workflows_live import measuring
+from ragorder.eval.experiments.workflows_live.experiment import WorkflowsLive
 from ragorder.eval.experiments.workflows_live.measuring import LiveMaterials, serve_live
 from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, ScriptedEngine, large_index, search_ms
-from ragorder.eval.experiments.workflows_live.record import LiveRecord
+from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.report import make_part
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
+from ragorder.eval.running.experiment import Job
+from ragorder.eval.running.options import Options
+from ragorder.eval.running.progress import silent
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Suite, load_suites
 from ragorder.pipelining import AnswerChunk, Usage
 
@@ -148,3 +155,25 @@ def test_the_report_says_how_much_faster_ours_is() -> None:
         ["3.000", "3.000", "50.0", "–", "–", "1.50", "–"],
         ["2.000", "2.000", "50.0", "75.0", "75.0", "1.00", "–"],
     ]
+
+
+def test_each_corpus_has_an_index_of_its_own(
+    materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+
+    def materials_of(experiment: WorkflowsLive, job: Job) -> LiveMaterials:
+        return replace(materials, documents=[Document(job.cell.corpus, "text")])
+
+    async def serve_nothing(_system: Any, _workflow: str, _top_k: int, found: LiveMaterials, _at_s: Any) -> Any:
+        served.append(found.documents[0].id)
+        return {"rows": {"latency_s": [1.0]}, "facts": {"total_s": 1.0}}
+
+    monkeypatch.setattr(WorkflowsLive, "_materials", materials_of)
+    monkeypatch.setattr(measuring, "serve_live", serve_nothing)
+    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
+        for corpus in ("one", "other"):
+            cell = LiveCell(corpus=corpus, clusters=8, nprobe=4, requests=1)
+            list(experiment.measure(Job(Suite.unlisted("mine"), cell, 0, ("stages",), 1), lambda: None))
+    # First the rate that is sustained, then the policy.
+    assert served == ["one", "one", "other", "other"]

@@ -261,6 +261,28 @@ class TestALease:
         cache.clear()
         assert cache.pool.used_blocks == 0
 
+    @pytest.mark.parametrize(("documents", "start"), [((D, A, A), 11), ((A, A), 11)], ids=["behind", "first"])
+    def test_the_same_document_twice_is_loaded_from_the_disk_once(
+        self, documents: tuple[list[int], ...], start: int, tmp_path: Path
+    ) -> None:
+        disk = DiskSettings(tmp_path / "disk", 1 << 20)
+        cache = KnowledgeCache(SHAPE, device_blocks=8, disk=disk, identity="m", policy="lru")
+        compute(cache, path_of(A))
+        compute(cache, path_of([99] * 20))
+        cache.close()
+        cache = KnowledgeCache(SHAPE, device_blocks=32, disk=disk, identity="m")
+        path = path_of(*documents)
+        cache.prefetch(path, borrow=True)
+        lease = cache.acquire(path, borrow=True)
+        cache.extend(lease, 30)
+        assert lease.borrowed[0].start == start
+        held = cache.pool.kv[lease.borrowed[-1].copy.blocks][:, 0, 0, :, 0, 0].flatten()
+        assert held[1:7].tolist() == [5, 6, 7, 8, 9, 10]
+        cache.release(lease)
+        cache.clear()
+        assert cache.pool.used_blocks == 0
+        cache.close()
+
 
 def adopted(cache: KnowledgeCache, document: list[int], value: float = 7.0) -> tuple[bytes, bool]:
     """A document's KV of this value, taken up as made in the sight of others; its key, and whether there was room."""

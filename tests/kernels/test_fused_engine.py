@@ -611,6 +611,23 @@ class TestTiers:
             assert difference(completion, plain, request) <= 1e-4
         assert used_blocks(engine) == 0
 
+    @pytest.mark.parametrize(("blocks", "taken"), [(14, [A, B]), (13, [A])], ids=["14", "13"])
+    def test_a_pool_with_room_for_some_copies_computes_the_others_only(
+        self, fusing: Make, plain: Any, blocks: int, taken: list[list[int]]
+    ) -> None:
+        engine = fusing(device_tokens=blocks * BLOCK)
+        warm(engine, [C], [A], [B], [D])
+        computed = engine.stats().computed_tokens
+        request = prompt_of(SYSTEM, [C, A, B, D], QUESTION, fusion=NONE)
+        [completion] = engine.generate([request])
+        assert completion.fused.total == sum(map(len, taken))
+        others = len(A) + len(B) + len(D) - completion.fused.total
+        assert engine.stats().computed_tokens == computed + others + len(QUESTION)
+        behind = [None, *([] if each in taken else None for each in (A, B, D))]
+        expected = fused_logits(plain, request.token_ids, taken_of([C, A, B, D], *behind), [])
+        assert off(completion, expected) <= 1e-4
+        assert used_blocks(engine) == 0
+
 
 class TestWithOthers:
     def test_exact_requests_of_the_same_steps_are_exact(self, fusing: Make, plain: Any, anew: list[list[int]]) -> None:

@@ -267,7 +267,7 @@ def test_neighbours_come_from_host_and_disk_and_what_is_built_lasts(
 
 
 def test_what_is_remembered_is_bounded(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragorder.kernels.engine.idle._MOST_TOKENS", 60)
+    monkeypatch.setattr("ragorder.kernels.engine.idle._MOST_TOKENS", 80)
     monkeypatch.setattr("ragorder.kernels.engine.idle._MOST_COMPANIONS", 2)
     engine = building()
     ask(engine, A, B, C, D)
@@ -275,3 +275,18 @@ def test_what_is_remembered_is_bounded(building: Make, monkeypatch: pytest.Monke
     assert isinstance(builder, IdleBuilder)
     assert [len(each.token_ids) for each in builder._documents.values()] == [len(C), len(D)]
     assert all(len(each.companions) <= 2 for each in builder._documents.values())
+
+
+def test_so_are_system_prompts_and_the_number_of_documents(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragorder.kernels.engine.idle._MOST_TOKENS", 120)
+    engine = building()
+    for seed in range(3):
+        engine.generate([prompt_of(tokens(40, 200 + seed), [A, B], QUESTION, fusion=NONE)])
+    builder = engine._idle
+    assert isinstance(builder, IdleBuilder)
+    assert [(each.segment.tokens, each.documents) for each in builder._prompts.values()] == [(40, 2)]
+    assert builder._tokens == 40 + len(A) + len(B)
+    monkeypatch.setattr("ragorder.kernels.engine.idle._MOST_DOCUMENTS", 1)
+    ask(engine, C, D)
+    assert [len(each.token_ids) for each in builder._documents.values()] == [len(D)]
+    assert builder._tokens == len(SYSTEM) + len(D)

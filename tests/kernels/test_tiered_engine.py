@@ -9,7 +9,7 @@ import math
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -439,6 +439,18 @@ class TestAbort:
         [completion] = engine.generate([request])
         assert completion.cached.device == 40
         assert difference(completion, plain, request) <= 1e-4
+
+    def test_requests_that_cannot_all_be_added_leave_none_behind(self, make: Make) -> None:
+        engine = make()
+
+        def requests() -> Iterator[Request]:
+            yield ask([], tokens(20, 1))
+            raise OSError("the file has ended")
+
+        with pytest.raises(OSError, match="has ended"):
+            engine.generate(requests())
+        assert not engine.has_unfinished
+        assert engine.stats().finished == {"abort": 1}
 
     def test_leaving_a_stream_aborts_it(self, make: Make) -> None:
         engine = make()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from contextvars import ContextVar
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -181,6 +183,25 @@ class TestSpeculation:
         found = [piece for piece in trace.pieces if piece.worker == "search"]
         assert found and found[-1].outcome == "wasted" and all(piece.kind == "speculative" for piece in found)
 
+    async def test_a_generation_that_is_not_taken_leaves_nothing(self) -> None:
+        """Provisional documents would lead to an answer, the final ones end the request."""
+        graph = RAGraph("turns").add_retrieval("search", query="query", topk=1)
+        graph.add_generation("answer", prompt="{docs}")
+        graph.add_edge(START, "search").add_edge("answer", END)
+        graph.add_edge("search", lambda state: "answer" if "document 1" in state["docs"] else END, to=("answer", END))
+        engine, search = SlowEngine(pause_s=0.001), PlayedSearch([1], [2])
+        async with played_server(engine, search) as server:
+            run = asyncio.create_task(server.run(graph.compile(answer="docs"), "why?"))
+            while not search.handles:
+                await asyncio.sleep(0)
+            search.next()
+            while not engine.running:
+                await asyncio.sleep(0)
+            search.next()
+            trace = (await run).trace
+            assert engine.running == 0 and server.wavefront.count("engine") == 0
+        assert [(piece.kind, piece.outcome) for piece in trace.pieces] == [("due", "used"), ("speculative", "wasted")]
+
     async def test_a_due_generation_does_not_wait_for_a_wrong_one(self) -> None:
         """The engine takes its time to abort; the right request is sent meanwhile."""
 
@@ -206,6 +227,10 @@ class TestSpeculation:
                 await asyncio.sleep(0)
             assert not run.done() and not engine.aborted.is_set()
             assert [request.documents for request in engine.sent] == [("document 1",), ("document 2",)]
+            for _ in range(100):
+                await asyncio.sleep(0)
+            # The engine is not done yet.
+            assert not run.done()
             engine.aborted.set()
             trace = (await run).trace
         assert [(piece.kind, piece.outcome) for piece in trace.pieces] == [
@@ -262,12 +287,13 @@ class TestSpeculation:
             wrong = next(iter(server.facts._odds.values())).right(5)
         assert wrong == 0.0 and declined >= 1
 
-    async def test_a_speculation_that_fails_is_sent_again(self) -> None:
+    @pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
+    async def test_a_speculation_that_fails_is_sent_again(self, error: type[BaseException]) -> None:
         class Failing(SlowEngine):
             async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
                 if len(self.sent) == 0:
                     self.sent.append(request)
-                    raise ConnectionError
+                    raise error
                 async for chunk in super().stream(request):
                     yield chunk
 
@@ -302,6 +328,65 @@ class TestServer:
             async with server.stream(graph, "why?") as stream:
                 pieces = [piece async for piece in stream]
             assert pieces == [stream.result.text] and stream.trace.outcome == "answered"
+
+    async def test_nodes_run_in_the_context_of_their_own_request(self, search: ContinuousIVF) -> None:
+        """Spans and tenants in context variables: of steps, functions, embeddings and generations, due or ahead."""
+        tenant: ContextVar[str] = ContextVar("tenant")
+        seen: set[tuple[str, str]] = set()
+
+        async def note(state: Any) -> dict[str, Any]:
+            seen.add((tenant.get(), state["query"]))
+            return {}
+
+        def query(state: Any) -> str:
+            seen.add((tenant.get(), state["query"]))
+            return str(state["query"])
+
+        async def embed(query: str) -> Any:
+            seen.add((tenant.get(), query))
+            return vector(query)
+
+        class Noting(SlowEngine):
+            async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+                seen.add((tenant.get(), request.question.text))
+                async for chunk in super().stream(request):
+                    yield chunk
+
+        graph = RAGraph("noted").add_step("note", note, pure=True).add_retrieval("search", query=query)
+        graph.add_generation("guess", prompt="{query}", output="guess")
+        graph.add_generation("answer", prompt="{query}", documents="docs")
+        for source, target in pairwise((START, "note", "guess", "search", "answer", END)):
+            graph.add_edge(source, target)
+        compiled = graph.compile()
+        async with WorkflowServer(
+            Noting(), search, embed, document, PlainPrompts(), transformations=eager(), load=EngineLoad(16)
+        ) as server:
+
+            async def ask(name: str) -> WorkflowTrace:
+                tenant.set(name)
+                return (await server.run(compiled, name)).trace
+
+            traces = await asyncio.gather(*map(ask, "abcd"))
+        assert seen == {(name, name) for name in "abcd"}
+        ahead = {piece.worker for trace in traces for piece in trace.pieces if piece.kind == "speculative"}
+        assert "search" in ahead
+
+    async def test_one_of_several_answers_of_a_loop_is_streamed_whole(self, search: ContinuousIVF) -> None:
+        """Each round searches, and answers beside the decision to search again: the last answer counts."""
+        graph = RAGraph("rounds", max_rounds=2)
+        graph.add_step("count", lambda state: {"round": state.get("round", 0) + 1}, writes="round")
+        graph.add_retrieval("search", query=lambda state: f"{state['query']} {state['round']}")
+        graph.add_generation("answer", prompt="{query} {docs} {round}").add_step("look", lambda state: {})
+        graph.add_edge(START, "count").add_edge("count", "search").add_edge("answer", END)
+        graph.add_edge("search", "answer").add_edge("search", "look")
+        graph.add_edge("look", lambda state: "count" if state["round"] < 2 else END, to=("count", END))
+        engine, compiled = SlowEngine(pause_s=0.001), graph.compile()
+        async with (
+            WorkflowServer(engine, search, vector, document, PlainPrompts()) as server,
+            server.stream(compiled, "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert stream.trace.rounds["answer"] == 2 and pieces == [stream.result.text]
 
     async def test_a_stream_that_is_left_early_frees_its_pieces(self, search: ContinuousIVF) -> None:
         engine, prompts = SlowEngine(pause_s=0.001), PlainPrompts()
@@ -403,6 +488,22 @@ class TestServer:
                 assert isinstance(failed, NodeError) and failed.node == node, (part, failed)
                 assert "InjectedError" in str(failed) and "secret" not in str(failed)
                 assert [other.text for other in others] == [expected] * 3
+            await settled(server, engine, search, prompts)
+
+    async def test_a_node_that_waits_for_something_cancelled_ends_its_request(self, search: ContinuousIVF) -> None:
+        async def step(state: Any) -> dict[str, Any]:
+            task = asyncio.create_task(asyncio.sleep(3600))
+            task.cancel()
+            await task
+            return {}
+
+        graph = RAGraph("broken").add_step("step", step).add_generation("answer", prompt="{query}")
+        graph.add_edge(START, "step").add_edge("step", "answer").add_edge("answer", END)
+        engine, prompts = SlowEngine(), PlainPrompts()
+        async with WorkflowServer(engine, search, vector, document, prompts) as server:
+            with pytest.raises(NodeError, match="workflow 'broken', node 'step': CancelledError"):
+                async with asyncio.timeout(60):
+                    await server.run(graph.compile(), "why?")
             await settled(server, engine, search, prompts)
 
     async def test_bad_searches_end_their_request_with_an_error(self, search: ContinuousIVF) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,14 @@ class TestTree:
     def test_every_package_at_the_root_is_mapped_to_its_folder(self) -> None:
         table = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-dir"]
         assert {f"ragorder.{folder}": folder for folder in LINKED}.items() <= table.items()
+
+    def test_the_makefile_has_one_rule_for_each_target_and_the_files_that_it_names(self) -> None:
+        """Of two recipes make takes the last, and only warns."""
+        text = (ROOT / "Makefile").read_text("utf-8")
+        targets = re.findall(r"^([a-z-]+):(?!=)", text, re.MULTILINE)
+        assert len(targets) > 10
+        assert sorted(targets) == sorted(set(targets))
+        assert [name for name in re.findall(r"requirements/[\w.-]+", text) if not (ROOT / name).is_file()] == []
 
     def test_kernels_import_only_what_is_below_them(self) -> None:
         """import-linter does not look into a folder without an `__init__.py`."""

@@ -105,7 +105,7 @@ def piece_cpu_seconds(index: Any, queries: Vectors) -> float:
 
 
 class RealBatches:
-    """All that wait, in one call of FAISS for each nprobe; who comes later waits for the end. FAISS deals out whole
+    """All that wait, in one call of FAISS for each nprobe; what comes later waits for the end. FAISS deals out whole
     queries, or with `by_clusters` one query after another to all cores."""
 
     def __init__(

@@ -21,8 +21,9 @@ _OURS = "hedra"
 _COSTS = (
     "Measured: 77 ns to scan a vector of 128 dimensions on a core, hence 616 ns of 1,024, and 0.2 ms for a piece of a "
     "search beside its scan. Estimated from data sheets: the H100's steps. Guessed: the share of memory bandwidth that "
-    "searches get, 38 cores' worth of 64; the lengths of answers, 24 to 96 words; batches of 32 for LangChain. The "
-    "paper publishes none of its costs: compare shapes and orders of magnitude.",
+    "searches get, 38 cores' worth of 64; the lengths of answers, 24 to 96 words; batches of 32 for LangChain. Not "
+    "counted: embeddings of queries, and handing the shares of a piece or a batch to threads. The paper publishes none "
+    "of its costs: compare shapes and orders of magnitude.",
 )
 
 

@@ -50,7 +50,8 @@ class WorkflowsLive(Experiment):
         from ragorder.eval.experiments.workflows_live.parts import search_ms
 
         cell: LiveCell = job.cell
-        parts = self.kept((cell.vectors, cell.clusters, cell.shape, job.seed), lambda: self._materials(job))
+        key = (cell.corpus, cell.vectors, cell.clusters, cell.shape, job.seed)
+        parts = self.kept(key, lambda: self._materials(job))
         parts.index.nprobe = min(cell.nprobe, cell.clusters)
         whole_ms = search_ms(parts.index, parts.embed(parts.script.question(0)).repeat(20, axis=0))
 

@@ -1,4 +1,4 @@
-"""Documents in the order of the engine's cache (DESIGN.md; not in HedraRAG)."""
+"""Documents in the order of the engine's cache (not in HedraRAG)."""
 
 from __future__ import annotations
 
