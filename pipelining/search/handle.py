@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import CancelledError
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage
 
 __all__ = ["SearchHandle"]
+
+_logger = logging.getLogger("ragorder")
 
 
 class SearchHandle:
@@ -136,4 +139,8 @@ class SearchHandle:
     def _notify(self) -> None:
         self._changed.notify_all()
         for listener in self._listeners:
-            listener()
+            try:
+                listener()
+            except Exception as error:
+                # In the driver's thread, which has the other callers' searches, too.
+                _logger.warning("a listener to a search failed: %s", type(error).__name__)

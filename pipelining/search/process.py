@@ -7,7 +7,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -41,7 +44,8 @@ class SearchProcess:
     SearchProcessError and it is started again, `restarts` times in a row without an answer in between. At most
     `max_searches` are in flight: more raise QueueFullError. A script needs the guard `if __name__ == "__main__":`.
 
-    Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read.
+    `similarity`: larger distances are nearer. Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS
+    cannot read.
     """
 
     def __init__(
@@ -65,10 +69,12 @@ class SearchProcess:
         self._pending: dict[int, _RemoteHandle] = {}
         self._histories: WeakValueDictionary[int, History] = WeakValueDictionary()
         self._broken: BaseException | None = None
-        self._deaths = 0
         self._ready = threading.Event()
-        self._dimensions = self._vectors = 0
+        self._deaths = self._dimensions = self._vectors = 0
+        self.similarity = False
         self._worker = _Worker(self._path, self._options, self._answer, self._died)
+        # Else the end of this program would end the process, which would be started again.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
         if not self._ready.wait(_START_S) or self._broken is not None:
             error = self._broken or SearchProcessError(f"the search process was not ready within {_START_S:g} s")
             self.close()
@@ -129,6 +135,7 @@ class SearchProcess:
 
     def close(self) -> None:
         """Cancel what is in flight, and end the process."""
+        self._at_exit.cancel()
         with self._lock:
             self._broken = self._broken or RuntimeError("this search is closed")
             pending = [*self._pending.values()]
@@ -157,7 +164,8 @@ class SearchProcess:
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            if len(self._pending) >= self._max_searches:
+            # Of those that were cancelled a process that hangs has taken neither message.
+            if len(self._pending) >= self._max_searches or self._worker.unsent > 2 * self._max_searches:
                 raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or ask later")
             self._pending[number] = handle
             if history is not None:
@@ -177,7 +185,7 @@ class SearchProcess:
 
     def _answer(self, what: str, number: int, content: Any) -> None:
         if what == "ready":
-            self._dimensions, self._vectors = content
+            self._dimensions, self._vectors, self.similarity = content
             self._ready.set()
         elif what == "failed":
             self._broken = content
@@ -198,6 +206,8 @@ class SearchProcess:
         with self._lock:
             handle = self._pending.pop(number, None)
             self._deaths = 0
+            # What a search found comes before its end.
+            self._histories.pop(number, None)
         if handle is not None:
             end(handle)
 
@@ -209,7 +219,11 @@ class SearchProcess:
             if self._broken is None and (self._deaths > self._restarts or not self._ready.is_set()):
                 self._broken = SearchProcessError(f"the search process ended {self._deaths} times, with code {code}")
             if self._broken is None:
-                self._worker = _Worker(self._path, self._options, self._answer, self._died)
+                try:
+                    self._worker = _Worker(self._path, self._options, self._answer, self._died)
+                except Exception as failed:
+                    # As after an end for lack of memory; callers would wait for ever.
+                    self._broken = SearchProcessError(f"the search process cannot be started again: {failed}")
         self._ready.set()
         for handle in pending.values():
             handle.fail(error)
@@ -232,7 +246,7 @@ class _RemoteHandle(SearchHandle):
 
 
 class _Worker:
-    """The process, and the thread that takes its answers."""
+    """The process, the thread that sends to it, and the one that takes its answers."""
 
     def __init__(
         self,
@@ -247,14 +261,19 @@ class _Worker:
         self.process = context.Process(target=serve, args=(theirs, path, options), name="ragorder-search", daemon=True)
         self.process.start()
         theirs.close()
-        self._sending = threading.Lock()
+        self._messages: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="ragorder-questions", daemon=True)
+        self._writer.start()
         self._reader = threading.Thread(target=self._read, args=(answer, died), name="ragorder-answers", daemon=True)
         self._reader.start()
 
+    @property
+    def unsent(self) -> int:
+        return self._messages.qsize()
+
     def send(self, what: str, number: int, content: object = None) -> None:
-        # A dead process: its searches fail when the reader notices.
-        with self._sending, suppress(OSError):
-            self._connection.send((what, number, content))
+        # A pipe holds few searches, and a process that starts takes none: an event loop cannot wait for that.
+        self._messages.put(ForkingPickler.dumps((what, number, content)))
 
     def close(self) -> None:
         self.send("close", 0)
@@ -263,10 +282,18 @@ class _Worker:
             self.process.kill()
         self._reader.join(_END_S)
 
+    def _write(self) -> None:
+        # A dead process: its searches fail when the reader notices.
+        with suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self._connection.send_bytes(message)
+
     def _read(self, answer: Callable[[str, int, Any], None], died: Callable[[int | None], None]) -> None:
         with suppress(EOFError, OSError):
             while True:
                 answer(*self._connection.recv())
+        self._messages.put(None)
+        self._writer.join(_END_S)
         self._connection.close()
         self.process.join(_END_S)
         died(self.process.exitcode)

@@ -34,7 +34,8 @@ class SearchRequest:
         """`nprobe` holds where `params`, a faiss.SearchParametersIVF, are None. Raises TypeError for parameters of
         another class, ValueError for whatever else has no answer."""
         outer = index.core.outer
-        k, rows = read_k(k), read_queries(queries, outer.d)
+        # The search goes on while the caller uses its array for the next query.
+        k, rows = read_k(k), read_queries(queries, outer.d).copy()
         if k > outer.ntotal:
             raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
         index.check_settings()

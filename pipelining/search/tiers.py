@@ -196,9 +196,11 @@ class IndexTiers:
             self._failed = True
             _logger.warning("the fast tier of the index is given up: %s", type(error).__name__)
         self._to_load.clear()
-        for cluster in np.flatnonzero(self._held).tolist():
+        held = np.flatnonzero(self._held).tolist()
+        self._held[:] = False
+        for cluster in held:
             with suppress(Exception):
-                self._drop(cluster)
+                self._fast.drop(cluster)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -236,4 +238,7 @@ class IndexTiers:
 
     def _drop(self, cluster: int) -> None:
         self._held[cluster] = False
-        self._fast.drop(cluster)
+        try:
+            self._fast.drop(cluster)
+        except Exception as error:
+            self.fail(error)

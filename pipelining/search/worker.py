@@ -44,7 +44,7 @@ def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
         connection.send(("failed", 0, _sendable(error)))
         return
     with search:
-        connection.send(("ready", 0, (index.d, index.ntotal)))
+        connection.send(("ready", 0, (index.d, index.ntotal, search.similarity)))
         _Answers(connection, search).run()
 
 

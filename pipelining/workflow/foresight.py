@@ -80,26 +80,23 @@ class SearchAhead:
         self._searcher = searcher
         self._facts = facts
         self._handle: Handle | None = None
-        self._task = asyncio.create_task(self._begin())
+        self.task = asyncio.create_task(self._begin())
 
     async def taken(self, query: str) -> Handle | None:
         """The search, now due, if this is its query. Otherwise, and if it has failed, None: it has ended."""
         if query != self.query:
             self.cancel()
             return None
-        await asyncio.wait((self._task,))
+        await asyncio.wait((self.task,))
         if self._handle is not None:
             self._handle.promote()
         return self._handle
 
     def cancel(self) -> None:
-        self._task.cancel()
+        self.task.cancel()
         if self._handle is not None:
             # What it has found so far goes into its history.
             self._handle.cancel()
-
-    async def ended(self) -> None:
-        await asyncio.wait((self._task,))
 
     @property
     def clusters(self) -> int | None:

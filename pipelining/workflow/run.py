@@ -140,7 +140,7 @@ class WorkflowRun(Generic[D, R]):
             task.cancel()
         self._leave(self._ahead.drop_all("cancelled"), "cancelled")
         cancelled: asyncio.CancelledError | None = None
-        while tasks := self._working | self._leaving:
+        while tasks := self._working | self._leaving | self._ahead.embedding:
             try:
                 await asyncio.wait(tasks)
             except asyncio.CancelledError as error:

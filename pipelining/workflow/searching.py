@@ -7,6 +7,8 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ragorder.pipelining.workflow.errors import UnusableValueError
+
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
     from ragorder.pipelining.staged import Stage
@@ -98,9 +100,13 @@ class _WholeSearch:
     def _last_stage(self) -> Stage:
         import numpy as np
 
+        from ragorder.pipelining.staged import Stage
+
         *_, stage = self._search.search(np.reshape(self._vector, (1, -1)), self._k)
-        found: Stage = stage
-        return found
+        if not isinstance(stage, Stage):
+            name = type(self._search).__name__
+            raise UnusableValueError(f"{name}.search gives no stages: search with ContinuousIVF(index), or a function")
+        return stage
 
     async def _called(self) -> Stage:
         import numpy as np
@@ -108,7 +114,12 @@ class _WholeSearch:
         from ragorder.pipelining.staged import Stage
 
         ids: Sequence[int] = await _called(self._search, self._vector, self._k)
-        found = np.array(ids, np.int64).reshape(1, -1)
+        found = np.atleast_1d(ids)
+        if found.size and (found.dtype.kind not in "iu" or found.size != found.shape[-1]):
+            raise UnusableValueError(
+                f"a search function returns the ids of one query, best first, got {found.dtype} of shape {found.shape}"
+            )
+        found = found.astype(np.int64).reshape(1, -1)
         return Stage(1, 1, found, np.zeros(found.shape, np.float32))
 
 

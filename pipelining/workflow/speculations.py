@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -52,7 +53,8 @@ def question_for(piece: Piece, node: Generation, scope: Hashable) -> NodeQuestio
 
 
 class Speculations(Generic[D, R]):
-    """Generations and searches of one request that are not due yet. `begun` and `ended` are called for their pieces."""
+    """Generations and searches of one request that are not due yet. `begun` and `ended` are called for their pieces.
+    `embedding`: tasks of searches that have not been submitted, cancelled ones until they have ended."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class Speculations(Generic[D, R]):
         self._ended = ended
         self._generations: dict[Place, GenerationAhead[D, R]] = {}
         self._searches: dict[Place, SearchAhead] = {}
+        self.embedding: set[asyncio.Task[None]] = set()
         self._sources: dict[Place, Piece] = {}
         self._looks: dict[Place, dict[int, tuple[str, float]]] = {}
 
@@ -95,9 +98,10 @@ class Speculations(Generic[D, R]):
                 before.cancel()
                 self._ended(before.piece, "rolled back")
             past = None if not piece.reorder else history() if before is None else before.history
-            self._searches[place] = SearchAhead(
-                piece, node, query, past, before, self._workers.searcher, self._workers.facts
-            )
+            ahead = SearchAhead(piece, node, query, past, before, self._workers.searcher, self._workers.facts)
+            self._searches[place] = ahead
+            self.embedding.add(ahead.task)
+            ahead.task.add_done_callback(self.embedding.discard)
             self._begun(piece)
 
     def generation(self, run: NodeRun) -> GenerationAhead[D, R]:

@@ -47,7 +47,7 @@ class Piece:
     ahead of need, `after` a due one.
 
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
-    - `fast`: with the index's fast tier; `prefetch`: its clusters are loaded into that
+    - `fast`: expected to gain by the index's fast tier; `prefetch`: its clusters are loaded into that
     - `ordered`: documents in the cache's order
     - `at_end` is called once the piece has ended
     - progress of a search: its latest `stage`, and the ids that are `speculated` on

@@ -215,6 +215,16 @@ class TestTheResultIsThatOfFaiss:
         index.add(queries)
         assert search.submit(queries[0], 1).result().distances == 0
 
+    def test_of_queries_whose_array_is_used_again(self, flat: Any, queries: Any) -> None:
+        search = ContinuousIVF(flat, nprobe=9, budget=pieces(), thread=False)
+        array, handles = np.empty(D, np.float32), []
+        for query in queries[:8]:
+            array[:] = query
+            handles.append(search.submit(array, 5))
+        for row, handle in enumerate(handles):
+            params = faiss.SearchParametersIVF(nprobe=9)
+            assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=params))
+
     def test_of_no_query_at_all(self, flat: Any) -> None:
         *_, found = ContinuousIVF(flat, thread=False).search(np.empty((0, D), np.float32), 5)
         assert found.final
@@ -507,6 +517,17 @@ class TestSearchesThatEndEarly:
                     handle.result()
             else:
                 assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=_all(9)))
+
+    def test_by_a_listener_that_raises_do_not_end_the_others(self, flat: Any, queries: Any) -> None:
+        search = ContinuousIVF(flat, nprobe=9, cores=1, budget=pieces(), thread=False)
+        handles = [search.submit(query, 5) for query in queries[:3]]
+
+        def fail() -> None:
+            raise LookupError
+
+        handles[1].subscribe(fail)
+        for row, handle in enumerate(handles):
+            assert_same(handle.result(), flat.search(queries[row : row + 1], 5, params=_all(9)))
 
     def test_by_errors_anywhere_are_none_lost_and_none_answered_twice(
         self, flat: Any, queries: Any, monkeypatch: pytest.MonkeyPatch

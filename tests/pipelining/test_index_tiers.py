@@ -207,6 +207,21 @@ def test_if_it_fails_the_cores_go_on_alone(when: str, queries: Any, caplog: pyte
     assert "the fast tier of the index is given up" in record.message
 
 
+def test_if_it_fails_to_drop_a_cluster_they_do_so_too(queries: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(ExactScan):
+        def drop(self, cluster: int) -> None:
+            raise RuntimeError("the device is lost")
+
+    index = build()
+    search = search_with(index, tiers_of(Stuck(), 40_000, half_life=5))
+    for row in range(100):
+        found = search.submit(queries[row], 5).result()
+        expected = index.search(queries[row : row + 1], 5, params=faiss.SearchParametersIVF(nprobe=9))
+        assert found.ids.tolist() == expected[1].tolist()
+    (record,) = (each for each in caplog.records if each.levelno >= logging.WARNING)
+    assert "the fast tier of the index is given up" in record.message
+
+
 def test_what_was_added_to_the_index_is_found(queries: Any) -> None:
     index, fast = build(), ExactScan()
     search = search_with(index, tiers_of(fast))

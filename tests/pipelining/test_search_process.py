@@ -80,6 +80,17 @@ def test_finds_the_same_for_many_queries_and_another_nprobe(search: SearchProces
     assert found.ids.shape == (100, 5)
 
 
+def test_it_says_whether_larger_distances_are_nearer(search: SearchProcess, tmp_path: Path) -> None:
+    assert not search.similarity
+    index = faiss.index_factory(D, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
+    stored = clustered(N, D, clusters=60, seed=0)
+    index.train(stored)
+    index.add(stored)
+    faiss.write_index(index, str(tmp_path / "products.index"))
+    with SearchProcess(tmp_path / "products.index", cores=1) as products:
+        assert products.similarity
+
+
 async def test_is_a_retrieval(search: SearchProcess, queries: Any, expected: Any) -> None:
     retrieval = staged_retrieval(search, lambda row: queries[row : row + 1], int, top_k=5)
     async for found in retrieval(3):
@@ -97,6 +108,7 @@ def test_a_history_stays_with_its_request(search: SearchProcess, queries: Any, e
     past = history.similar(queries[0])
     assert past is not None
     assert len(past.ids) == 7
+    assert not search._histories
 
 
 def test_a_search_can_be_cancelled_and_promoted(search: SearchProcess, queries: Any, expected: Any) -> None:
@@ -176,3 +188,71 @@ def test_a_closed_search_says_so(path: Path, queries: Any) -> None:
         search.submit(queries[0], 5)
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
+
+
+def test_callers_do_not_wait_for_a_process_that_takes_nothing(path: Path, queries: Any) -> None:
+    many = np.tile(queries, (10, 1))
+    with SearchProcess(path, nprobe=9, cores=1) as search, ThreadPoolExecutor(1) as pool:
+        assert search.pid is not None
+        os.kill(search.pid, signal.SIGSTOP)
+        # More than its pipe holds.
+        submitted = pool.submit(lambda: [search.submit(query, 5, history=History()) for query in many])
+        try:
+            handles = submitted.result(WAIT_S)
+        finally:
+            os.kill(search.pid, signal.SIGCONT)
+        assert all(handle.result(WAIT_S).final for handle in handles)
+
+
+def test_it_holds_no_more_messages_than_searches_may_be_in_flight(path: Path, queries: Any) -> None:
+    def submit_and_cancel() -> None:
+        for query in np.tile(queries, (1000, 1)):
+            search.submit(query, 5).cancel()
+
+    with SearchProcess(path, nprobe=9, cores=1, max_searches=3) as search, ThreadPoolExecutor(1) as pool:
+        assert search.pid is not None
+        os.kill(search.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(QueueFullError, match="3 searches are in flight"):
+                pool.submit(submit_and_cancel).result(WAIT_S)
+        finally:
+            os.kill(search.pid, signal.SIGCONT)
+        assert search.in_flight == 0
+
+
+def test_a_process_that_cannot_be_started_again_leaves_no_caller_waiting(
+    path: Path, queries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise OSError("Cannot allocate memory")
+
+    with SearchProcess(path, nprobe=9, cores=1) as search:
+        assert search.pid is not None
+        os.kill(search.pid, signal.SIGSTOP)
+        handle = search.submit(queries[0], 5)
+        monkeypatch.setattr(type(search._worker.process), "start", out_of_memory)
+        os.kill(search.pid, signal.SIGKILL)
+        with pytest.raises(SearchProcessError, match="ended with code -9"):
+            handle.result(WAIT_S)
+        with pytest.raises(SearchProcessError, match="cannot be started again: Cannot allocate memory"):
+            search.submit(queries[0], 5)
+
+
+def test_a_program_that_ends_without_closing_it_ends_its_process(path: Path, tmp_path: Path, python: Any) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, sys\n"
+        "def submit():\n"
+        "    try:\n"
+        "        search.submit([0.0] * 16, 5)\n"
+        "    except RuntimeError as error:\n"
+        "        print(error)\n"
+        "if __name__ == '__main__':\n"
+        "    # The first to be registered is the last to be called.\n"
+        "    atexit.register(submit)\n"
+        "    from ragorder.pipelining.search import SearchProcess\n"
+        "    search = SearchProcess(sys.argv[1], nprobe=9, cores=1)\n",
+        "utf-8",
+    )
+    ended = python(program, path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "this search is closed\n", "")

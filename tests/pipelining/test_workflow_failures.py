@@ -216,6 +216,32 @@ async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any) -> None:
     assert turns > 20
 
 
+async def test_an_embedding_ahead_of_need_has_ended_with_its_request() -> None:
+    """Its client takes some turns of the event loop to be cancelled."""
+    embedding = 0
+
+    async def embed(query: str) -> Any:
+        nonlocal embedding
+        embedding += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            embedding -= 1
+
+    with ContinuousIVF(small_index(), cores=1) as search:
+        async with WorkflowServer(
+            SlowEngine(pause_s=0.001), search, embed, document, PlainPrompts(), transformations=eager()
+        ) as server:
+            run = asyncio.create_task(server.run(hyde().compile(), "why?"))
+            while not embedding:
+                await asyncio.sleep(0)
+            run.cancel()
+            await asyncio.wait((run,))
+            assert embedding == 0
+
+
 async def test_an_engine_that_dies_ends_its_requests_with_an_error_and_the_next_ones_are_answered() -> None:
     class Mortal(SlowEngine):
         dead = False

@@ -137,6 +137,20 @@ class TestAnswers:
             async with WorkflowServer(engine, search, vector, document, prompts) as server:
                 assert (await server.run(graph, "why?")).text == expected.text
 
+    @pytest.mark.parametrize("flat", [True, False])
+    async def test_a_search_that_returns_no_ids_of_one_query_says_so(self, index: Any, flat: bool) -> None:
+        """FAISS returns distances, too: they must not be taken for ids."""
+
+        def found(vector: Any, k: int) -> Any:
+            distances, ids = index.search(vector[None], k)
+            return distances[0] if flat else (distances, ids)
+
+        says = "a search function returns the ids of one query, best first, got float"
+        for search, message in ((found, says), (index, "IndexIVFFlat.search gives no stages")):
+            async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
+                with pytest.raises(NodeError, match=f"node 'search': {message}"):
+                    await server.run(one_shot().compile(), "why?")
+
     async def test_documents_stay_in_rank_order_unless_ordering_pays(self, search: ContinuousIVF) -> None:
         engine, graph = SlowEngine(), one_shot().compile()
         for chosen, ordered in (((), False), ((OrderDocuments(),), True)):
@@ -255,6 +269,15 @@ class TestSpeculation:
                 search.next()
                 traces = [result.trace for result in await asyncio.gather(*runs)]
                 assert sum(trace.refused for trace in traces) == 5 - started
+
+    async def test_a_last_generation_is_no_refused_speculation(self, search: ContinuousIVF) -> None:
+        """Nothing follows that could be searched for; there is no room either."""
+        async with WorkflowServer(
+            SlowEngine(), search, vector, document, PlainPrompts(), transformations=(SpeculateRetrieval(every=1),)
+        ) as server:
+            server.facts.embedding_ahead = 1
+            traces = [(await server.run(make().compile(), "why?")).trace for make in (one_shot, hyde)]
+        assert traces[0].refused == 0 < traces[1].refused
 
     async def test_nearest_results_are_speculated_on_first(self) -> None:
         engine = SlowEngine(pause_s=0.001)

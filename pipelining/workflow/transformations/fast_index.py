@@ -11,7 +11,8 @@ __all__ = ["FastIndex"]
 
 
 class FastIndex:
-    """Lets searches use the index's fast tier, `IndexTiers`, which decides for each piece by measured costs."""
+    """Notes in the trace which searches are expected to gain by the index's fast tier. `IndexTiers` itself decides for
+    each piece by measured costs, with this transformation or without."""
 
     name = "fast_index"
 

@@ -37,7 +37,7 @@ class SpeculateRetrieval:
     def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
         if not facts.cuts:
             return
-        written = [piece for piece in wavefront.progressed("engine") if piece.tokens - piece.looked >= self.every]
+        written = [piece for piece in wavefront.progressed("engine") if self._concerns(piece)]
         room = min(self.embeddings - facts.embedding_ahead, self.bound - wavefront.count("search"))
         for generation in sorted(written, key=lambda piece: piece.drift):
             request = generation.request
@@ -68,3 +68,6 @@ class SpeculateRetrieval:
         if right is None or gain_s is None:
             return math.inf
         return gain_s + (1 - right) * (max(facts.hint, 0.0) * search_s - embed_s)
+
+    def _concerns(self, piece: Piece) -> bool:
+        return piece.tokens - piece.looked >= self.every and bool(piece.request.graph.foreseen(piece.run.id))
