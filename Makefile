@@ -59,10 +59,8 @@ imports: $(VENV)/.dev
 fast: $(VENV)/.dev
 	$(TESTS) -m "not merge and not slow"
 
-# Servers, threads and processes share two cores: a test that fails is tried once more, alone, and named if it passes then.
-# `make test-all` has no second try.
 merge: $(VENV)/.dev $(VENV)/.chromium
-	$(TESTS) -m "not slow" || { [ $$? = 1 ] && PYTHONPATH=tests HF_HUB_OFFLINE=1 $(BIN)/python -m support.second_try; }
+	$(TESTS) -m "not slow"
 
 all: $(VENV)/.dev $(VENV)/.chromium
 	RAGORDER_TESTS=all $(TESTS)

@@ -1,4 +1,4 @@
-"""What a node's run makes of its result."""
+"""Values that a node's run stores."""
 
 from __future__ import annotations
 

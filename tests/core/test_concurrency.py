@@ -170,12 +170,7 @@ def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Ev
 
 
 def test_ten_thousand_orders_a_second(documents: list[Document]) -> None:
-    """In processor time, the best of six: neighbours on the host take caches and clock away from this one as well."""
-    seconds = []
-    for _ in range(6):
-        load = Load(make_orderer("lru", documents)[0], documents)
-        seconds.append(load.run())
-        load.check()
-        if ORDERS / min(seconds) >= 10_000:
-            return
-    pytest.fail(f"{ORDERS} orders took {min(seconds):.2f} s")
+    """In processor time: wall time depends on the machine's load."""
+    load = Load(make_orderer("lru", documents)[0], documents)
+    assert ORDERS / load.run() >= 10_000
+    load.check()

@@ -1,4 +1,4 @@
-"""What the next nodes need, ahead of them: clusters of the index, the system prompt (HedraRAG section 4.5)."""
+"""Prefetch of what the next nodes need: clusters of the index, the system prompt (HedraRAG section 4.5)."""
 
 from __future__ import annotations
 
