@@ -721,7 +721,7 @@ class TestRefusals:
         assert (await refusal(client, CHAT, {"messages": messages}))["code"] == error["code"]
         assert str(LONGEST) in error["message"]
         assert error["code"] == "context_length_exceeded"
-        assert time.monotonic() - began < 120
+        assert time.monotonic() - began < 20
 
     async def test_a_model_without_a_tokenizer_takes_tokens(
         self, load: Callable[..., EngineWorker], model: Path, tmp_path: Path
@@ -1559,7 +1559,7 @@ class TestEnd:
             next(iter(stream))
             began = time.monotonic()
             said = served.stop()
-            assert time.monotonic() - began < 120
+            assert time.monotonic() - began < 30
         assert WORD not in said
 
     @pytest.mark.slow
