@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ragorder import DegradedWarning, Document, Orderer
+from ragorder.eval.engines.sim import SimEngine
 from ragorder.ordering import RequestOutcome
 from ragorder.tokens import SegmentTokenizer
 from ragorder.trie.residency import EngineBlocks
@@ -401,3 +402,31 @@ class TestM6Bounds:
                 ordering.confirm(None, rng.choice([None, 100, 3_000])) if rng.random() < 0.8 else ordering.discard()
             assert orderer._scopes.pool.used_blocks <= 1_000
         check(orderer)
+
+    @pytest.mark.parametrize("capacity_tokens", [4_000, 12_000, 40_000])
+    def test_m6_tenants_of_one_engine_are_predicted_what_it_holds(self, capacity_tokens: int) -> None:
+        """To the token, as for one tenant alone: what another displaces is gone, and no more than that."""
+        engine = SimEngine(capacity_tokens=capacity_tokens)
+        orderer = Orderer(
+            capacity_tokens=capacity_tokens,
+            prefix_tokens=64,
+            suffix_tokens=20 + engine.kept_output_tokens,
+            partial_blocks_first=False,
+            strict=True,
+        )
+        rng = random.Random(1)
+        hits = 0
+        for question in range(400):
+            tenant = min(rng.randrange(6), rng.randrange(6))
+            first = rng.randrange(0, 50, 5)
+            given = [DOCUMENTS[first + number] for number in rng.sample(range(8), 5)]
+            ordering = orderer.order(given, scope=tenant)
+            prompt = [-1_000 * (tenant + 1) - number for number in range(64)]
+            for document in ordering.documents:
+                start = 1_000 * int(document.id)
+                prompt += range(start, start + document.token_count)
+            completion = engine.generate([*prompt, *range(10**7 + 20 * question, 10**7 + 20 * question + 20)])
+            assert ordering.cached_tokens == completion.cached_tokens
+            hits += completion.cached_tokens > 64
+            ordering.confirm(completion.cached_tokens)
+        assert hits > 20
