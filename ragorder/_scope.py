@@ -138,6 +138,12 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
+    def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None) -> None:
+        """A request that was served elsewhere, in the order of its guards."""
+        self.residency.refresh(request)
+        self.tail.observe(request)
+        self._begin(request, permutation, 0, suffix_tokens).confirm()
+
     def finish(self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
         reported: Sequence[float | None]

@@ -290,6 +290,23 @@ class Orderer:
             self._report(error)
             return None
 
+    def record(
+        self,
+        documents: Sequence[Any],
+        *,
+        permutation: Sequence[int] | None = None,
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        prefix_tokens: int | None = None,
+    ) -> None:
+        """Count a request that another process had served by the same engine, as if ordered and served here. Without the `permutation` of its ordering the documents are in prompt order. Needless with KV events."""
+        try:
+            request = self._reader.read(list(documents))
+            self._record(request, permutation, scope, suffix_tokens, prefix_tokens)
+        except Exception as error:
+            self._reader.refuse(list(documents), error)
+            self._report(error)
+
     def order_batch(
         self,
         requests: Iterable[Iterable[D]],
@@ -356,6 +373,21 @@ class Orderer:
         Orderer.__init__(self, **state)
         if follows:
             self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
+
+    def _record(
+        self,
+        request: OrderRequest[Any],
+        permutation: Sequence[int] | None,
+        scope: Hashable,
+        suffix_tokens: int | None,
+        prefix_tokens: int | None,
+    ) -> None:
+        places = list(range(len(request.keys))) if permutation is None else list(permutation)
+        if sorted(places) != list(range(len(request.keys))):
+            raise ValueError("the permutation does not have each rank once")
+        suffix = None if suffix_tokens is None else read_length(suffix_tokens)
+        prefix = None if prefix_tokens is None else read_length(prefix_tokens)
+        self._enter(scope, lambda known: known.record(request, places, suffix), prefix)
 
     def _copy_of(self, name: Hashable, requests: Iterable[OrderRequest[D]]) -> Scope:
         if self._contents is not None:

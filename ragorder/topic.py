@@ -27,12 +27,12 @@ class Topics:
         topics = Topics(secret="the same in all processes")
         topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
 
-    A set's topic is its scope and its most popular document; while the requests of a topic are more than `share` of all,
-    the next popular document is part of it. Popularity counts in powers of two, and among equals a digest decides: so a
-    topic does not depend on the order of the documents, seldom changes, and is the same in processes that see samples of
-    the same traffic. These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, or else one of this
-    process alone), without which a topic says nothing about its documents. Raises ValueError for an empty secret and for
-    a `share` that is not above 0 and at most 1.
+    A set's topic is its scope and its most popular document; while the requests of a topic are more than `share` of
+    all, the next popular document is part of it. Popularity counts in powers of two, and among equals a digest decides:
+    so a topic does not depend on the order of the documents, seldom changes, and is the same in processes that see
+    samples of the same traffic. These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, or
+    else one of this process alone), without which a topic says nothing about its documents. Raises ValueError for an
+    empty secret and for a `share` that is not above 0 and at most 1.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:

@@ -76,8 +76,8 @@ def make_app(
     - `api_key` is required of clients, `upstream_api_key` sent upstream. Without a key, only `hosts` may be addressed.
     - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
     - `number_by_place`: a document's id in the prompt is the number of its place.
-    - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies stay
-      as they are.
+    - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies
+      stay as they are.
     - `on_passed` gets the reason for each request forwarded without documents.
     - `on_tbt` gets the mean seconds between the tokens of each streamed answer to a request with documents.
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
@@ -139,8 +139,8 @@ def make_app(
         close = upstream.aclose
     else:
         server = server_at(upstream)
-        by: RequestOrderer | TopicRouter = TopicRouter(TopicHeader(orderer, topic_header)) if route else ordering(orderer)
-        proxy = ServerProxy(server, parser, by, **limits)
+        topics = TopicRouter(TopicHeader(orderer, topic_header))
+        proxy = ServerProxy(server, parser, topics if route else ordering(orderer), **limits)
         own += [Route(_READY, Readiness(partial(answers, server)).answer)]
         close = server.aclose
 

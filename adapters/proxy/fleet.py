@@ -34,8 +34,8 @@ class Fleet:
         make_app(Orderer(), upstream=fleet)
 
     A replica whose server fails gets no requests until it answers its health check again, every `check_s` seconds; a
-    draining one gets none and ends those that it has. If no other is left, those that failed are tried. Raises ValueError
-    for no replicas, or one twice.
+    draining one gets none and ends those that it has. If no other is left, those that failed are tried. Raises
+    ValueError for no replicas, or one twice.
     """
 
     def __init__(

@@ -53,6 +53,7 @@ def serve(
     question_template: str | None,
     tokenizer: str | None,
     shadow: bool,
+    shared_orders: str | None,
     tiers: bool,
     allow_host: tuple[str, ...],
     **options: Any,
@@ -87,6 +88,8 @@ def serve(
 
     check_keys(context)
     check_route(context.params)
+    if shared_orders is not None and (len(upstream) > 1 or data_parallel_ranks is not None or route or shadow):
+        raise click.UsageError("--shared-orders is for proxies that order in front of one server with one cache")
     topics = _topics(topic_header, topic_secret, route=route)
     if allow_host and api_key is not None:
         raise click.UsageError(
@@ -110,7 +113,9 @@ def serve(
     metrics = Metrics()
 
     def observed(settings: Settings) -> ObservedOrderer:
-        return ObservedOrderer(Orderer(settings, **given({"topics": topics})), [metrics], shadow=shadow)
+        options = given({"topics": topics})
+        orderer = Orderer(settings, **options) if shared_orders is None else _sharing(shared_orders, settings, options)
+        return ObservedOrderer(orderer, [metrics], shadow=shadow)
 
     admission = None
     if limits.max_in_flight is not None:
@@ -190,6 +195,18 @@ def serve(
             probes=PROBES,
             on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
         )
+
+
+def _sharing(url: str, settings: Settings, options: dict[str, Any]) -> Orderer:
+    try:
+        from ragorder.adapters.shared_orders import SharedOrderer
+
+        return SharedOrderer(url, settings, **options)
+    except ImportError as error:
+        raise click.ClickException(f"--shared-orders needs {error.name}: pip install 'ragorder[shared]'") from None
+    except ValueError:
+        # What it quotes may have a password in it.
+        raise click.UsageError("--shared-orders: not a URL such as redis://127.0.0.1:6379/0") from None
 
 
 def _topics(header: str | None, secret: str | None, *, route: bool) -> Topics | None:

@@ -83,6 +83,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "topic_header",
     "topic_secret",
     "route",
+    "shared_orders",
     "tokenizer",
     "tiers",
     "connect_timeout_s",

@@ -122,8 +122,8 @@ serve_options = together(
             metavar="TEXT",
             envvar=SECRET_VARIABLE,
             show_envvar=True,
-            help="The secret of topics, which all processes share that are to have the same ones. [default: one of this "
-            "process alone]",
+            help="The secret of topics, which all processes share that are to have the same ones. [default: one of "
+            "this process alone]",
         ),
         option(
             "--route",
@@ -209,6 +209,14 @@ serve_options = together(
             capacity_tokens={"default": "the server's /metrics; with --engine torch what its tiers hold"},
             tier_policy={"type": Choice(list(POLICIES)), "metavar": None},
             block_size={"default": "the server's /metrics; with --engine torch 16"},
+        ),
+        option(
+            "--shared-orders",
+            metavar="URL",
+            envvar="RAGORDER_SHARED_ORDERS",
+            show_envvar=True,
+            help="Share orders with other proxies in front of the same server through a Valkey or Redis server, such as "
+            "redis://127.0.0.1:6379/0.",
         ),
         option(
             "--shadow",
