@@ -16,7 +16,8 @@ class ReplicasCell(SuiteCell):
     """`replicas` with `capacity_tokens` each serve a workload or the questions of a corpus, `in_flight` at a time each.
 
     A topic has at most a `share` of the requests, and goes to the first owner with at most `bound` times the mean
-    number in flight. With `changes` a replica is added after a third of the requests, and another removed after two thirds.
+    number in flight. With `changes` a replica is added after a third of the requests, and another removed after
+    two thirds.
     """
 
     replicas: int = Field(16, ge=2)
