@@ -299,8 +299,8 @@ class Orderer:
         suffix_tokens: int | None = None,
         prefix_tokens: int | None = None,
     ) -> None:
-        """Count a request that another process had served by the same engine, as if ordered and served here. Without the
-        `permutation` of its ordering the documents are in prompt order. Needless with KV events."""
+        """Count a request that another process had served by the same engine, as if ordered and served here. Without
+        the `permutation` of its ordering the documents are in prompt order. Needless with KV events."""
         try:
             request = self._reader.read(list(documents))
             self._record(request, permutation, scope, suffix_tokens, prefix_tokens)

@@ -51,7 +51,7 @@ class DecayedSketch:
         """Count one occurrence; the count with it."""
         cells, width, weight = self._cells, self._width, self._weight
         places = [row * width + (place & width - 1) for row, place in enumerate(_ROWS.unpack(digest))]
-        count = min([cells[place] for place in places]) + weight
+        count: float = min([cells[place] for place in places]) + weight
         for place in places:
             if cells[place] < count:
                 cells[place] = count

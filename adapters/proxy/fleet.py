@@ -56,9 +56,7 @@ class Fleet:
         if registry is not None:
             registry.register(self)
 
-    def connect(
-        self, server: Callable[[str], Upstream], orderer: Callable[[OrdererLike], RequestOrderer]
-    ) -> None:
+    def connect(self, server: Callable[[str], Upstream], orderer: Callable[[OrdererLike], RequestOrderer]) -> None:
         """Make the replicas; ranks of one server share its connections."""
         servers = {each.upstream: server(each.upstream) for each in self.addresses}
         self.replicas = [

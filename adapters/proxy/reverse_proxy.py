@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from operator import methodcaller
@@ -135,8 +135,8 @@ class ServerProxy(ReverseProxy):
         if parsed is None:
             return None
         # If the client leaves meanwhile, the documents may be ordered only afterwards.
-        order = partial(self._orderer.order, parsed, upcoming)
-        ordered = await self._workers.run(order, length, abandoned=methodcaller("end"))
+        order: Callable[[], SentRequest] = partial(self._orderer.order, parsed, upcoming)
+        ordered: SentRequest = await self._workers.run(order, length, abandoned=methodcaller("end"))
         # Ends before its admission does: the request that is chosen next is to find what this one leaves cached.
         until_answered.callback(ordered.end)
         return ordered

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["UnreadableError", "SharedOrder", "is_shareable", "read_order"]
+__all__ = ["SharedOrder", "UnreadableError", "is_shareable", "read_order"]
 
 _MOST_DOCUMENTS = 4096
 

@@ -43,7 +43,7 @@ class OrderLog:
         self.process = secrets.token_bytes(8)
         self.appended = self.applied = self.unreadable = 0
         self._errors: Any = (redis.RedisError, OSError)
-        self._connect = lambda: redis.Redis.from_url(url, protocol=2, **_TIMEOUTS)
+        self._connect: Callable[[], Any] = lambda: redis.Redis.from_url(url, protocol=2, **_TIMEOUTS)
         # A wrong URL is found now.
         self._connect().close()
         self._stream = stream

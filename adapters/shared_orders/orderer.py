@@ -41,9 +41,7 @@ class SharedOrderer(Orderer):
     ImportError without ragorder[shared].
     """
 
-    def __init__(
-        self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, **options: Any
-    ) -> None:
+    def __init__(self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, **options: Any) -> None:
         super().__init__(settings, **options)
         self._share(url, stream)
         self._log.start()
@@ -156,7 +154,7 @@ class SharedOrderer(Orderer):
     def _lose(self, reason: str) -> None:
         self.degrade(f"the server of shared orders is lost ({reason}): each process goes on with its own orders")
 
+
 def _call(method: WeakMethod[Any], argument: object) -> None:
     if (call := method()) is not None:
         call(argument)
-

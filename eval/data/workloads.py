@@ -2,8 +2,8 @@
 
 `paper` is RAGCache++ section 4.1, `geo` 4.7. In `paper` documents kept from the predecessor stay in their places, which
 flatters retrieval order; `paper-shuf` shuffles the ranks, `ovX` is `paper-shuf` with overlap X. In `disjoint`
-consecutive requests share nothing, in `unique` none do. `mix8` interleaves eight tenants, `mixN` N of them, `zipf10` draws
-ten documents by Zipf(1.0), `zipf10-X` with exponent X."""
+consecutive requests share nothing, in `unique` none do. `mix8` interleaves eight tenants, `mixN` N of them, `zipf10`
+draws ten documents by Zipf(1.0), `zipf10-X` with exponent X."""
 
 from __future__ import annotations
 

@@ -215,8 +215,8 @@ serve_options = together(
             metavar="URL",
             envvar="RAGORDER_SHARED_ORDERS",
             show_envvar=True,
-            help="Share orders with other proxies in front of the same server through a Valkey or Redis server, such as "
-            "redis://127.0.0.1:6379/0.",
+            help="Share orders with other proxies in front of the same server through a Valkey or Redis server, such "
+            "as redis://127.0.0.1:6379/0.",
         ),
         option(
             "--shadow",

@@ -151,9 +151,7 @@ class TestTheChoice:
             # Lengths are estimated, and the chat has a few characters of its own.
             assert cached >= 700 and abs(predicted - cached) <= 48
 
-    def test_spreads_requests_in_flight(
-        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
-    ) -> None:
+    def test_spreads_requests_in_flight(self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]) -> None:
         """All ask for the same documents: one replica alone would compute them once, and have a queue."""
         engines = [start() for _ in range(3)]
         front = proxy(*(engine.url for engine in engines))

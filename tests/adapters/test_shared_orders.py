@@ -127,7 +127,9 @@ class TestSharing:
         assert eventually(lambda: one.log.last == last)
         assert one.log.applied == 0
 
-    def test_a_process_that_starts_later_reads_what_was_served_before(self, sharing: Callable[..., SharedOrderer]) -> None:
+    def test_a_process_that_starts_later_reads_what_was_served_before(
+        self, sharing: Callable[..., SharedOrderer]
+    ) -> None:
         one = sharing()
         first = one.order(DOCUMENTS[:3])
         first.confirm()
@@ -186,7 +188,7 @@ class TestSharing:
         for number in range(LENGTH + 2000):
             one.order([Document(str(number), tokens=16)]).confirm()
             if number % 500 == 0:
-                assert eventually(lambda: one.log.appended > number)
+                assert eventually(lambda number=number: one.log.appended > number)
         assert eventually(lambda: one.log.appended == LENGTH + 2000)
         assert LENGTH <= server.length() <= LENGTH + 200
 
@@ -265,9 +267,7 @@ class TestALostServer:
         assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 300 // 16 * 16
         assert not any(str(server.port) in reason for reason in other.degraded)
 
-    def test_it_resumes_when_the_server_is_back(
-        self, sharing: Callable[..., SharedOrderer], server: Server
-    ) -> None:
+    def test_it_resumes_when_the_server_is_back(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
         one, other = sharing(strict=False), sharing(strict=False)
         one.order(DOCUMENTS[:3]).confirm()
         assert known(other, orders=1)
@@ -441,4 +441,3 @@ class TestOptions:
         ):
             result = CliRunner().invoke(serve, [*sizes, *wrong])
             assert result.exit_code == 2 and reason in result.output
-

@@ -112,7 +112,9 @@ class TestProcesses:
 
 class TestSecrecy:
     def test_depends_on_scope_and_secret(self) -> None:
-        found = {Topics(secret).of(["a"], scope) for secret in (SECRET, "another") for scope in (None, "x", "y", b"x", 1)}
+        found = {
+            Topics(secret).of(["a"], scope) for secret in (SECRET, "another") for scope in (None, "x", "y", b"x", 1)
+        }
         assert len(found) == 10
         assert all(topic is not None and len(topic) == 32 and int(topic, 16) >= 0 for topic in found)
 

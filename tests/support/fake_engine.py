@@ -28,8 +28,8 @@ _CHARACTERS = 4
 
 
 class FakeEngine:
-    """A prompt's tokens are its pieces of four characters. The field `pace` of a request says how many seconds its first
-    token and each further one take, or None: until the gate is opened."""
+    """A prompt's tokens are its pieces of four characters. The field `pace` of a request says how many seconds its
+    first token and each further one take, or None: until the gate is opened."""
 
     def __init__(self, ranks: int, capacity_tokens: int) -> None:
         self.engines = [

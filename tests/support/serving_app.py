@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+
 from support.waiting import eventually
 
 __all__ = ["serving"]

@@ -66,5 +66,5 @@ class ReplicasRecord(Record):
     def load(self) -> float:
         """The most tokens computed by a replica that was always there, over their mean."""
         columns = (self.rows[name] for name in ("prompt_tokens", "cached_tokens", "always"))
-        computed = [prompt - cached for prompt, cached, always in zip(*columns, strict=True) if always]
-        return max(computed) * len(computed) / max(1, sum(computed))
+        computed: list[int] = [prompt - cached for prompt, cached, always in zip(*columns, strict=True) if always]
+        return float(max(computed) * len(computed) / max(1, sum(computed)))
