@@ -26,12 +26,12 @@ class BestReplica(Generic[K]):
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
     Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the tokens
-    that it has computed lately, as far as they exceed the mean (0.5: half as much again). So replicas without work fill
+    that it has computed lately, as far as they exceed the mean (1: twice as much). So replicas without work fill
     their caches, too. Among equals the least busy, then the one that has computed least. A request counts half after
     `half_life` further ones a replica. Not thread-safe.
     """
 
-    def __init__(self, *, busy: float = 0.15, worked: float = 0.5, half_life: int = 64) -> None:
+    def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
         self.busy = busy
         self.worked = worked
         self._half_life = half_life

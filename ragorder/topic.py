@@ -17,6 +17,10 @@ SECRET_VARIABLE = "RAGORDER_TOPIC_SECRET"  # noqa: S105
 
 # A topic cannot be tried against documents: without a secret the key exists in this process only.
 _KEY = secrets.token_bytes(32)
+# Popularity counts in powers of two to this one.
+_POWER = 3
+# Requests that are no large share yet.
+_FEW = 16.0
 _TOKEN = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
 _OWNED = frozenset({"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"})
 
@@ -28,11 +32,11 @@ class Topics:
         topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
 
     A set's topic is its scope and its most popular document; while the requests of a topic are more than `share` of
-    all, the next popular document is part of it. Popularity counts in powers of two, and among equals a digest decides:
-    so a topic does not depend on the order of the documents, seldom changes, and is the same in processes that see
-    samples of the same traffic. These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the environment, or
-    else one of this process alone), without which a topic says nothing about its documents. Raises ValueError for an
-    empty secret and for a `share` that is not above 0 and at most 1.
+    all, the next popular document is part of it. Popularity counts in orders of magnitude (8 times), and among equals a
+    digest decides: so a topic does not depend on the order of the documents, seldom changes, and is the same in
+    processes that see samples of the same traffic. These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the
+    environment, or else one of this process alone), without which a topic says nothing about its documents. Raises
+    ValueError for an empty secret and for a `share` that is not above 0 and at most 1.
     """
 
     def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:
@@ -57,9 +61,10 @@ class Topics:
             return None
         counts = self._counts
         counts.step()
-        first, *others = sorted((-frexp(counts.add(each))[1], each) for each in documents)
+        first, *others = sorted((-(frexp(counts.add(each))[1] // _POWER), each) for each in documents)
         topic = self._digest(b"topic", tenant, first[1])
-        most = max(1.0, self.share * counts.steps)
+        # Decayed counts are rounded.
+        most = 1.000001 * max(_FEW, self.share * counts.steps)
         for _, document in others:
             if counts.add(topic) <= most:
                 break

@@ -65,10 +65,12 @@ class TestATopic:
         rng = random.Random(2)
         requests = [["everywhere", f"second {rng.randrange(40)}", f"third {rng.randrange(400)}"] for _ in range(4000)]
         whole, split = Topics(SECRET, share=1.0), Topics(SECRET, share=0.05)
-        assert len({whole.of(keys) for keys in requests[1000:]}) == 1
-        found = Counter(split.of(keys) for keys in requests)
-        assert max(Counter(split.of(keys) for keys in requests[1000:]).values()) <= 0.07 * 3000
-        assert len(found) < 400
+        found = [(whole.of(keys), split.of(keys)) for keys in requests][1000:]
+        assert len({alone for alone, _ in found}) == 1
+        shares = Counter(topic for _, topic in found)
+        assert max(shares.values()) <= 0.07 * 3000
+        # Of the 40 second documents, not of the 400 third ones.
+        assert sum(count for _, count in shares.most_common(40)) >= 0.9 * 3000
 
     def test_of_no_documents_is_none(self) -> None:
         assert Topics(SECRET).of([]) is None
@@ -120,7 +122,7 @@ class TestSecrecy:
 
     def test_popularity_in_one_scope_says_nothing_in_another(self) -> None:
         """A tenant must not learn from its topics what another one asks for."""
-        quiet, busy = Topics(SECRET), Topics(SECRET)
+        quiet, busy = Topics(SECRET, share=1.0), Topics(SECRET, share=1.0)
         for _ in range(100):
             busy.of(["b"], scope="other")
         for keys in (["a", "b"], ["b", "c"], ["a", "b", "c"]):

@@ -92,17 +92,19 @@ class TestServing:
 
     def test_topics_and_the_best_replica_find_more_than_chance(self, requests: list[TraceRequest]) -> None:
         found = {
-            policy: ReplicasRecord(suite="mine", policy=policy, **serve(requests, cell(), policy, 0, 100)).cached
+            policy: ReplicasRecord(
+                suite="mine", cell={}, policy=policy, **serve(requests, cell(), policy, 0, 100)
+            ).cached
             for policy in ROUTERS
         }
         chance = max(found[policy] for policy in ("random", "in turn", "least busy"))
         assert found["topic"] > chance + 0.05
-        assert found["topic, bounded"] > chance + 0.05
+        assert found["topic, bound 2"] > chance + 0.05
         assert found["best"] > chance + 0.05
 
     def test_bounded_load_bounds_the_requests_in_flight(self, requests: list[TraceRequest]) -> None:
         loose = serve(requests, cell(), "topic", 0, 100)["facts"]["in_flight"]
-        bounded = serve(requests, cell(bound=1.25), "topic, bounded", 0, 100)["facts"]["in_flight"]
+        bounded = serve(requests, cell(), "topic, bound 1.25", 0, 100)["facts"]["in_flight"]
         # Rounded up to whole requests: 6 of 17 on four replicas.
         assert bounded <= 1.5 < loose
 
@@ -149,7 +151,7 @@ class TestSuites:
         assert report.exit_code == 0, report.output
         assert "mix64: 4 replicas" in report.output
         assert "topics moved, %" in report.output
-        assert report.output.count("| topic, bounded |") == 2
+        assert report.output.count("| topic, bound 1.5 |") == 2
 
     def test_the_report_says_whether_the_goals_are_reached(self) -> None:
         def record(policy: str, cached: list[int]) -> ReplicasRecord:
@@ -158,11 +160,11 @@ class TestSuites:
             fields = {"suite": "mine", "cell": {"workload": "mix8", "replicas": 2}, "engine": {"name": "sim"}}
             return ReplicasRecord(policy=policy, rows=rows, facts=facts, **fields)
 
-        lines = [record("random", [100, 100]), record("topic, bounded", [650, 300]), record("best", [500, 500])]
+        lines = [record("random", [100, 100]), record("topic, bound 2", [650, 300]), record("best", [500, 500])]
         (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
         assert [[entry.text for entry in row] for row in table.rows] == [
             ["random", "10.0", "20.0", "1.00", "1.50", "99.5"],
-            ["topic, bounded", "47.5", "95.0", "1.33", "1.50", "99.5"],
+            ["topic, bound 2", "47.5", "95.0", "1.33", "1.50", "99.5"],
             ["best", "50.0", "100.0", "1.00", "1.50", "99.5"],
         ]
         assert [entry.tone for entry in table.rows[1]] == ["", "", "good", "good", "", ""]

@@ -15,9 +15,8 @@ __all__ = ["ReplicasCell", "ReplicasRecord"]
 class ReplicasCell(SuiteCell):
     """`replicas` with `capacity_tokens` each serve a workload or the questions of a corpus, `in_flight` at a time each.
 
-    A topic has at most a `share` of the requests, and goes to the first owner with at most `bound` times the mean
-    number in flight. With `changes` a replica is added after a third of the requests, and another removed after
-    two thirds.
+    A topic has at most a `share` of the requests. With `changes` a replica is added after a third of the requests, and
+    another removed after two thirds.
     """
 
     replicas: int = Field(16, ge=2)
@@ -25,10 +24,9 @@ class ReplicasCell(SuiteCell):
     corpus: str | None = None
     capacity_tokens: int = Field(16_384, ge=1)
     in_flight: int = Field(4, ge=1)
-    requests: int = Field(8000, ge=1)
+    requests: int = Field(5000, ge=1)
     top_k: int | None = Field(None, ge=1)
     share: float = Field(1 / 32, gt=0, le=1)
-    bound: float = Field(1.25, ge=1)
     changes: bool = False
 
     @model_validator(mode="after")

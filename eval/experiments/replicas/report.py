@@ -16,7 +16,7 @@ from ragorder.eval.running.suite import Suite
 __all__ = ["make_part"]
 
 _BEST = "best"
-_BOUNDED = "topic, bounded"
+_BOUNDED = "topic, bound"
 _ENOUGH = 0.9
 _MOST_LOAD = 1.5
 
@@ -64,7 +64,7 @@ def _cached(group: RecordGroup[ReplicasRecord], policy: str) -> float:
 def _goal(figure: float, reached: bool, policy: str, decimals: int = 1) -> Entry:
     """The goals are those of topics with bounded load."""
     tone: Tone = ""
-    if policy == _BOUNDED:
+    if policy.startswith(_BOUNDED):
         tone = "good" if reached else "bad"
     return Entry(format_number(figure, decimals), tone=tone)
 

@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import ClassVar
 
 from ragorder import Document
 from ragorder.eval.experiments.replicas.record import ReplicasCell
@@ -81,12 +82,27 @@ class TopicOwner(Router):
 
 
 class BoundedOwner(TopicOwner):
-    """The first owner within the bound (Mirrokni, Thorup and Zadimoghaddam 2018)."""
+    """The first owner with at most `bound` times the mean number in flight, rounded up (Mirrokni, Thorup and
+    Zadimoghaddam 2018)."""
+
+    bound: ClassVar[float]
 
     def owner(self, topic: str, replicas: Replicas) -> int:
         in_flight = 1 + sum(replica.in_flight for replica in replicas.values())
-        most = ceil(self.cell.bound * in_flight / len(replicas))
+        most = ceil(self.bound * in_flight / len(replicas))
         return next(number for number in self._ring.owners(topic) if replicas[number].in_flight < most)
+
+
+class BoundedBy2(BoundedOwner):
+    bound = 2.0
+
+
+class BoundedBy1Half(BoundedOwner):
+    bound = 1.5
+
+
+class BoundedBy1Quarter(BoundedOwner):
+    bound = 1.25
 
 
 class Best(Router):
@@ -107,6 +123,8 @@ ROUTERS: Mapping[str, type[Router]] = {
     "in turn": InTurn,
     "least busy": LeastBusy,
     "topic": TopicOwner,
-    "topic, bounded": BoundedOwner,
+    "topic, bound 2": BoundedBy2,
+    "topic, bound 1.5": BoundedBy1Half,
+    "topic, bound 1.25": BoundedBy1Quarter,
     "best": Best,
 }
