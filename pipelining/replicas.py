@@ -9,6 +9,9 @@ from ragorder.pipelining.reordering import CachedLengths
 
 __all__ = ["BestReplica", "ReplicaState"]
 
+# Prompts that are no difference in work yet.
+_FEW = 8
+
 K = TypeVar("K", bound=Hashable)
 
 
@@ -25,10 +28,10 @@ class BestReplica(Generic[K]):
         best = BestReplica()
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
-    Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the tokens
-    that it has computed lately, as far as they exceed the mean (1: twice as much). So replicas without work fill
-    their caches, too. Among equals the least busy, then the one that has computed least. A request counts half after
-    `half_life` further ones a replica. Not thread-safe.
+    Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the share
+    by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without work
+    fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts half
+    after `half_life` further ones a replica. Not thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
@@ -44,19 +47,19 @@ class BestReplica(Generic[K]):
         for known in computed:
             computed[known] *= decay
         done = {replica: computed.get(replica, 0.0) for replica in replicas}
-        mean = sum(done.values()) / len(done) or 1.0
+        mean = sum(done.values()) / len(done)
         least = min(state.in_flight for state in replicas.values())
 
         def cost(replica: K) -> tuple[float, int, float]:
             (cached_tokens, computed_tokens), in_flight = replicas[replica]
-            share = cached_tokens / max(1.0, cached_tokens + computed_tokens)
-            work = max(0.0, done[replica] / mean - 1.0)
-            return self.busy * (in_flight - least) + self.worked * work - share, in_flight, done[replica]
+            prompt = max(1.0, cached_tokens + computed_tokens)
+            work = max(0.0, done[replica] - mean) / (mean + _FEW * prompt)
+            return (
+                self.busy * (in_flight - least) + self.worked * work - cached_tokens / prompt,
+                in_flight,
+                done[replica],
+            )
 
         chosen = min(replicas, key=cost)
         computed[chosen] = done[chosen] + replicas[chosen].lengths.computed_tokens
         return chosen
-
-    def forget(self, replica: K) -> None:
-        """A replica that is gone, or has an empty cache again."""
-        self._computed.pop(replica, None)

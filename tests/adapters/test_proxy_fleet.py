@@ -30,6 +30,8 @@ from ragorder.adapters.proxy.held_answer import HeldAnswer
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.cli.serve import serve as serve_command
 
+# Made once: it takes longer than a request.
+CERTIFICATES = httpx2.create_ssl_context()
 CHAT = "/v1/chat/completions"
 TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
 CAPACITY = 16_384
@@ -51,14 +53,13 @@ def serve() -> Iterator[Callable[[Any], str]]:
 class Proxy:
     url: str
     fleet: Fleet
-    clients: list[httpx2.Client] = field(default_factory=list)
 
     def post(self, body: Any, path: str = CHAT) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60) as client:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
             return client.post(self.url + path, json=body)
 
     def get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(trust_env=False, timeout=60) as client:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
             return client.get(self.url + path)
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -113,7 +114,7 @@ class Streamed:
 def stream(proxy: Proxy, body: dict[str, Any], into: Streamed) -> Streamed:
     try:
         with (
-            httpx2.Client(trust_env=False, timeout=60) as client,
+            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
             client.stream("POST", proxy.url + CHAT, json={**body, "stream": True}) as response,
         ):
             into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
@@ -226,7 +227,7 @@ class TestRanks:
     ) -> None:
         engine = start(ranks=2)
         front = proxy(engine.url, ranks=2)
-        with httpx2.Client(trust_env=False) as client:
+        with httpx2.Client(trust_env=False, verify=CERTIFICATES) as client:
             for _ in range(4):
                 client.post(front.url + CHAT, json=plain("?"), headers={"X-data-parallel-rank": "1"})
         assert engine.state["served"] == [2, 2]

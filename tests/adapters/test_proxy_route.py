@@ -23,6 +23,8 @@ from ragorder.cli.serve import serve as serve_command
 from ragorder.topic import SECRET_VARIABLE, Topics
 
 SECRET = "a secret of these tests"  # noqa: S105
+# Made once: it takes longer than a request.
+CERTIFICATES = httpx2.create_ssl_context()
 CHAT = "/v1/chat/completions"
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdef"}
 HEADER = "x-session-id"
@@ -87,7 +89,7 @@ def tagged(names: str, **fields: Any) -> dict[str, Any]:
 def post(url: str, body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **headers}
-    with httpx2.Client(trust_env=False) as client:
+    with httpx2.Client(trust_env=False, verify=CERTIFICATES) as client:
         return client.post(url + path, content=content, headers=headers)
 
 

@@ -66,14 +66,3 @@ class TestWork:
         for _ in range(200):
             best.choose({"b": state(0), "c": state(0)})
         assert best.choose({"a": state(0), "b": state(0), "c": state(0)}) == "a"
-
-    def test_of_a_replica_that_is_gone_is_forgotten(self) -> None:
-        best = BestReplica[str]()
-        for _ in range(3):
-            best.choose({"a": state(0)})
-        assert best.choose({"a": state(0), "b": state(0)}) == "b"
-        best = BestReplica[str]()
-        for _ in range(3):
-            best.choose({"a": state(0)})
-        best.forget("a")
-        assert best.choose({"a": state(0), "b": state(0)}) == "a"
