@@ -29,8 +29,8 @@ class BestReplica(Generic[K]):
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
     Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the share
-    by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without work
-    fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts half
+    by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without
+    work fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts half
     after `half_life` further ones a replica. Not thread-safe.
     """
 

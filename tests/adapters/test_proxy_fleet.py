@@ -156,16 +156,16 @@ class TestTheChoice:
         """All ask for the same documents: one replica alone would compute them once, and have a queue."""
         engines = [start() for _ in range(3)]
         front = proxy(*(engine.url for engine in engines))
-        with ThreadPoolExecutor(24) as pool:
-            bodies = [tagged(["d0", "d1", "d2"], f"{number}", pace=[None, 0]) for number in range(24)]
+        with ThreadPoolExecutor(36) as pool:
+            bodies = [tagged(["d0", "d1", "d2"], f"{number}", pace=[None, 0]) for number in range(36)]
             waiting = [pool.submit(front.post, body) for body in bodies]
-            assert eventually(lambda: sum(len(engine.state["begun"]) for engine in engines) == 24)
+            assert eventually(lambda: sum(len(engine.state["begun"]) for engine in engines) == 36)
             for engine in engines:
                 engine.open()
             answers = [each.result() for each in waiting]
         assert {answer.status_code for answer in answers} == {200}
         served = [sum(engine.state["served"]) for engine in engines]
-        assert sum(served) == 24 and min(served) >= 4
+        assert sum(served) == 36 and min(served) >= 8
         assert [each["in_flight"] for each in front.replicas()] == [0, 0, 0]
 
     def test_caches_together_what_one_with_the_capacity_of_both_would(
@@ -173,7 +173,7 @@ class TestTheChoice:
     ) -> None:
         """The goal: 0.95 of one engine's cached tokens."""
         rng = random.Random(0)
-        requests = [region(rng) for _ in range(240)]
+        requests = [region(rng) for _ in range(160)]
 
         def cached(*engines: EngineProcess) -> int:
             front = proxy(*(engine.url for engine in engines))
@@ -282,8 +282,8 @@ class TestAKilledReplica:
         port = int(engines[0].url.rpartition(":")[2])
         start(port=port)
         assert eventually(lambda: [each["up"] for each in front.replicas()] == [True, True])
-        found = [front.post(plain(str(number))) for number in range(4)]
-        assert {answer.headers["x-ragorder-replica"] for answer in found} == {"0", "1"}
+        # It has computed least.
+        assert front.post(plain("?")).headers["x-ragorder-replica"] == "0"
 
     def test_corrects_its_tree_by_what_the_new_server_reports(
         self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
