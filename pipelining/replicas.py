@@ -30,8 +30,8 @@ class BestReplica(Generic[K]):
 
     Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the share
     by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without
-    work fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts half
-    after `half_life` further ones a replica. Not thread-safe.
+    work fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts
+    half after `half_life` further ones a replica. Not thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import random
@@ -410,7 +411,7 @@ os._exit(0)
         orderer = SharedOrderer(server.url, capacity_tokens=1000, block_size=16)
         log = orderer.log
         del orderer
-        assert eventually(lambda: log._stopped)
+        assert eventually(lambda: gc.collect() >= 0 and log._stopped)
 
     def test_it_can_be_observed(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
         observed = ObservedOrderer(sharing())

@@ -24,7 +24,7 @@ class ReplicasCell(SuiteCell):
     corpus: str | None = None
     capacity_tokens: int = Field(16_384, ge=1)
     in_flight: int = Field(4, ge=1)
-    requests: int = Field(5000, ge=1)
+    requests: int = Field(2400, ge=1)
     top_k: int | None = Field(None, ge=1)
     share: float = Field(1 / 32, gt=0, le=1)
     changes: bool = False
