@@ -535,7 +535,7 @@ class TestTheCommand:
         engine = start(ranks=2)
         said, made = serve_with("--upstream", engine.url)
         assert made["upstream"] == engine.url
-        assert "has 2 data-parallel ranks" in said and "give --data-parallel-ranks 2" in said
+        assert "has 2 engines" in said and "give --data-parallel-ranks 2" in said
         said, _ = serve_with("--upstream", engine.url, "--data-parallel-ranks", "3")
         assert "--data-parallel-ranks 3: the server has 2" in said
 
