@@ -108,8 +108,8 @@ def _settings_of_server(
         warn("the server's prefix cache is off: start it with --enable-prefix-caching")
     if ranks is None and cache.engines > 1:
         warn(
-            f"the server has {cache.engines} engines, each with its own cache: give --data-parallel-ranks {cache.engines}, "
-            "or route each tenant to one of them"
+            f"the server has {cache.engines} engines, each with its own cache: give "
+            f"--data-parallel-ranks {cache.engines}, or route each tenant to one of them"
         )
     elif ranks is not None and cache.engines != ranks:
         warn(f"--data-parallel-ranks {ranks}: the server has {cache.engines}")
