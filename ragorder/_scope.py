@@ -72,7 +72,6 @@ class Scope:
         self._cold_by_rank = settings.cold == "rank"
         fuses = settings.reuse == "fused"
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
-        self.fused = FusedReuse(settings, self.tree) if fuses else None
         self.mirror = _make_mirror(name, self.tree, pool, contents, owner.tiers)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
@@ -80,6 +79,7 @@ class Scope:
         self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.tail].from_settings(settings)
+        self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
 
     @property
     def whole(self) -> bool:
@@ -105,8 +105,8 @@ class Scope:
         # A dry run finds the blocks where they are now, and moves none.
         copy.places = None
         copy.tree = copy.mirror.tree
-        copy.fused = None if self.fused is None else self.fused.copy(copy.tree)
         copy.tail = self.tail.copy()
+        copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
 
     def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
@@ -211,8 +211,9 @@ class Scope:
         if self._cold_by_rank and not prefix:
             return rest
         if self.fused is not None:
-            rest, taken_over = self.fused.split(request.keys, rest)
-            return prefix + self.tail.arrange(request, prefix, rest, waiting) + taken_over
+            invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix, rest)
+            exact = prefix + invested
+            return exact + self.tail.arrange(request, exact, rest, waiting) + taken_over
         return prefix + self.tail.arrange(request, prefix, rest, waiting)
 
     def _begin(
@@ -220,10 +221,11 @@ class Scope:
     ) -> Ordering[D]:
         keys, tokens = request.keys, self._tokens(request)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
-        kept, behind_tokens, taken_over = permutation, 0, None
+        kept, behind_tokens, fused = permutation, 0, None
         if self.fused is not None:
-            exact, taken_over = self.fused.places(keys, permutation)
-            kept, behind_tokens = permutation[:exact], sum(tokens[rank] for rank in permutation[exact:])
+            fused = self.fused.places(request, tokens, permutation)
+            kept = permutation[: fused.exact]
+            behind_tokens = sum(tokens[rank] for rank in permutation[fused.exact :])
         path = self.tree.insert(keys, tokens, kept)
         token_ids = request.token_ids
         if token_ids:
@@ -242,8 +244,8 @@ class Scope:
             path[-1].end + behind_tokens,
             expected_uses,
         )
-        if taken_over:
-            ordering.fused = taken_over
+        if fused is not None:
+            ordering.fused, ordering.exact_documents = fused.taken_over, fused.invested
         if self.places is not None:
             for node in path[1 : 1 + lease.cached_documents]:
                 host, disk = self.places.loads(node)

@@ -80,6 +80,11 @@ class Settings(BaseSettings):
         "served",
         description="Documents that can be taken over: those in the engine's cache, or all (of `ragorder fuse build`).",
     )
+    invest: bool = Field(
+        True,
+        description="Whether a fused request computes documents behind its cached prefix exactly, though they could be "
+        "taken over, where later requests are expected to save more.",
+    )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
     feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")
     partial_blocks_first: bool = Field(
@@ -184,6 +189,7 @@ class OrdererOptions(TypedDict, total=False):
     reuse: Literal["exact", "fused"]
     recompute: float
     copies: Literal["served", "all"]
+    invest: bool
     residency: Literal["lru", "none"]
     feedback: bool
     partial_blocks_first: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import chain
 
@@ -16,6 +16,7 @@ from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
+from ragorder.kernels.cache.purge import purge
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
@@ -106,8 +107,8 @@ class KnowledgeCache:
         self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
     ) -> KVLease:
         """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
-        elsewhere, as far as the pool has room for them beside the path, or the request's `tokens`. A use in the
-        `background` counts as none.
+        elsewhere, as far as the pool has room for them beside the path, or the request's `tokens`. In the
+        `background` a use counts as none, and the device is not emptied for want of room.
 
         Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
@@ -116,7 +117,7 @@ class KnowledgeCache:
         if any(segment.tokens < 1 for segment in path):
             raise ValueError("a segment has 1 or more tokens: leave empty ones out")
         self.poll()
-        self._map(lease, self._match(path))
+        self._map(lease, self._match(path, background=background))
         self._leases[id(lease)] = lease
         if borrow:
             try:
@@ -211,6 +212,19 @@ class KnowledgeCache:
                 self._withdraw(copy)
         lease.pending.clear()
         self._close(lease)
+
+    def purge(self, keys: Collection[bytes]) -> None:
+        """Remove nodes whose KV is suspect, and all behind them, from all tiers; waits for what is under way.
+
+        Leases keep their blocks, and those that have begun commit nothing behind such nodes.
+        """
+        if not keys:
+            return
+        for copy in purge(self._tiers, keys):
+            self._withdraw(copy)
+            for lease in self._leases.values():
+                if copy in lease.pinned:
+                    lease.path = lease.path[: len(lease.pinned)]
 
     def adopt(self, content: bytes, copy: Whereabouts, kv: BlockPool) -> bool:
         """Take up a document's KV that was computed elsewhere, for requests to borrow; False without room for it.
@@ -308,12 +322,12 @@ class KnowledgeCache:
         for copy in self._tables.map(lease, pinned):
             self._unpin(copy)
 
-    def _match(self, path: Sequence[Segment]) -> list[DeviceCopy]:
+    def _match(self, path: Sequence[Segment], *, background: bool) -> list[DeviceCopy]:
         nodes = self._tiers.match(path)
         try:
             return self._tiers.load(nodes)
         except OutOfBlocksError:
-            if self._leases:
+            if self._leases or background:
                 raise
         # No other lease will free blocks.
         self._tiers.compact([node.device for node in nodes if node.device is not None])
@@ -328,7 +342,7 @@ class KnowledgeCache:
         try:
             self._tiers.make_room(needed)
         except OutOfBlocksError:
-            if len(self._leases) > 1:
+            if len(self._leases) > 1 or lease.background:
                 raise
             # No other lease will free blocks.
             self._tiers.compact(lease.pinned)
@@ -357,7 +371,7 @@ class KnowledgeCache:
             try:
                 copies = self._tiers.load([node])
             except OutOfBlocksError:
-                if len(self._leases) > 1:
+                if len(self._leases) > 1 or lease.background:
                     raise
                 # No other lease will free blocks.
                 return
