@@ -2,8 +2,8 @@
 
     {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [requests to
     come that will contain all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
-    tokens in front of the first document, "exact": leading documents to compute exactly, "question": true}}}; each may be
-    missing or null.
+    tokens in front of the first document, "exact": leading documents to compute exactly, "question": true}}}; each may
+    be missing or null.
 
 Standard library only: vLLM's processes load this module.
 """

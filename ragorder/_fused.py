@@ -56,7 +56,8 @@ class FusedReuse:
         copied = [rank for rank in ranks if self.has_copy(request.keys[rank])]
         invested = self._investment.choose(request, tokens, prefix, copied)
         known = set(copied)
-        return invested, [rank for rank in ranks if rank not in known], [each for each in copied if each not in invested]
+        new = [rank for rank in ranks if rank not in known]
+        return invested, new, [rank for rank in copied if rank not in invested]
 
     def places(self, request: RequestedDocuments, tokens: Sequence[int], permutation: Sequence[int]) -> FusedPlaces:
         """Of the documents in this order, whatever has decided it."""

@@ -54,7 +54,7 @@ class Investment:
     def gains(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], candidates: Sequence[int]
     ) -> list[float]:
-        """Tokens that each of `candidates` spares in all if it is computed behind `placed`; empty without a forecast."""
+        """Tokens that each of `candidates` spares in all, computed behind `placed`; empty without a forecast."""
         if not self._invests:
             return []
         uses = self._tail.coming_uses(request, placed, candidates)

@@ -881,8 +881,9 @@ class TestExactDocuments:
         assert again.cached.total == len(SYSTEM) + len(B) + len(C)
 
     def test_count_for_nothing_where_nothing_is_taken_over(self, make: Make, fusing: Make, plain: Any) -> None:
-        for engine, fusion in ((make(), None), (fusing(), "exact")):
-            request = replace(prompt_of(SYSTEM, [A, B], QUESTION, fusion=fusion), exact_documents=1)  # type: ignore[arg-type]
+        cases: list[tuple[TieredEngine, Any]] = [(make(), None), (fusing(), "exact")]
+        for engine, fusion in cases:
+            request = replace(prompt_of(SYSTEM, [A, B], QUESTION, fusion=fusion), exact_documents=1)
             [found] = engine.generate([request])
             assert difference(found, plain, request) <= 1e-4
 

@@ -19,7 +19,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class FusedPrefill:
-    """Tokens of a request's documents in an exact prefix, and taken over; tokens computed, the question's among them."""
+    """Tokens of documents in an exact prefix, and taken over; tokens computed, the question's among them."""
 
     exact: int
     fused: int
