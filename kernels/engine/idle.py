@@ -80,8 +80,8 @@ class IdleBuilder:
 
     Each is computed behind its system prompt and the documents that were asked for with it most often and have KV; its
     keys are turned to where it stands directly behind the system prompt, and the cache adopts it. At most `build_idle`
-    times the tokens that requests compute. One that cannot be built, for want of neighbours or room, waits until it is asked
-    for again. The caller serialises all calls.
+    times the tokens that requests compute. One that cannot be built, for want of neighbours or room, waits until it is
+    asked for again. The caller serialises all calls.
     """
 
     def __init__(

@@ -136,7 +136,8 @@ class TestExpectedUses:
         assert alone[0] == pytest.approx(uses.along("a")[0])
         assert behind[0] == pytest.approx(uses.along("abc")[-1])
         votes = (uses.voters & uses.cohorts.masks["a"] & uses.cohorts.masks["b"] & uses.cohorts.masks["f"]).bit_count()
-        assert behind[1] == pytest.approx(uses.per_vote * votes + uses.burst * uses.kept[0] * uses.kept[1] * uses.kept[5])
+        burst = uses.burst * uses.kept[0] * uses.kept[1] * uses.kept[5]
+        assert behind[1] == pytest.approx(uses.per_vote * votes + burst)
         assert 0 < behind[1] < alone[5]
         uses.observe(["new"])
         added = uses.cohorts.added
