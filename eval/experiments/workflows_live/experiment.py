@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
@@ -32,14 +31,10 @@ class WorkflowsLive(Experiment):
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
 
     def obstacle(self, suite: Suite, cell: LiveCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
         return lacks_torch() or super().obstacle(suite, cell, policy)
-
-    def requests(self, suite: Suite, cell: LiveCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         return len(job.policies) + 1
