@@ -57,7 +57,8 @@ class PromptRequest:
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
     expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
     prefix_tokens: int = field(default=0, repr=False, compare=False)
-    exact_documents: int = field(default=0, repr=False, compare=False)
+    # Compared: a speculation without it leaves other KV behind.
+    exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
 
 
