@@ -88,8 +88,8 @@ def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
 @triton.jit
 def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
         CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold in the keys at `key_at` and their values, which every row sees. Returns the running maximum, sum and weighted
-    sum of values."""
+    """Fold in the keys at `key_at` and their values, which every row sees. Returns the running maximum, sum and
+    weighted sum of values."""
     keys = tl.load(key_at[:, None] + dims[None, :])
     tail_keys = keys
     if TAIL:
@@ -108,8 +108,8 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, of the keys at `position` that exist (`is_key`): each row sees those before its `row_high`, BOUNDED: from
-    its `row_low` on."""
+    """As `see`, of the keys at `position` that exist (`is_key`): each row sees those before its `row_high`, BOUNDED:
+    from its `row_low` on."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:

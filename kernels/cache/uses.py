@@ -18,9 +18,7 @@ __all__ = ["NodeUses", "tokens_by_tier"]
 class NodeUses:
     """`requests` that began, and `new_tokens` of nodes that they computed."""
 
-    def __init__(
-        self, device: MemoryTier, host: MemoryTier, disk: StoreTier | None, profile: PrefillProfile
-    ) -> None:
+    def __init__(self, device: MemoryTier, host: MemoryTier, disk: StoreTier | None, profile: PrefillProfile) -> None:
         self.requests = self.new_tokens = 0
         self._device = device
         self._host = host

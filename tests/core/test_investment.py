@@ -93,7 +93,7 @@ def test_a_copy_asks_its_own_tail() -> None:
 def test_uses_are_learnt_from_the_requests() -> None:
     """Of 300 requests to come half contain a, as of those so far."""
     tail = CohortTail()
-    for number in range(1_000):
+    for number in range(4_000):
         tail.observe(Documents(["a" if number % 2 else f"x{number}", f"y{number}"], [100, 100]))
     asked = Documents(["new", "a"], [100, 100])
     tail.observe(asked)

@@ -344,9 +344,7 @@ class TestAShortageOfMemory:
         assert (stats.cache.device.nodes, stats.cache.device.evicted) == (nodes, 0)
 
 
-def test_a_step_examines_few_documents_whatever_is_remembered(
-    building: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_examines_few_documents_whatever_is_remembered(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = building()
     builder = engine._idle
     assert isinstance(builder, IdleBuilder)

@@ -22,9 +22,7 @@ def measure(
     stream: DocumentStream, cell: FusedOrdersCell, policy: str, advance: Callable[[], None]
 ) -> dict[str, list[float]]:
     """Rows of a `FusedOrdersRecord`."""
-    engine = SimulatedFusion(
-        stream.tokens, cell.device_tokens, recompute=cell.recompute, copied=cell.copies == "all"
-    )
+    engine = SimulatedFusion(stream.tokens, cell.device_tokens, recompute=cell.recompute, copied=cell.copies == "all")
     place = _placing(stream, cell, policy)
     columns = "document_tokens", "exact_tokens", "fused_tokens", "computed_tokens", "seconds"
     rows: dict[str, list[float]] = {name: [] for name in columns}
