@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy as shallow_copy
 from typing import NamedTuple, Self
 
-from ragorder._investment import Investment
+from ragorder._investment import Invested, Investment
 from ragorder.settings import Settings
 from ragorder.trie.residency import Places
 from ragorder.trie.search import Rest
@@ -17,12 +17,17 @@ __all__ = ["FusedPlaces", "FusedReuse"]
 
 
 class FusedPlaces(NamedTuple):
-    """`exact`: leading documents that are exact, cached or computed; `invested`: leading documents up to the last that
-    is computed although it could be taken over; `taken_over`: places."""
+    """`exact`: leading documents that are exact, cached or computed; `invested`: those computed although they could be
+    taken over; `taken_over`: places."""
 
     exact: int
-    invested: int
+    invested: list[Invested]
     taken_over: list[int]
+
+    @property
+    def exact_documents(self) -> int:
+        """Leading documents that the engine must not take over."""
+        return self.invested[-1].place + 1 if self.invested else 0
 
 
 class FusedReuse:
@@ -37,12 +42,12 @@ class FusedReuse:
         self._tree = tree
         self._recompute = settings.recompute
         self._all_copied = settings.copies == "all"
-        self._investment = Investment(settings, RankTail() if tail is None else tail)
+        self.investment = Investment(settings, RankTail() if tail is None else tail)
 
     def copy(self, tree: KnowledgeTree, tail: Tail) -> Self:
         copy = shallow_copy(self)
         copy._tree = tree
-        copy._investment = self._investment.copy(tail)
+        copy.investment = self.investment.copy(tail)
         return copy
 
     def has_copy(self, key: Key) -> bool:
@@ -54,7 +59,7 @@ class FusedReuse:
         """Of the documents `ranks` behind `prefix`: those to compute although they have a copy, next first; those
         without one; those taken over."""
         copied = [rank for rank in ranks if self.has_copy(request.keys[rank])]
-        invested = self._investment.choose(request, tokens, prefix, copied)
+        invested = self.investment.choose(request, tokens, prefix, copied)
         known = set(copied)
         new = [rank for rank in ranks if rank not in known]
         return invested, new, [rank for rank in copied if rank not in invested]
@@ -63,17 +68,19 @@ class FusedReuse:
         """Of the documents in this order, whatever has decided it."""
         keys = request.keys
         node: Node | None = self._tree.root
-        invested = 0
+        invested: list[Invested] = []
+        spent = 0.0
         for place, rank in enumerate(permutation):
             child = (node.children or {}).get(keys[rank]) if node is not None else None
             if child is None and self.has_copy(keys[rank]):
-                gains = self._investment.gains(request, tokens, permutation[:place], [rank])
-                if not gains or gains[0] <= 0:
+                uses = self.investment.uses(request, tokens, permutation[:place], rank, spent)
+                if uses is None:
                     others = range(place, len(permutation))
                     return FusedPlaces(
                         place, invested, [other for other in others if self.has_copy(keys[permutation[other]])]
                     )
-                invested = place + 1
+                invested.append(Invested(place, uses))
+                spent += self.investment.cost(tokens[rank])
             node = child
         return FusedPlaces(len(permutation), invested, [])
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
-from ragorder._fused import FusedReuse
+from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
 from ragorder.ordering import Ordering, RequestOutcome
@@ -138,7 +138,13 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def finish(self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None) -> None:
+    def finish(
+        self,
+        lease: Lease,
+        outcome: RequestOutcome,
+        documents_end: int | None = None,
+        fused: FusedPlaces | None = None,
+    ) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
         reported: Sequence[float | None]
         served, *reported = outcome
@@ -148,12 +154,17 @@ class Scope:
         except Exception as error:
             reported = ()
             wrong = error
-        self._owner.defer(partial(self._end, lease, served, reported, documents_end))
+        self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
         if wrong is not None:
             run_or_defer(partial(self._owner.report, wrong))
 
     def _end(
-        self, lease: Lease, served: bool, reported: Sequence[float | None], documents_end: int | None = None
+        self,
+        lease: Lease,
+        served: bool,
+        reported: Sequence[float | None],
+        documents_end: int | None = None,
+        fused: FusedPlaces | None = None,
     ) -> None:
         # A forgotten or half changed scope has no requests any more.
         if self.mirror.closed or not self.whole:
@@ -169,6 +180,8 @@ class Scope:
                 reported = [cached_tokens, lease.path[-1].end]
             self.residency.release(lease, *reported)
         else:
+            if self.fused is not None and fused is not None and lease.open:
+                self.fused.investment.cancel(lease.path, fused.invested)
             self.residency.cancel(lease)
         self._owner.changed()
         self.whole = True
@@ -239,13 +252,17 @@ class Scope:
             lease.cached_documents,
             lease.cached_tokens,
             guard_cost_tokens,
-            self.finish if self.fused is None else partial(self.finish, documents_end=path[-1].end + behind_tokens),
+            self.finish
+            if fused is None
+            else partial(self.finish, fused=fused, documents_end=path[-1].end + behind_tokens),
             lease,
             path[-1].end + behind_tokens,
             expected_uses,
         )
-        if fused is not None:
-            ordering.fused, ordering.exact_documents = fused.taken_over, fused.invested
+        if fused is not None and self.fused is not None:
+            ordering.fused, ordering.exact_documents = fused.taken_over, fused.exact_documents
+            copied = sum(tokens[permutation[place]] for place in fused.taken_over)
+            self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
         if self.places is not None:
             for node in path[1 : 1 + lease.cached_documents]:
                 host, disk = self.places.loads(node)

@@ -82,8 +82,8 @@ class Settings(BaseSettings):
     )
     invest: bool = Field(
         True,
-        description="Whether a fused request computes documents behind its cached prefix exactly, though they could be "
-        "taken over, where later requests are expected to save more.",
+        description="Where all documents can be taken over (`copies`): whether those of many requests are computed "
+        "exactly all the same, so that later requests find them in an exact prefix.",
     )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
     feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")

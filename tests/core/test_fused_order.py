@@ -65,6 +65,16 @@ def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]]) -> 
     assert orderer.tree_size == len(engine.paths)
 
 
+@given(st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=40))
+def test_so_it_is_if_all_have_copies_and_some_are_computed_all_the_same(requests: list[list[int]]) -> None:
+    orderer, engine = fusing(copies="all", recompute=1.0), FusingEngine(all_copied=True)
+    for numbers in requests:
+        ordering = orderer.order([DOCUMENTS[number] for number in numbers])
+        assert ordering.reuse == engine.serve(ordering.documents, ordering.exact_documents)
+        ordering.confirm(ordering.cached_tokens)
+    assert orderer.tree_size == len(engine.paths)
+
+
 def test_documents_to_compute_follow_the_prefix_and_others_stay_as_ranked() -> None:
     orderer = fusing()
     orderer.order(DOCUMENTS[:3]).confirm()
@@ -90,10 +100,10 @@ def cost(reuse: Sequence[Reuse], documents: Sequence[Document], recompute: float
     return sum(shares[kind] * document.token_count for kind, document in zip(reuse, documents, strict=True))
 
 
-def served(copies: str, **options: object) -> tuple[float, int]:
+def served(**options: object) -> tuple[float, int]:
     """Tokens that an engine computes of a workload's documents, and those found exact."""
     workload = make_workload("zipf10", 0, requests=1_500)
-    orderer, engine = fusing(copies=copies, **options), FusingEngine(all_copied=copies == "all")
+    orderer, engine = fusing(copies="all", **options), FusingEngine(all_copied=True)
     computed, exact = 0.0, 0
     for ranking in workload.rankings:
         ordering = orderer.order([workload.documents[number] for number in ranking])
@@ -105,15 +115,13 @@ def served(copies: str, **options: object) -> tuple[float, int]:
     return computed, exact
 
 
-@pytest.mark.parametrize("copies", ["all", "served"])
-def test_documents_of_many_requests_become_exact_though_all_could_be_taken_over(copies: str) -> None:
+def test_documents_of_many_requests_become_exact_though_all_could_be_taken_over() -> None:
     """And all requests together compute less for it."""
-    without, found_without = served(copies, invest=False)
-    computed, found = served(copies)
-    assert computed < without
-    assert found > found_without
-    if copies == "all":
-        assert not found_without
+    without, found_without = served(invest=False)
+    computed, found = served()
+    assert computed < 0.9 * without
+    assert found > 1_000
+    assert not found_without
 
 
 def popular(orderer: Orderer) -> None:

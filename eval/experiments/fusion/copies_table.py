@@ -60,7 +60,7 @@ def copies_table(groups: Sequence[Group]) -> Table:
         "Less than with copies computed alone; the paper has 70 %. Squared distance of keys and values from full "
         "attention's, summed over the documents of a prompt; at the end: over its last quarter. The first document "
         "deviates by nothing if its copy was computed alone; its preprocessed copy has seen others. Retrieved "
-        "together: of the neighbours of a prompt's documents, those in the prompt (the paper's Figure 7a: more than 80 % "
-        "at ten)."
+        "together: of the neighbours of a prompt's documents, those in the prompt (the paper's Figure 7a: more than "
+        "80 % at ten)."
     )
     return table
