@@ -38,8 +38,8 @@ class Investment:
 
     Such a request computes all tokens of the document instead of the share `recompute`; each later one with this
     prefix, as `tail` forecasts them, computes none instead of that share. A forecast counts as far as former ones have
-    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests compute anew is
-    spent before it comes back: so many tokens more are computed at worst.
+    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests compute anew
+    is spent before it comes back: so many tokens more are computed at worst.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
@@ -90,7 +90,7 @@ class Investment:
     def uses(
         self, request: RequestedDocuments, tokens: Sequence[int], placed: Sequence[int], rank: int, spent: float
     ) -> float | None:
-        """Expected uses of a document behind those `placed`, if they pay, and beside `spent` tokens it can be afforded."""
+        """Expected uses of a document behind those `placed`, if they pay and can be afforded after `spent` tokens."""
         for uses in self._uses(request, placed, [rank]):
             if self._gain(tokens[rank], uses) > 0 and spent + self.cost(tokens[rank]) <= self._tokens_left:
                 return uses
