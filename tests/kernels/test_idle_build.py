@@ -355,6 +355,8 @@ def test_a_step_examines_few_documents_whatever_is_remembered(building: Make, mo
     for number in range(2_000):
         observe(tokens(6, number))
     assert len(builder._documents) > 1_900
+    # Whatever the budget.
+    engine._counters.computed_tokens = 1_000_000
     examined = 0
     ranks = KnowledgeCache.ranks_elsewhere
 

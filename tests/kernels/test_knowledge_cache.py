@@ -555,7 +555,7 @@ class TestWhatLeavesTheDevice:
         at.serve(A)
         (copy,) = at.cache._copies._transfers.waiting
         lease = at.cache.acquire([])
-        at.cache.extend(lease, 6 * BLOCK)
+        at.cache.extend(lease, 8 * BLOCK)
         assert not copy.done
         # Whoever needs the blocks waits for the copy that is under way, and makes no other.
         at.cache.extend(lease, 8 * BLOCK)
@@ -1074,19 +1074,21 @@ class TestADeviceThatFails:
 
 class TestInTheBackground:
     def test_a_lease_without_room_leaves_the_device_as_it_is(self, engine: Made) -> None:
-        at = engine(device_blocks=6)
-        at.serve(E)
-        at.serve(A, B)
-        both, other = Request([A, B]).path, Request([E]).path
+        at = engine(device_blocks=8)
+        # The block in which C ends is there twice: with the tokens of B behind it, and of E.
+        at.serve(C, B)
+        at.serve(C, E)
+        at.serve(A)
+        both, other = Request([C, E]).path, Request([A]).path
         lease = at.cache.acquire(both, background=True)
         with pytest.raises(OutOfBlocksError):
-            at.cache.extend(lease, 6 * BLOCK)
+            at.cache.extend(lease, 8 * BLOCK)
         at.cache.release(lease)
-        assert (at.cache.find(both).total, at.cache.find(other).total) == (len(A) + len(B), len(E))
+        assert (at.cache.find(both).total, at.cache.find(other).total) == (len(C) + len(E), len(A))
         assert at.cache.stats().device.evicted == 0
         # A request gets all of it.
         lease = at.cache.acquire(both)
-        at.cache.extend(lease, 6 * BLOCK)
+        at.cache.extend(lease, 8 * BLOCK)
         at.cache.release(lease)
         assert at.cache.find(other).total == 0
 
