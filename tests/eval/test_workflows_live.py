@@ -155,7 +155,7 @@ def test_the_suite_has_a_short_form() -> None:
     suite = load_suites()["hedra-live"]
     assert suite.short_form is not None
     assert [cell.shape for cell in suite.short_form.cells] == ["tiny"]
-    assert [cell.nprobe for cell in suite.cells] == [256, 256, 40]
+    assert [cell.nprobe for cell in suite.cells] == [256, 256, 96]
 
 
 def test_the_report_says_how_much_faster_ours_is() -> None:
