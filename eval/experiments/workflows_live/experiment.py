@@ -109,9 +109,7 @@ class WorkflowsLive(Experiment):
             return LiveTorch(shape.make())
         folder = Path(self.resources.enter_context(TemporaryDirectory(prefix="ragorder-live-")))
         texts = [each.text for each in corpus.documents]
-        make_model(
-            folder, texts=texts, layers=shape.layers, hidden_size=shape.hidden_size, vocab_size=shape.vocabulary
-        )
+        make_model(folder, texts=texts, layers=shape.layers, hidden_size=shape.hidden_size, vocab_size=shape.vocabulary)
         server = VLLMServer(
             folder, blocks=CAPACITY_TOKENS // _BLOCK_SIZE, max_model_len=_LONGEST, environment=vllm_environment()
         )
