@@ -49,7 +49,7 @@ class ScriptedEngine:
         asked = replace(
             request,
             token_ids=[token % self._vocabulary for token in request.token_ids or ()],
-            options=dict(request.options) | {"max_tokens": len(words)} | self._forced,
+            options={**request.options, "max_tokens": len(words), **self._forced},
         )
         async with aclosing(self._engine.stream(asked)) as chunks:
             async for chunk in chunks:
