@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ragorder.pipelining.batching.requests import BatchedRequest
 
-__all__ = ["Degradation", "Relief", "is_shortage"]
+__all__ = ["Degradation", "Relief", "is_out_of_memory", "is_shortage"]
 
 _logger = logging.getLogger("ragorder")
 
@@ -29,22 +30,35 @@ class Relief(Protocol):
 def is_shortage(error: BaseException) -> bool:
     """Whether fewer requests, or the next try, may do without this error: out of memory or blocks, input and output,
     an overloaded server."""
-    while True:
-        if isinstance(error, MemoryError | OSError) or any(base.__name__ in _SHORTAGES for base in type(error).__mro__):
-            return True
-        if getattr(error, "status_code", None) in _OVERLOAD:
-            return True
-        if error.__cause__ is None:
-            return False
-        error = error.__cause__
+    return any(
+        isinstance(each, OSError) or is_out_of_memory(each) or getattr(each, "status_code", None) in _OVERLOAD
+        for each in _causes(error)
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory that others give back may help."""
+    return any(
+        isinstance(each, MemoryError)
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or any(base.__name__ in _SHORTAGES for base in type(each).__mro__)
+        for each in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 class Degradation:
     """The ladder of one worker.
 
-    A request whose batch has failed runs in one of half the size, down to one of its own; then each of `reliefs` is
-    called until one helps; then it is tried `max_retries` times more, and ends with the error. Meanwhile `limit` holds
-    for all batches, and grows by one after as many answers. `on_relief` is called after each relief.
+    A request whose batch has failed runs in one of half the size, down to one of its own; then, out of memory, each of
+    `reliefs` is called until one helps; then it is tried `max_retries` times more, and ends with the error. Meanwhile
+    `limit` holds for all batches, and grows by one after as many answers. `on_relief` is called after each relief.
     """
 
     def __init__(
@@ -100,7 +114,7 @@ class Degradation:
             return False
         if progress:
             request.alone = 0
-        if request.reliefs < _MOST_RELIEFS and await self._relieve():
+        if is_out_of_memory(error) and request.reliefs < _MOST_RELIEFS and await self._relieve():
             request.reliefs += 1
             return True
         request.alone += 1

@@ -49,6 +49,11 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         self._made_room = made_room
         self._tasks: dict[BatchedRequest[Q, D], asyncio.Task[_Outcome]] = {}
 
+    def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
+        """Those of a batch whose turn has not come, first."""
+        own = [request for request in self.running if not request.sent][:count]
+        return [*own, *super().upcoming(count - len(own))]
+
     async def end(self, request: BatchedRequest[Q, D]) -> None:
         """A request's generation is aborted; returns when the engine is done with it."""
         task = self._tasks.get(request)
@@ -88,7 +93,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
 
     def _start_request(self, request: BatchedRequest[Q, D]) -> None:
         request.trace.generation_began_s = self._clock()
-        request.peak = 0
+        request.peak, request.sent = 0, False
         for each in self.running:
             each.peak = max(each.peak, len(self.running))
             each.trace.generation_batch = max(each.trace.generation_batch, len(self.running))

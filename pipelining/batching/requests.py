@@ -37,7 +37,8 @@ class BatchedRequest(Generic[Q, D]):
     """A question from its arrival to its end, which `ended` tells exactly once.
 
     `checkpoint` is what a search has found so far, and left to the next one by its retrieval. `most`: the largest batch
-    in which it may run, smaller after each failure; `alone`: failures in a batch of its own.
+    in which it may run, smaller after each failure; `alone`: failures in a batch of its own; `peak`: the most requests
+    that ran beside this generation; `sent`: its documents have been ordered.
     """
 
     question: Q
@@ -50,6 +51,7 @@ class BatchedRequest(Generic[Q, D]):
     alone: int = 0
     reliefs: int = 0
     peak: int = 0
+    sent: bool = False
     abandoned: bool = False
     _text: list[str] = field(default_factory=list)
     _streamed: str = ""
@@ -61,6 +63,7 @@ class BatchedRequest(Generic[Q, D]):
 
     def begin_answer(self) -> None:
         """Once more after a failure."""
+        self.sent = True
         self._text.clear()
         self._usage = None
         self.trace.generation = type(self.trace.generation)()

@@ -17,6 +17,8 @@ __all__ = ["BatchRetrieval", "ConcurrentRetrieval", "PartitionedRetrieval", "Sea
 Q = TypeVar("Q")
 D = TypeVar("D")
 Q_co = TypeVar("Q_co", covariant=True)
+Q_contra = TypeVar("Q_contra", contravariant=True)
+D_co = TypeVar("D_co", covariant=True)
 
 
 class SearchTask(Protocol[Q_co]):
@@ -32,8 +34,10 @@ class SearchTask(Protocol[Q_co]):
     def abandoned(self) -> bool: ...
 
 
-class BatchRetrieval(Protocol[Q, D]):
-    def search_batch(self, tasks: Sequence[SearchTask[Q]], /) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
+class BatchRetrieval(Protocol[Q_contra, D_co]):
+    def search_batch(
+        self, tasks: Sequence[SearchTask[Q_contra]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
         """(place of the task, documents in rank order or its own error), as soon as each is final. An error that is
         raised is one of all tasks without a result so far."""
 

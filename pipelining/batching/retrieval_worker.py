@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from ragorder.pipelining.batching.batchers.base import Backlog
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval
-from ragorder.pipelining.batching.worker import Worker
+from ragorder.pipelining.batching.worker import Worker, is_being_cancelled
 from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["RetrievalWorker"]
@@ -50,7 +50,14 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         batch = self._next_batch()
         if not batch:
             return False
-        await self._search(batch)
+        try:
+            await self._search(batch)
+        except Exception as error:
+            # None of them may wait for ever, whatever fails.
+            for request in [each for each in batch if each in self.running]:
+                self._drop(request)
+                request.fail(error, self._clock())
+            self._warn("the retrieval worker", error)
         return True
 
     async def _end_running(self) -> None:
@@ -83,7 +90,9 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
             request.trace.retrieval_began_s = began_s
             request.trace.retrieval_batch = max(request.trace.retrieval_batch, len(batch))
         self._event("began")
-        left, own_errors, error = dict(enumerate(batch)), [], None
+        left = dict(enumerate(batch))
+        own_errors: list[tuple[BatchedRequest[Q, D], Exception]] = []
+        error: Exception | None = None
         try:
             async with aclosing(self._retrieval.search_batch(batch)) as results:
                 async for place, result in results:
@@ -94,6 +103,10 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
                         own_errors.append((request, result))
                     else:
                         self._pass_on(request, result)
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            error = RuntimeError("the retrieval was cancelled")
         except Exception as raised:
             error = raised
         missing = [request for request in left.values() if not request.abandoned]

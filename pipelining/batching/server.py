@@ -61,7 +61,8 @@ class DecoupledServer(Generic[Q, D, R]):
     - `kv`, `kv_limit`: tokens of KV that the requests which run together may take
     - `lengths`: cached and computed tokens of a question and its documents; requests that are cached go first, to within
       `window`
-    - `reliefs`: give memory back if a request fails even alone; the retrieval and the engine are, if they have `relieve`
+    - `reliefs`: give memory back if a request runs out of it even alone; then the engine and the retrieval, if they have
+      `relieve`
     - `shortage`: errors after which a request is tried again, `max_retries` times alone
     - `max_requests` are in the server at once, beyond is QueueFullError; `max_contexts` of them wait for generation
     - `observer` is called with each `BatchEvent`, and with the `RequestTrace` of each request that has ended
@@ -114,7 +115,7 @@ class DecoupledServer(Generic[Q, D, R]):
             "observe": self._record,
             "clock": clock,
         }
-        own = [each for each in (found, engine) if callable(getattr(each, "relieve", None))]
+        own = [each for each in (engine, found) if callable(getattr(each, "relieve", None))]
         chosen = (*reliefs, *cast("list[Relief]", own))
         worker = JoiningGenerationWorker if joins else StaticGenerationWorker
         self.retrieving: RetrievalWorker[Q, D] = RetrievalWorker(

@@ -16,7 +16,7 @@ from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.trace import BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "is_being_cancelled"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
@@ -141,12 +141,15 @@ class Worker(ABC, Generic[Q, D]):
                     result = await asyncio.to_thread(hook)
                     if inspect.isawaitable(result):
                         result = await result
-            except BaseException as error:
+            except asyncio.CancelledError:
+                closed = is_being_cancelled()
                 if not future.done():
-                    closed = isinstance(error, asyncio.CancelledError)
-                    future.set_exception(RuntimeError("the server was closed") if closed else error)
-                if not isinstance(error, Exception):
+                    future.set_exception(RuntimeError("the server was closed" if closed else "the hook was cancelled"))
+                if closed:
                     raise
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
             else:
                 if not future.done():
                     future.set_result(result)
@@ -223,3 +226,9 @@ class Worker(ABC, Generic[Q, D]):
         if name not in self._failing:
             self._failing.add(name)
             _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
+
+
+def is_being_cancelled() -> bool:
+    """Whether the running task is meant by a CancelledError, and not something that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
