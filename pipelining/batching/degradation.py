@@ -58,7 +58,7 @@ class Degradation:
 
     A request whose batch has failed runs in one of half the size, down to one of its own; then, out of memory, each of
     `reliefs` is called until one helps; then it is tried `max_retries` times more, and ends with the error. Meanwhile
-    `limit` holds for all batches, and grows by one after as many answers. `on_relief` is called after each relief.
+    `limit` holds for all batches, and grows by one after as many answers of batches that reach it. `on_relief` is called after each relief.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Degradation:
     def bound(self, size: int) -> int:
         return size if self.limit is None else max(1, min(size, self.limit))
 
-    def succeeded(self, wanted: Callable[[], int]) -> None:
-        """A request has run. `wanted()`: the size that the policy would have."""
-        if self.limit is None:
+    def succeeded(self, size: int, wanted: Callable[[], int]) -> None:
+        """A request has run, among `size`. `wanted()`: the size that the policy would have."""
+        if self.limit is None or size < self.limit:
             return
         self._answered += 1
         if self._answered >= self.limit:

@@ -134,7 +134,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
                 request.fail(outcome.error, self._clock())
             else:
                 request.finish(self._clock())
-                self.degradation.succeeded(self._wanted)
+                self.degradation.succeeded(request.peak, self._wanted)
         self._ended(request, outcome.error)
         self.wake()
 

@@ -102,7 +102,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
                     if isinstance(result, Exception):
                         own_errors.append((request, result))
                     else:
-                        self._pass_on(request, result)
+                        self._pass_on(request, result, len(batch))
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
@@ -128,14 +128,14 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         # Other tasks have their turn, even if the retrieval never waits.
         await asyncio.sleep(0)
 
-    def _pass_on(self, request: BatchedRequest[Q, D], documents: Sequence[D]) -> None:
+    def _pass_on(self, request: BatchedRequest[Q, D], documents: Sequence[D], size: int) -> None:
         self._drop(request)
         if request.abandoned:
             return
         request.documents, request.checkpoint = documents, None
         request.lift_limits()
         request.trace.found_s = self._clock()
-        self.degradation.succeeded(self._wanted)
+        self.degradation.succeeded(size, self._wanted)
         self._found(request)
 
     async def _fail(
