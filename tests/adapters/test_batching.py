@@ -49,8 +49,8 @@ def asked(count: int, **options: Any) -> list[Question]:
 def order_of(request: PromptRequest) -> list[str]:
     assert request.messages is not None
     text = request.messages[-1]["content"]
-    names = [document.id for document in DOCUMENTS[:8] if f"text of {document.text.split(' ', 2)[2][:11]}" in text]
-    return sorted(names, key=lambda name: text.index(f"document {name[1:]} "))
+    places = {number: text.find(f"text of document {number} ") for number in range(8)}
+    return [f"d{number}" for number in sorted(places, key=places.__getitem__) if places[number] >= 0]
 
 
 async def test_documents_are_ordered_for_those_that_wait_and_nothing_else_changes() -> None:
