@@ -58,7 +58,8 @@ class Degradation:
 
     A request whose batch has failed runs in one of half the size, down to one of its own; then, out of memory, each of
     `reliefs` is called until one helps; then it is tried `max_retries` times more, and ends with the error. Meanwhile
-    `limit` holds for all batches, and grows by one after as many answers of batches that reach it. `on_relief` is called after each relief.
+    `limit` holds for all batches; it grows by one after as many answers of batches that reach it. `on_relief` is called
+    after each relief.
     """
 
     def __init__(

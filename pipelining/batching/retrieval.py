@@ -22,8 +22,8 @@ D_co = TypeVar("D_co", covariant=True)
 
 
 class SearchTask(Protocol[Q_co]):
-    """A question of a batch. `checkpoint` is for the retrieval: what it has found before the batch failed, another object
-    whenever that is more. `abandoned`: no result is needed any more."""
+    """A question of a batch. `checkpoint` is for the retrieval: what it has found before the batch failed, another
+    object whenever that is more. `abandoned`: no result is needed any more."""
 
     checkpoint: Any
 

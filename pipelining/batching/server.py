@@ -1,4 +1,4 @@
-"""Server whose retrieval and generation are workers of their own, each with batches of its own (RAGDoll section 4.1)."""
+"""Server whose retrieval and generation are workers with batches of their own (RAGDoll section 4.1)."""
 
 from __future__ import annotations
 
@@ -59,10 +59,9 @@ class DecoupledServer(Generic[Q, D, R]):
     - `batching`: of generations; `searching`: of searches (default: all that wait)
     - `joins`: whether the engine lets requests join between two steps; else a batch runs to its end
     - `kv`, `kv_limit`: tokens of KV that the requests which run together may take
-    - `lengths`: cached and computed tokens of a question and its documents; requests that are cached go first, to within
-      `window`
-    - `reliefs`: give memory back if a request runs out of it even alone; then the engine and the retrieval, if they have
-      `relieve`
+    - `lengths`: cached and computed tokens of a question and its documents; what is cached goes first, to within `window`
+    - `reliefs`: give memory back if a request runs out of it even alone; then the engine and the retrieval, if they
+      have `relieve`
     - `shortage`: errors after which a request is tried again, `max_retries` times alone
     - `max_requests` are in the server at once, beyond is QueueFullError; `max_contexts` of them wait for generation
     - `observer` is called with each `BatchEvent`, and with the `RequestTrace` of each request that has ended
@@ -107,15 +106,17 @@ class DecoupledServer(Generic[Q, D, R]):
         self._requests: dict[BatchedRequest[Q, D], None] = {}
         self._closed = False
         self._failing = False
-        found = retrieval if hasattr(retrieval, "search_batch") else ConcurrentRetrieval(cast("Retrieval[Q, D]", retrieval))
-        self._searched = cast("BatchRetrieval[Q, D]", found)
+        if hasattr(retrieval, "search_batch"):
+            self._searched = cast("BatchRetrieval[Q, D]", retrieval)
+        else:
+            self._searched = ConcurrentRetrieval(cast("Retrieval[Q, D]", retrieval))
         common: dict[str, Any] = {
             "max_retries": max_retries,
             "shortage": shortage,
             "observe": self._record,
             "clock": clock,
         }
-        own = [each for each in (engine, found) if callable(getattr(each, "relieve", None))]
+        own = [each for each in (engine, self._searched) if callable(getattr(each, "relieve", None))]
         chosen = (*reliefs, *cast("list[Relief]", own))
         worker = JoiningGenerationWorker if joins else StaticGenerationWorker
         self.retrieving: RetrievalWorker[Q, D] = RetrievalWorker(
@@ -163,8 +164,8 @@ class DecoupledServer(Generic[Q, D, R]):
             await self._leave(request)
 
     def stream(self, question: Q) -> BatchedStream[D]:
-        """The answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation that has
-        failed after its first words begins otherwise when it is repeated."""
+        """The answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation that
+        has failed after its first words begins otherwise when it is repeated."""
         return BatchedStream(self._stream(question))
 
     async def batch(

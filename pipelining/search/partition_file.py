@@ -53,8 +53,8 @@ class PartitionFile:
         lists = faiss.downcast_InvertedLists(ivf.invlists)
         if not isinstance(lists, faiss.OnDiskInvertedLists):
             raise TypeError(
-                f"{searcher} reads inverted lists from a file, but those of {path} are {type(lists).__name__}: write the "
-                "index with plain lists"
+                f"{searcher} reads inverted lists from a file, but those of {path} are {type(lists).__name__}: write "
+                "the index with plain lists"
             )
         self.count = count
         self.code_size = int(lists.code_size)

@@ -133,7 +133,7 @@ class PartitionedSearch:
         return PartitionedPass(self, lambda: PassRows.join(parts))
 
     def resize(self, resident: int) -> None:
-        """Hold at most so many partitions: those used least are given back now, others are loaded as searches read them.
+        """Hold at most so many partitions: those used least are given back now, others are kept as searches read them.
         Waits for the stage that runs. Raises ValueError for more than there are."""
         self._check_resident(resident)
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -63,7 +63,8 @@ class PassRows:
         """Raises ValueError for searches with different k or numbers of clusters."""
         if len({(part.k, part.clusters.shape[1]) for part in parts}) > 1:
             raise ValueError("searches can be joined if they have the same k and nprobe")
-        best = BestResults(*(np.concatenate([getattr(p.best, each.name) for p in parts]) for each in fields(BestResults)))
+        columns = ("keys", "ids", "places")
+        best = BestResults(*(np.concatenate([getattr(part.best, name) for part in parts]) for name in columns))
         names = ("queries", "clusters", "coarse", "homes", "due")
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         edges = np.concatenate([part.edges for part in parts])
@@ -106,8 +107,8 @@ class PassRows:
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])
 
     def scanned(self, partitions: NDArray[np.bool_], best: BestResults, found: dict[int, TieCandidates]) -> None:
-        """`best` of the first scans of these partitions, and candidates `found` by the second scans, by row. Nothing can
-        fail here: a pass that goes on after an error is where it was."""
+        """`best` of the first scans of these partitions, and candidates `found` by the second scans, by row. Nothing
+        can fail here: a pass that goes on after an error is where it was."""
         self.best = best
         for row, candidates in found.items():
             self.candidates[row].append(candidates)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.pipelining.staged._faiss import SearchResult
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
 __all__ = ["TieCandidates", "decide", "find_candidates"]
@@ -51,7 +52,7 @@ def find_candidates(
     return found
 
 
-def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> SearchResult:
     """The k results that FAISS keeps, best first.
 
     Its heap takes what is better than its worst, in place of the worst one with the largest id (for similarities the

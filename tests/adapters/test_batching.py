@@ -64,7 +64,8 @@ async def test_documents_are_ordered_for_those_that_wait_and_nothing_else_change
     orders = [order_of(request) for request in engine.sent]
     assert len(orders) == 16
     for request, order in zip(engine.sent, orders, strict=True):
-        question = next(each for each in asked(16) if each.query in request.messages[-1]["content"])  # type: ignore[index]
+        text = str(request.messages)
+        question = next(each for each in reversed(asked(16)) if each.query in text)
         assert sorted(order) == sorted(document.id for document in await retrieve(question))
     # Requests of the same documents make the same prompt up to the question, whatever their ranks.
     by_set: dict[frozenset[str], set[tuple[str, ...]]] = {}
@@ -176,7 +177,8 @@ def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def embed(questions: Sequence[Question]) -> Any:
-    return np.stack([np.random.default_rng(int(each.query.split()[-1]) % 5).random(8, np.float32) for each in questions])
+    seeds = [int(each.query.split()[-1]) % 5 for each in questions]
+    return np.stack([np.random.default_rng(seed).random(8, np.float32) for seed in seeds])
 
 
 @pytest.mark.parametrize("joins", [True, False])
@@ -206,5 +208,7 @@ async def test_on_the_embedded_engine_and_an_index_on_disk(engine: Any, index_pa
     for row, answer in zip(found, answers, strict=True):
         assert [document.id for document in answer.documents] == [f"d{number}" for number in row]
         assert answer.usage is not None and answer.usage.completion_tokens == 4
-    assert sum(answer.trace.cached_tokens or 0 for answer in answers) > 10 * 3 * builder.document_tokens(DOCUMENTS[0]) / 2
+    # Five different questions: of four in five the documents are cached, or nearly.
+    cached = sum(answer.trace.cached_tokens or 0 for answer in answers)
+    assert cached > 10 * 3 * builder.document_tokens(DOCUMENTS[0])
     assert not streams.relieve() or hasattr(worker.engine, "relieve")

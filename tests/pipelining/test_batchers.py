@@ -52,15 +52,16 @@ class TestPolicies:
         # Once more, from what it remembers.
         assert batcher.size(Backlog(waiting, running)) == expected
         soon = [0.1, 0.3]
-        assert batcher.size(Backlog(waiting, running, soon)) == best_batch(min(waiting + running, 4 * most), law, sizes, soon)
+        expected = best_batch(min(waiting + running, 4 * most), law, sizes, soon)
+        assert batcher.size(Backlog(waiting, running, soon)) == expected
 
     def test_below_the_threshold_of_equation_8_the_largest_batch_and_above_it_the_smallest(self) -> None:
         """Its two batches: c = log2(3/2)."""
         threshold = math.log2(1.5)
         for waiting in (2, 4, 8, 16, 32, 64):
-            below, above = (BacklogAware(PowerLaw(1, c), sizes=[waiting // 2, waiting]) for c in (threshold - 0.01, threshold + 0.01))
-            assert below.size(Backlog(waiting)) == waiting
-            assert above.size(Backlog(waiting)) == waiting // 2
+            for c, expected in ((threshold - 0.01, waiting), (threshold + 0.01, waiting // 2)):
+                batcher = BacklogAware(PowerLaw(1, c), sizes=[waiting // 2, waiting])
+                assert batcher.size(Backlog(waiting)) == expected
 
     def test_a_machine_that_turns_out_otherwise_is_learnt(self) -> None:
         batcher = BacklogAware(most=64)
@@ -122,7 +123,12 @@ class TestKVTokens:
     @given(st.integers(1, 40), st.integers(0, 50))
     def test_the_most_that_fit_from_the_front(self, count: int, fitting: int) -> None:
         tried: list[int] = []
-        found = largest_prefix(count, lambda number: tried.append(number) or number <= fitting)  # type: ignore[func-returns-value]
+
+        def fits(number: int) -> bool:
+            tried.append(number)
+            return number <= fitting
+
+        found = largest_prefix(count, fits)
         assert found == max(1, min(count, fitting)) and len(tried) <= 6
 
 

@@ -1,4 +1,4 @@
-"""No request of decoupled batches is lost or answered twice, whatever allocation or disk fails, wherever and whenever."""
+"""No request of decoupled batches is lost or answered twice, whatever allocation or disk fails, and whenever."""
 
 from __future__ import annotations
 

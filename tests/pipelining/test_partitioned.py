@@ -1,4 +1,4 @@
-"""A search by partition reads an index from disk in parts, and ends with exactly what FAISS finds in the whole of it."""
+"""A search by partition reads an index from disk in parts, and ends with what FAISS finds in the whole of it."""
 
 from __future__ import annotations
 
