@@ -69,7 +69,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         await _all_ended(tasks)
 
     def _policy_size(self) -> int:
-        return self.batcher.size(Backlog(self.waiting, len(self.running), self._arrivals_s()))
+        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _kv_tokens(self) -> int | None:
         if self._kv is None or self.kv_limit is None:
@@ -209,6 +209,10 @@ class StaticGenerationWorker(GenerationWorker[Q, D, R]):
         self._batch_size = 0
         self._batch_failed = False
         self._began_s = 0.0
+
+    def _policy_size(self) -> int:
+        # Requests that come during a batch wait for its end: a smaller one may be better.
+        return self.batcher.size(Backlog(self.waiting, 0, self._arrivals_s()))
 
     async def _serve(self) -> bool:
         if self._hooks or self.running:

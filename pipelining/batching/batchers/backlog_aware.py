@@ -16,6 +16,8 @@ _PRIOR = 1.0, 0.5
 # The choice for a longer backlog is that for so many batches of the largest size: it takes bounded time.
 _BATCHES = 4
 _ARRIVALS = 32
+# Choices are kept until `c` has changed by as much.
+_DIGITS = 2
 
 
 class BacklogAware:
@@ -56,6 +58,11 @@ class BacklogAware:
         return self._chosen[waiting]
 
     def learn(self, size: int, seconds: float) -> None:
-        if isinstance(self.seconds, PowerLaw) and size >= 1 and 0 < seconds < math.inf:
-            self.seconds.learn(size, seconds)
+        law = self.seconds
+        if not isinstance(law, PowerLaw) or size < 1 or not 0 < seconds < math.inf:
+            return
+        before = round(law.c, _DIGITS)
+        law.learn(size, seconds)
+        # `a` multiplies the times of all splits alike.
+        if round(law.c, _DIGITS) != before:
             self._chosen.clear()
