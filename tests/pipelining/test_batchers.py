@@ -189,13 +189,20 @@ def bursts(draw: Random, count: int) -> list[float]:
     return times
 
 
+class WithoutForesight(BacklogAware):
+    """By what waits alone."""
+
+    def size(self, backlog: Backlog) -> int:
+        return super().size(Backlog(backlog.waiting, backlog.running))
+
+
 class TestBatchesFollowTheBacklog:
     @settings(max_examples=examples(50), deadline=None)
     @given(seed=st.integers(0, 999))
     def test_a_batch_is_the_backlog_and_falls_with_it(self, seed: int) -> None:
         """Far below Eq. 8's threshold the best batch is all that waits: each has the size of the backlog before it, so
         that it rises with the backlog, and has fallen one batch after it."""
-        batcher = BacklogAware(PowerLaw(1.0, 0.1).__call__, most=64)
+        batcher = WithoutForesight(PowerLaw(1.0, 0.1).__call__, most=64)
         events = run_virtual(served(bursts(Random(seed), 6), joins=False, batching=batcher))
         began = [event for event in events if event.event == "began"]
         ended = [event for event in events if event.event == "ended"]
