@@ -118,7 +118,7 @@ class DecoupledServer(Generic[Q, D, R]):
         }
         own = [each for each in (engine, self._searched) if callable(getattr(each, "relieve", None))]
         chosen = (*reliefs, *cast("list[Relief]", own))
-        worker = JoiningGenerationWorker if joins else StaticGenerationWorker
+        worker: type[GenerationWorker[Q, D, R]] = JoiningGenerationWorker if joins else StaticGenerationWorker
         self.retrieving: RetrievalWorker[Q, D] = RetrievalWorker(
             self._searched,
             self._found,
@@ -128,7 +128,7 @@ class DecoupledServer(Generic[Q, D, R]):
             reliefs=chosen,
             **common,
         )
-        self.generating: GenerationWorker[Q, D, R] = worker(
+        self.generating = worker(
             engine,
             prompts,
             kv=kv,

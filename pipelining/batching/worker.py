@@ -60,6 +60,7 @@ class Worker(ABC, Generic[Q, D]):
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failing: set[str] = set()
+        self._closed = False
 
     @property
     def waiting(self) -> int:
@@ -86,6 +87,8 @@ class Worker(ABC, Generic[Q, D]):
     async def between_batches(self, hook: Callable[[], T | Awaitable[T]]) -> T:
         """The result of `hook`, called once while no batch runs: a coroutine function in the event loop, another in a
         thread. Raises what it raises, and RuntimeError if the server is closed before."""
+        if self._closed:
+            raise RuntimeError("the server was closed")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._hooks.append((hook, future))
         self.start()
@@ -93,11 +96,12 @@ class Worker(ABC, Generic[Q, D]):
         return await future
 
     def start(self) -> None:
-        if self._task is None:
+        if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         """What runs is cancelled; hooks that have not begun raise RuntimeError."""
+        self._closed = True
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

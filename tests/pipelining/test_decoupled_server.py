@@ -157,6 +157,8 @@ class TestAnswers:
             assert server.unfinished == engine.running == prompts.open == 0
             with pytest.raises(RuntimeError, match="closed"):
                 await server.run(question())
+            with pytest.raises(RuntimeError, match="closed"):
+                await server.generating.between_batches(lambda: None)
 
 
 class TestWorkers:
