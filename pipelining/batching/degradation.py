@@ -83,15 +83,13 @@ class Degradation:
     def bound(self, size: int) -> int:
         return size if self.limit is None else max(1, min(size, self.limit))
 
-    def succeeded(self, size: int, wanted: Callable[[], int]) -> None:
-        """A request has run, among `size`. `wanted()`: the size that the policy would have."""
+    def succeeded(self, size: int) -> None:
+        """A request has run, among `size`."""
         if self.limit is None or size < self.limit:
             return
         self._answered += 1
         if self._answered >= self.limit:
             self.limit, self._answered = self.limit + 1, 0
-            if self.limit > wanted():
-                self.limit = None
 
     async def retries(
         self, request: BatchedRequest[Any, Any], size: int, error: Exception, *, shared: bool, progress: bool = False

@@ -72,18 +72,15 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _kv_tokens(self) -> int | None:
-        if self._kv is None or self.kv_limit is None:
-            return None
         return self._kv_of(self.running)
 
     def _fits(self, requests: Iterable[BatchedRequest[Q, D]]) -> bool:
-        if self.kv_limit is None or self._kv is None:
-            return True
         tokens = self._kv_of(requests)
-        return tokens is None or tokens <= self.kv_limit
+        return tokens is None or self.kv_limit is None or tokens <= self.kv_limit
 
     def _kv_of(self, requests: Iterable[BatchedRequest[Q, D]]) -> int | None:
-        assert self._kv is not None
+        if self._kv is None or self.kv_limit is None:
+            return None
         try:
             return self._kv([Context(request.question, request.documents) for request in requests])
         except Exception as error:
@@ -134,7 +131,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
                 request.fail(outcome.error, self._clock())
             else:
                 request.finish(self._clock())
-                self.degradation.succeeded(request.peak, self._wanted)
+                self.degradation.succeeded(request.peak)
         self._ended(request, outcome.error)
         self.wake()
 

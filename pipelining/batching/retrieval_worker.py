@@ -135,7 +135,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         request.documents, request.checkpoint = documents, None
         request.lift_limits()
         request.trace.found_s = self._clock()
-        self.degradation.succeeded(size, self._wanted)
+        self.degradation.succeeded(size)
         self._found(request)
 
     async def _fail(

@@ -59,7 +59,7 @@ class DecoupledServer(Generic[Q, D, R]):
     - `batching`: of generations; `searching`: of searches (default: all that wait)
     - `joins`: whether the engine lets requests join between two steps; else a batch runs to its end
     - `kv`, `kv_limit`: tokens of KV that the requests which run together may take
-    - `lengths`: cached and computed tokens of a question and its documents; what is cached goes first, to within `window`
+    - `lengths`: cached and computed tokens of a question and its documents; what is cached goes first, within `window`
     - `reliefs`: give memory back if a request runs out of it even alone; then the engine and the retrieval, if they
       have `relieve`
     - `shortage`: errors after which a request is tried again, `max_retries` times alone

