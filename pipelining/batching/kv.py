@@ -11,8 +11,6 @@ __all__ = ["Context", "KVTokens", "TrieKV", "largest_prefix"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
-Q_contra = TypeVar("Q_contra", contravariant=True)
-D_contra = TypeVar("D_contra", contravariant=True)
 
 
 class Context(NamedTuple, Generic[Q, D]):
@@ -22,8 +20,8 @@ class Context(NamedTuple, Generic[Q, D]):
     documents: Sequence[D]
 
 
-class KVTokens(Protocol[Q_contra, D_contra]):
-    def __call__(self, contexts: Sequence[Context[Q_contra, D_contra]], /) -> int:
+class KVTokens(Protocol[Q, D]):
+    def __call__(self, contexts: Sequence[Context[Q, D]], /) -> int:
         """Tokens whose KV the engine holds while these requests run together."""
 
 

@@ -97,8 +97,9 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
             async with aclosing(self._retrieval.search_batch(batch)) as results:
                 async for place, result in results:
                     # Each place once, whatever the retrieval yields.
-                    if (request := left.pop(place, None)) is None:
+                    if place not in left:
                         continue
+                    request = left.pop(place)
                     if isinstance(result, Exception):
                         own_errors.append((request, result))
                     else:

@@ -107,9 +107,9 @@ class DecoupledServer(Generic[Q, D, R]):
         self._closed = False
         self._failing = False
         if hasattr(retrieval, "search_batch"):
-            self._searched = cast("BatchRetrieval[Q, D]", retrieval)
+            self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
         else:
-            self._searched = ConcurrentRetrieval(cast("Retrieval[Q, D]", retrieval))
+            self._searched = ConcurrentRetrieval(retrieval)
         common: dict[str, Any] = {
             "max_retries": max_retries,
             "shortage": shortage,

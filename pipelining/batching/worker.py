@@ -8,7 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, overload
 
 from ragorder.pipelining.batching.batchers.base import Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
@@ -84,12 +84,18 @@ class Worker(ABC, Generic[Q, D]):
     def wake(self) -> None:
         self._changed.set()
 
-    async def between_batches(self, hook: Callable[[], T | Awaitable[T]]) -> T:
+    @overload
+    async def between_batches(self, hook: Callable[[], Awaitable[T]]) -> T: ...
+
+    @overload
+    async def between_batches(self, hook: Callable[[], T]) -> T: ...
+
+    async def between_batches(self, hook: Callable[[], Any]) -> Any:
         """The result of `hook`, called once while no batch runs: a coroutine function in the event loop, another in a
         thread. Raises what it raises, and RuntimeError if the server is closed before."""
         if self._closed:
             raise RuntimeError("the server was closed")
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._hooks.append((hook, future))
         self.start()
         self.wake()

@@ -114,7 +114,7 @@ class PartitionFile:
     def _fill(self, buffer: NDArray[np.uint8], offset: int) -> None:
         if self._file is None:
             raise ValueError("this index file is closed")
-        left = memoryview(buffer)
+        left = memoryview(buffer)  # type: ignore[arg-type]
         start = offset
         while left:
             count = os.preadv(self._file, [left], offset)
@@ -141,14 +141,14 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
     except RuntimeError as error:
         if "could not load ArrayInvertedLists" in str(error):
             raise TypeError(
-                f"the inverted lists in {path} are of a kind that cannot be read in parts: use IndexIVFFlat, IndexIVFPQ or "
-                "IndexIVFScalarQuantizer"
+                f"the inverted lists in {path} are of a kind that cannot be read in parts: use IndexIVFFlat, "
+                "IndexIVFPQ or IndexIVFScalarQuantizer"
             ) from error
         raise ValueError(f"FAISS cannot open {path} as an index: {_reason(error)}") from error
 
 
 def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
-    """Where an index has its lists: between its other parts, in a file of their own, or in one that was moved with it."""
+    """Where an index has its lists: between its other parts, in a file of their own, or in one moved with it."""
     lists = Path(filename or path)
     if lists.exists():
         return lists

@@ -92,8 +92,8 @@ class PassRows:
     @property
     def ended(self) -> NDArray[np.bool_]:
         """Queries whose results are final."""
-        done: NDArray[np.bool_] = ~self.due.any(axis=1)
-        return done
+        ended: NDArray[np.bool_] = np.logical_not(self.due.any(axis=1))
+        return ended
 
     @property
     def needed(self) -> NDArray[np.intp]:

@@ -19,7 +19,7 @@ from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.batching import BatchingMetrics, ordered_batches
 from ragorder.adapters.openai.prompts import PromptRequest, Question
 from ragorder.pipelining import AnswerChunk, PartitionedSearch, Usage, plain_retrieval
-from ragorder.pipelining.batching import PartitionedRetrieval, StaticBatch
+from ragorder.pipelining.batching import AllWaiting, PartitionedRetrieval, StaticBatch
 
 DOCUMENTS = [Document(f"d{number}", f"text of document {number} " * 6) for number in range(40)]
 
@@ -88,6 +88,7 @@ async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
             orderer=Orderer(capacity_tokens=100_000),
             builder=builder,
             joins=False,
+            batching=AllWaiting(),
             kv_limit=limit,
             **options,
         ) as server:
@@ -96,8 +97,9 @@ async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
             assert all(event.kv_tokens is not None for event in began)
             return max(event.running for event in began)
 
-    # Each request alone is longer than half of this.
-    limit = builder.prefix_tokens + 4 * tokens + 20 * 40
+    own = builder.suffix_tokens("What of 19") + 10
+    limit = builder.prefix_tokens + 4 * (tokens + 1) + 20 * own
+    assert limit < 20 * (own + 4 * tokens) / 2
     assert await largest(limit) == 20
     assert await largest(100) == 1
 

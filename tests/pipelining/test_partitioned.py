@@ -497,7 +497,6 @@ def test_memory_holds_the_residents_and_two_partitions(measure: str, python: Any
     done = python("-c", _MEMORY, path, measure)
     assert done.returncode == 0, done.stderr
     grown, held, largest, total = map(float, done.stdout.split())
-    print(grown, held, largest, total)
     assert held <= 4 * largest < total / 4
     # 4 MiB for all else: results, and what the allocator keeps.
     assert held <= grown < held + 2 * largest + 4

@@ -60,8 +60,7 @@ class TestWhoIsNext:
         with pytest.raises(IndexError, match="empty"):
             queue.peek()
 
-    (st.permutations(range(8)), st.integers(0, 8))
-
+    @given(st.permutations(range(8)), st.integers(0, 8))
     def test_what_is_put_back_waits_in_its_old_place(self, back: list[int], count: int) -> None:
         queue: CacheAwareQueue[int] = CacheAwareQueue(window=0)
         for number in range(8):
