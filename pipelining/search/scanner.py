@@ -63,12 +63,14 @@ class PieceScanner:
             return [whole]
         searches = [search for search, _ in piece]
         best = BestResults.stack([search.best for search in searches])
-        parts = self._scan(piece, sizes, best.keys.shape[1])
-        rows, new = self._better(best, parts)
-        if len(rows):
-            best = best.merge(rows, new, similarity=self._index.similarity)
+        best = self._merge(best, self._scan(piece, sizes, best.keys.shape[1]))
         bounds = pairwise(np.cumsum([0, *(len(search.queries) for search in searches)]).tolist())
         return [best.part(start, stop, search.kept) for search, (start, stop) in zip(searches, bounds, strict=True)]
+
+    def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
+        """The best results of each query after these visits, on the cores alone."""
+        self.scan_s = 0.0
+        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], places=False)))
 
     def close(self) -> None:
         if self._tiers is not None:
@@ -153,6 +155,10 @@ class PieceScanner:
         self.scan_s += seconds
         keys = -distances if self._index.similarity else distances
         return [ScannedPart(numbers[real], keys[real], ids[real], rows.places)]
+
+    def _merge(self, best: BestResults, parts: Sequence[ScannedPart]) -> BestResults:
+        rows, new = self._better(best, parts)
+        return best.merge(rows, new, similarity=self._index.similarity) if len(rows) else best
 
     def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
         rows, keys, ids, places = [], [], [], []
