@@ -14,8 +14,8 @@ from ragorder.pipelining.search.running import RunningSearch
 
 __all__ = ["Visits"]
 
-# Clusters a share from which on one of them more or less is no matter.
-_MANY = 32
+# Of a share: a cluster that is no larger does not matter to it.
+_EVEN = 1 / 8
 
 
 class Visits(NamedTuple):
@@ -65,9 +65,9 @@ class Visits(NamedTuple):
         """At most so many parts of about equal codes, none empty."""
         if shares == 1 or not len(self.rows):
             return [self] if len(self.rows) else []
-        if self.rows[0] == self.rows[-1] and len(self.rows) < _MANY * shares:
-            return self._deal_by_size(shares)
         total = np.cumsum(self.codes)
+        if self.rows[0] == self.rows[-1] and self.codes.max() * shares > _EVEN * total[-1]:
+            return self._deal_by_size(shares)
         cuts = np.searchsorted(total, total[-1] * np.arange(1, shares) / shares).tolist()
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
 
