@@ -497,9 +497,9 @@ class TestDegradation:
             index.nprobe = before
 
     async def test_a_request_that_is_cancelled_while_its_search_is_taken_up_mixes_up_no_other(
-        self, search: Any, index: Any
+        self, search: Any, index: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its checkpoint goes with it."""
+        """Its checkpoint goes with it, before the thread has begun."""
 
         @dataclass
         class Task:
@@ -513,12 +513,13 @@ class TestDegradation:
             next(passing)
             task.checkpoint = passing.rows.part([0])
 
-        def cancelling(questions: Sequence[NodeQuestion]) -> Any:
+        async def busy(function: Any, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
             tasks[1].checkpoint, tasks[1].abandoned = None, True
-            return embed(questions)
+            return function(*arguments)
 
-        retrieval = PartitionedRetrieval(search, cancelling, document, top_k=3)
-        found = {place: documents async for place, documents in retrieval.search_batch(tasks)}
+        monkeypatch.setattr(asyncio, "to_thread", busy)
+        found = {place: documents async for place, documents in retrieval_of(search).search_batch(tasks)}
         assert found == {place: expected(index, tasks[place].question)[0] for place in (0, 2, 3, 4)}
 
     async def test_a_disk_that_is_gone_ends_the_request(self, path: Path) -> None:
