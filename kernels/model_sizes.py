@@ -14,7 +14,7 @@ from ragorder.pipelining.batching.sizes import Curve, ModelSizes
 
 __all__ = ["model_sizes"]
 
-_ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _STORED |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
@@ -98,7 +98,7 @@ class _Shape:
         final_norm = (2 if plain else 1) * self.hidden
         self.outside = self.vocabulary * self.hidden * (1 if tied else 2) + positions + final_norm
         self.tied = tied
-        self.itemsize = _ITEMSIZES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 4)
+        self.itemsize = _ITEMSIZES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
 
     @classmethod
     def read(cls, file: Path) -> _Shape:
@@ -153,10 +153,14 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
             if length > _LARGEST_HEADER:
                 raise ValueError("the header is too long")
             entries = json.loads(stream.read(length))
-            return {
+            found = {
                 name: (prod(entry["shape"]) * _STORED[entry["dtype"]], _STORED[entry["dtype"]])
                 for name, entry in entries.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+            if file.stat().st_size < _HEADER_BYTES + length + max(ends, default=0):
+                raise ValueError("the file ends before its tensors do")
+            return found
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no safetensors file, or is cut off: download it again") from error

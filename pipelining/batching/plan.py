@@ -132,6 +132,9 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
             return
         device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
         found = _on_device(device, costs, batch)
+        if budgets.unified and found is not None and found[0] < len(model.layers):
+            # In one memory what layers pass through is taken from them.
+            found = _on_device(min(device, host - model.staging), costs, batch)
         if found is None:
             return
         layers, slots, step_tokens, free = found
@@ -139,13 +142,11 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
         if budgets.unified:
             # Layers and KV beside the device would lie in the same memory.
             in_host, host_free = 0, 0
-            if streamed:
-                free -= model.staging
         else:
             host_free = host - (model.staging if streamed else 0)
             in_host = min(streamed, max(0, host_free) // model.slot)
             host_free -= in_host * model.slot
-        if free < 0 or host_free < 0:
+        if host_free < 0:
             return
         block = model.kv(1)
         yield Placement(
