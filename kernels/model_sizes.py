@@ -24,14 +24,15 @@ _ROWS = 64
 # A safetensors file begins with the length of its header, which the format limits.
 _HEADER_BYTES = 8
 _LARGEST_HEADER = 100_000_000
+_ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
     """Of a folder with a config.json and safetensors, from their headers; or of a config.json, from its shapes.
 
     `dtype`: of weights and KV, instead of the stored one (float32, bfloat16, float16). The workspace is estimated: each
-    token's hidden states twice, the widest of attention and MLP, and logits. Raises OSError, and ValueError for a folder
-    without configuration or weights, unreadable files, and configurations that are none of a decoder.
+    token's hidden states twice, the widest of attention and MLP, and logits. Raises OSError, and ValueError for
+    folders without configuration or weights, unreadable files, and configurations that are none of a decoder.
     """
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
@@ -69,7 +70,9 @@ class _Shape:
         def read(*names: str, default: int | None = None) -> int:
             value = next((config[each] for each in names if config.get(each) is not None), default)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} has no {names[0]}, or one that is no number: it is no decoder's configuration")
+                raise ValueError(
+                    f"{name} has no {names[0]}, or one that is no number: it is no decoder's configuration"
+                )
             return value
 
         self.layers = read("num_hidden_layers", "n_layer", "num_layers")
@@ -120,7 +123,7 @@ class _Shape:
 
 
 def _of_weights(folder: Path, shape: _Shape) -> tuple[list[int], int, int]:
-    """Bytes of each layer, bytes of all else, and of a number of most weights."""
+    """Bytes of each layer in a buffer, bytes of all else, and of a number of most weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no weights (*.safetensors): give its config.json alone for an estimate")
@@ -135,14 +138,17 @@ def _of_weights(folder: Path, shape: _Shape) -> tuple[list[int], int, int]:
     for name, (size, itemsize) in tensors.items():
         by_itemsize[itemsize] += size
         if found := _LAYER.match(name):
-            lists[found[1]][int(found[2])] += size
-    decoders = [sizes for sizes in lists.values() if sorted(sizes) == list(range(shape.layers))]
+            # In a buffer of its own each tensor begins at such a multiple.
+            lists[found[1]][int(found[2])] += -(-size // _ALIGNMENT) * _ALIGNMENT
+    decoders = [name for name, sizes in lists.items() if sorted(sizes) == list(range(shape.layers))]
     if not decoders:
-        raise ValueError(f"{folder} lacks weights: no list of {shape.layers} layers is among its {len(tensors)} tensors")
-    layers = max(decoders, key=lambda sizes: sum(sizes.values()))
-    total = sum(size for size, _ in tensors.values())
-    sizes = [layers[number] for number in range(shape.layers)]
-    return sizes, total - sum(sizes), max(by_itemsize, key=by_itemsize.__getitem__)
+        raise ValueError(
+            f"{folder} lacks weights: no list of {shape.layers} layers is among its {len(tensors)} tensors"
+        )
+    prefix = max(decoders, key=lambda name: sum(lists[name].values()))
+    outside = sum(size for name, (size, _) in tensors.items() if not name.startswith(f"{prefix}."))
+    layers = [lists[prefix][number] for number in range(shape.layers)]
+    return layers, outside, max(by_itemsize, key=by_itemsize.__getitem__)
 
 
 def _header(file: Path) -> dict[str, tuple[int, int]]:

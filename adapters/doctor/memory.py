@@ -48,8 +48,8 @@ class MemoryReport:
         budgets = self.budgets
         shared = " (one memory: the device is a CPU)" if budgets.unified else ""
         lines += [
-            f"Budgets: device {format_bytes(budgets.device_bytes)}, host {format_bytes(budgets.host_bytes)}{shared}, disk "
-            f"{format_bytes(budgets.disk_bytes)}",
+            f"Budgets: device {format_bytes(budgets.device_bytes)}, host {format_bytes(budgets.host_bytes)}{shared}, "
+            f"disk {format_bytes(budgets.disk_bytes)}",
             "",
         ]
         if self.placement is not None:

@@ -134,7 +134,9 @@ def profile(
     """
     if placement:
         if base_url is not None or loads or cached is not None or new is not None:
-            raise click.UsageError("--placement runs an engine of its own: leave out --base-url, --loads, --cached and --new")
+            raise click.UsageError(
+                "--placement runs an engine of its own: leave out --base-url, --loads, --cached and --new"
+            )
         _check_writable(output)
         return profile_placement(model, output, repeats, seed, of_placement)
     if lonely := [name for name in PLACEMENT_OPTIONS if of_placement[name] is not None]:

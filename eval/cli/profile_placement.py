@@ -35,9 +35,9 @@ def placement_options() -> Decorator:
         option(
             "--placement",
             is_flag=True,
-            help="Instead of prefill times, measure what a placement is planned from (RAGDoll): batches of the --model on "
-            "the embedded engine by resident layers, searches of --index by resident partitions. What an interrupted run "
-            "has measured is kept beside the output, and a second run goes on.",
+            help="Instead of prefill times, measure what a placement is planned from (RAGDoll): batches of the --model "
+            "on the embedded engine by resident layers, searches of --index by resident partitions. What an "
+            "interrupted run has measured is kept beside the output, and a second run goes on.",
         ),
         option(
             "--index",

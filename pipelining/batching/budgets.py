@@ -39,18 +39,24 @@ class Budgets:
 
     @classmethod
     def of_this_machine(cls, folder: Path | str = ".", share: float = 0.9) -> Self:
-        """`share` of what is free: the first GPU's memory, RAM within the limits of the control group and RLIMIT_AS, and
-        the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
+        """`share` of what is free: the first GPU's memory, RAM within the limits of the control group and RLIMIT_AS,
+        and the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
         if not 0 < share <= 1:
             raise ValueError(f"share is above 0 and at most 1, got {share}")
         host, gpu = host_memory(), device_memory()
         sizes = [math.floor(share * size) for size in (host if gpu is None else gpu, host, disk_memory(folder))]
         return cls(*sizes, unified=gpu is None)
 
-    def changed(self, **sizes: int) -> Self:
+    def changed(
+        self, *, device_bytes: int | None = None, host_bytes: int | None = None, disk_bytes: int | None = None
+    ) -> Self:
         """The same with other sizes."""
-        whole = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes, "disk_bytes": self.disk_bytes}
-        return type(self)(**whole | sizes, unified=self.unified)
+        return type(self)(
+            self.device_bytes if device_bytes is None else device_bytes,
+            self.host_bytes if host_bytes is None else host_bytes,
+            self.disk_bytes if disk_bytes is None else disk_bytes,
+            unified=self.unified,
+        )
 
 
 def format_bytes(size: int) -> str:

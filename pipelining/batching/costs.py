@@ -46,8 +46,8 @@ class PlacementCosts(Protocol):
 def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:
     """Mean seconds until `backlog` waiting requests are answered, in batches of `batch`, the last one of what is left.
 
-    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll; with many batches
-    it grows by max(t_retrieval, t_generation) for each, which is what section 4.4 balances.
+    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll; with many
+    batches it grows by max(t_retrieval, t_generation) for each, which is what section 4.4 balances.
     """
     retrieved_s = answered_s = sum_s = 0.0
     left, size, seconds = backlog, min(batch, backlog), generation_s(min(batch, backlog))

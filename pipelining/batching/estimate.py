@@ -13,6 +13,7 @@ __all__ = ["EstimatedCosts", "Rates"]
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _STEP_TOKENS = 8192
+_WORKLOAD = Workload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates: a step takes as long as the slower of its computation and of the stream of its layers;
-    a retrieval as long as the partitions that are read, and the scan of all."""
+    """Times from sizes and rates: a step takes as long as the slower of its computation and of the stream of its
+    layers; a retrieval as long as the partitions that are read, and the scan of all."""
 
     model: ModelSizes
     rates: Rates
     index: IndexSizes = NO_INDEX
-    workload: Workload = Workload()
+    workload: Workload = _WORKLOAD
     batches: Sequence[int] = _BATCHES
     step_tokens: int = _STEP_TOKENS
     estimated: bool = True

@@ -28,9 +28,13 @@ def explanation(
     retrieval_s = costs.retrieval_s(placement.partitions)
     weights, partitions = placement.weights, len(costs.index.partitions)
     lines = [
-        f"Batches of {placement.batch} requests, in steps of up to {placement.step_tokens:,} tokens. Of {weights.total} "
-        f"layers {weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk"
-        + (f"; of {partitions} partitions of the index {placement.partitions} stay in host memory." if partitions else "."),
+        f"Batches of {placement.batch} requests, in steps of up to {placement.step_tokens:,} tokens. "
+        f"Of {weights.total} layers {weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk"
+        + (
+            f"; of {partitions} partitions of the index {placement.partitions} stay in host memory."
+            if partitions
+            else "."
+        ),
         "",
         *_table(placement, budgets, costs),
         "",
@@ -39,13 +43,17 @@ def explanation(
     ]
     if costs.estimated:
         lines.append(
-            "These times are estimates from sizes and usual rates, not measurements: `ragorder profile --placement` measures."
+            "These times are estimates from sizes and usual rates, not measurements: `ragorder profile --placement` "
+            "measures."
         )
     elif placement.step_tokens < costs.step_tokens:
         lines.append(
             f"Times were measured with steps of {costs.step_tokens:,} tokens: with shorter ones prefill takes longer."
         )
-    lines += [f"Bottleneck: {bottleneck(placement, retrieval_s, generation_s, partitions)}.", _what_helps(latency_s, larger)]
+    lines += [
+        f"Bottleneck: {bottleneck(placement, retrieval_s, generation_s, partitions)}.",
+        _what_helps(latency_s, larger),
+    ]
     return "\n".join(lines)
 
 

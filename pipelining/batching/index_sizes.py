@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ragorder.pipelining.batching.sizes import IndexSizes
 from ragorder.pipelining.search.partition_file import PartitionFile
+
+from ragorder.pipelining.batching.sizes import IndexSizes
 
 __all__ = ["index_sizes"]
 
@@ -14,8 +15,8 @@ _SEARCHER = "a placement"
 
 
 def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
-    """Of an index written by FAISS. An IVF index is cut into `partitions` (at most one a cluster), as `PartitionedSearch`
-    does; any other one is in memory as a whole.
+    """Of an index written by FAISS. An IVF index is cut into `partitions` (at most one a cluster), as
+    `PartitionedSearch` does; any other one is in memory as a whole.
 
     Raises ImportError, OSError, and ValueError for a file that is no index, or for less than one partition.
     """

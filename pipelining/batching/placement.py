@@ -25,9 +25,9 @@ class Placement:
     """Decoder layers by where they lie between steps, bytes of KV by place, partitions of the index that stay in host
     memory, and requests that generate at once.
 
-    `slots`: buffers on the device that layers from elsewhere pass through; `step_tokens`: of the largest step. KV on the
-    device is that of the running batch first, and of documents that may come again; in the other places the latter only.
-    Raises ValueError for negative amounts, no batch, or streamed layers without a buffer.
+    `slots`: buffers on the device that layers from elsewhere pass through; `step_tokens`: of the largest step. KV on
+    the device is that of the running batch first, and of documents that may come again; in the other places the latter
+    only. Raises ValueError for negative amounts, no batch, or streamed layers without a buffer.
     """
 
     weights: Spread

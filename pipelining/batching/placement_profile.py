@@ -32,8 +32,8 @@ class _Sample(BaseModel):
 
 
 class GenerationSample(_Sample):
-    """Seconds of a batch of requests, with so many decoder layers on the device and in host memory; the others were on the
-    disk."""
+    """Seconds of a batch of requests, with so many decoder layers on the device and in host memory; the others were on
+    the disk."""
 
     kind: Literal["generation"] = "generation"
     batch: int = Field(ge=1)
@@ -67,8 +67,8 @@ class PlacementProfile(BaseModel):
       in host memory, all on the disk, or both ways; a mixture counts in proportion
     - retrieval: linear in resident partitions, never rising, the same for all batches (4.4)
 
-    Times are those of steps of up to `step_tokens` tokens: with shorter ones prefill takes longer. Raises ValueError for
-    samples that do not suffice.
+    Times are those of steps of up to `step_tokens` tokens: with shorter ones prefill takes longer. Raises ValueError
+    for samples that do not suffice.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,14 +99,14 @@ class PlacementProfile(BaseModel):
         for (device, host), measured in batches.items():
             if len(measured) < 2:
                 raise ValueError(
-                    f"{device} layers on the device and {host} in host memory were measured with one batch: a power law "
-                    "takes two or more"
+                    f"{device} layers on the device and {host} in host memory were measured with one batch: a power "
+                    "law takes two or more"
                 )
         partitions = {each.partitions for each in self.retrieval}
         if len(partitions) < min(2, most) or max(partitions, default=0) > most:
             raise ValueError(
-                f"retrieval was measured with {sorted(partitions)} resident partitions: measure two numbers or more, up "
-                f"to the {most} of the index"
+                f"retrieval was measured with {sorted(partitions)} resident partitions: measure two numbers or more, "
+                f"up to the {most} of the index"
             )
         return self
 

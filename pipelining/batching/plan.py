@@ -16,7 +16,7 @@ __all__ = ["PlacementError", "PlannedPlacement", "plan_placement"]
 
 # Tokens of the smallest step that is planned.
 _LEAST_STEP = 64
-# Of the device, for the workspace while layers stream: a larger step costs layers, which are then streamed in all steps.
+# Of the device, for the workspace while layers stream: a larger step costs layers, which all steps then stream.
 _WORKSPACE_SHARE = 0.125
 # Buffers of streamed layers: one is computed, the next is ready, one more is read.
 _SLOTS = 3
@@ -91,12 +91,12 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     - `costs`: a `PlacementProfile`, or `EstimatedCosts` without one
     - `backlog`: the largest measured batch, unless given
 
-    A batch takes KV and workspace from the device, and what is left is for layers; in host memory each resident partition
-    takes the place of layers. For each batch the walk starts with no partition resident, adds one after the other, and
-    moves the layers in their way down a place. The paper's walk ends where retrieval and generation take equally long
-    (4.4): each of its steps is a measurement. Here each is a lookup in the profile, and the walk goes on until all are
-    resident: times that are not convex, and backlogs of one batch, which balance does not help, have their optimum
-    elsewhere. What remains in each place is for the KV of documents. Raises PlacementError, and ValueError for no
+    A batch takes KV and workspace from the device, and what is left is for layers; in host memory each resident
+    partition takes the place of layers. For each batch the walk starts with no partition resident, adds one after the
+    other, and moves the layers in their way down a place. The paper's walk ends where retrieval and generation take
+    equally long (4.4): each of its steps is a measurement. Here each is a lookup in the profile, and the walk goes on
+    until all are resident: times that are not convex, and backlogs of one batch, which balance does not help, have
+    their optimum elsewhere. What remains in each place is for the KV of documents. Raises PlacementError, and ValueError for no
     backlog.
     """
     backlog = max(costs.batches) if backlog is None else backlog
@@ -113,8 +113,15 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
         raise PlacementError(_missing(budgets, costs))
     found = best[1]
     return PlannedPlacement(
-        found.weights, found.kv, found.partitions, found.batch, found.step_tokens, found.slots,
-        budgets=budgets, costs=costs, backlog=backlog,
+        found.weights,
+        found.kv,
+        found.partitions,
+        found.batch,
+        found.step_tokens,
+        found.slots,
+        budgets=budgets,
+        costs=costs,
+        backlog=backlog,
     )
 
 
@@ -218,8 +225,8 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
         )
     if budgets.device_bytes < device:
         return (
-            f"device_bytes is {budgets.device_bytes}, and {device - budgets.device_bytes} bytes are missing: {on_device}. "
-            f"Give device_bytes {device} or more, {shorter}"
+            f"device_bytes is {budgets.device_bytes}, and {device - budgets.device_bytes} bytes are missing: "
+            f"{on_device}. Give device_bytes {device} or more, {shorter}"
         )
     return (
         f"host_bytes is {budgets.host_bytes}, and {host - budgets.host_bytes} bytes are missing: {in_host}. Give "

@@ -26,8 +26,8 @@ class ModelSizes(_Sizes):
     """Bytes of a model: of each decoder layer, of all weights outside the layers, which stay on the device, and of a
     token's KV in all layers.
 
-    `step_bytes`: (tokens, bytes) of the workspace H, what a step of so many tokens takes beside weights and KV, measured
-    or estimated. `staging`: host memory through which streamed layers pass.
+    `step_bytes`: (tokens, bytes) of the workspace H, what a step of so many tokens takes beside weights and KV,
+    measured or estimated. `staging`: host memory through which streamed layers pass.
     """
 
     layers: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)

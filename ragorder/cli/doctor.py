@@ -31,8 +31,8 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
     option(
         "--model",
         metavar="NAME",
-        help="Model for the requests [default: the first that the server lists]; with --memory the folder of a model, or "
-        "its config.json.",
+        help="Model for the requests [default: the first that the server lists]; with --memory the folder of a model, "
+        "or its config.json.",
     ),
     api_key(),
     option(
@@ -68,6 +68,7 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
 @click.pass_context
 def doctor(
     context: click.Context,
+    /,
     url: str | None,
     model: str | None,
     api_key: str | None,

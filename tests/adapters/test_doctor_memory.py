@@ -223,7 +223,13 @@ class TestUsage:
 
     @pytest.mark.parametrize(
         ("flag", "value"),
-        [("--backlog", "3"), ("--partitions", "3"), ("--dtype", "float16"), ("--answer-tokens", "3"), ("--host-bytes", "3")],
+        [
+            ("--backlog", "3"),
+            ("--partitions", "3"),
+            ("--dtype", "float16"),
+            ("--answer-tokens", "3"),
+            ("--host-bytes", "3"),
+        ],
     )
     def test_its_options_go_with_it(self, flag: str, value: str) -> None:
         done = run_command(main, "doctor", "http://127.0.0.1:1", flag, value)

@@ -62,7 +62,14 @@ class TestGrid:
         assert PlacementGrid.spread(1, 0, from_host=False).places == ((0, 0), (1, 0))
 
     @pytest.mark.parametrize(
-        "changes", [{"batches": [4]}, {"batches": [0, 4]}, {"device_layers": [0, 5]}, {"device_layers": [3]}, {"resident": [0, 9]}]
+        "changes",
+        [
+            {"batches": [4]},
+            {"batches": [0, 4]},
+            {"device_layers": [0, 5]},
+            {"device_layers": [3]},
+            {"resident": [0, 9]},
+        ],
     )
     def test_refuses_numbers_out_of_range(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be two"):
@@ -164,7 +171,18 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BUDGETS = ("--device-bytes", "64MiB", "--host-bytes", "64MiB")
-SMALL = ("--batches", "1,3", "--device-layers", "0,4", "--prompt-tokens", "40", "--answer-tokens", "3", "--repeats", "1")
+SMALL = (
+    "--batches",
+    "1,3",
+    "--device-layers",
+    "0,4",
+    "--prompt-tokens",
+    "40",
+    "--answer-tokens",
+    "3",
+    "--repeats",
+    "1",
+)
 
 
 class TestCommand:
@@ -245,6 +263,8 @@ class TestCommand:
     def test_an_index_that_is_none_is_refused(self, model: Path, tmp_path: Path) -> None:
         pytest.importorskip("faiss")
         (tmp_path / "none.faiss").write_bytes(b"junk")
-        done = profile("--model", model, "--index", tmp_path / "none.faiss", *BUDGETS, *SMALL, "-o", tmp_path / "p.json")
+        done = profile(
+            "--model", model, "--index", tmp_path / "none.faiss", *BUDGETS, *SMALL, "-o", tmp_path / "p.json"
+        )
         assert done.exit_code == 1
         assert "none.faiss" in done.stderr

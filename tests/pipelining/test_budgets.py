@@ -43,7 +43,8 @@ class TestSizes:
         assert unified.changed(host_bytes=20) == Budgets(1, 20, 3, unified=True)
 
     @pytest.mark.parametrize(
-        ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5,120.0 GiB")]
+        ("size", "text"),
+        [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5,120.0 GiB")],
     )
     def test_are_shown(self, size: int, text: str) -> None:
         assert format_bytes(size) == text

@@ -20,7 +20,9 @@ INDEX = IndexSizes(partitions=(10,) * 4)
 STEP = 64
 
 
-def generation(seconds: Callable[[int, int, int], float], places: list[tuple[int, int]]) -> tuple[GenerationSample, ...]:
+def generation(
+    seconds: Callable[[int, int, int], float], places: list[tuple[int, int]]
+) -> tuple[GenerationSample, ...]:
     return tuple(
         GenerationSample(batch=batch, device_layers=device, host_layers=host, seconds=seconds(batch, device, host))
         for device, host in places
@@ -61,7 +63,8 @@ class TestTimes:
         noisy = {0: 3.0, 2: 1.0, 4: 2.0, 8: 0.5}
         samples = generation(lambda batch, device, host: noisy[device] * batch, [(device, 0) for device in noisy])
         made = profile(
-            generation=samples, retrieval=[RetrievalSample(partitions=n, seconds=s) for n, s in ((0, 2), (2, 3), (4, 1))]
+            generation=samples,
+            retrieval=[RetrievalSample(partitions=n, seconds=s) for n, s in ((0, 2), (2, 3), (4, 1))],
         )
         for values in (
             [made.generation_s(4, Spread(layers, 0, 8 - layers), STEP) for layers in range(9)],
@@ -72,7 +75,11 @@ class TestTimes:
     def test_of_the_disk_alone_stand_for_host_memory(self) -> None:
         samples = generation(lambda batch, device, host: (9.0 - device) * batch, [(0, 0), (8, 0)])
         made = profile(generation=samples)
-        assert made.generation_s(1, Spread(0, 8, 0), STEP) == made.generation_s(1, Spread(0, 0, 8), STEP) == pytest.approx(9)
+        assert (
+            made.generation_s(1, Spread(0, 8, 0), STEP)
+            == made.generation_s(1, Spread(0, 0, 8), STEP)
+            == pytest.approx(9)
+        )
 
     def test_retrieval_is_linear_in_resident_partitions(self) -> None:
         assert [profile().retrieval_s(count) for count in range(5)] == pytest.approx([5, 4, 3, 2, 1])
@@ -82,7 +89,9 @@ class TestTimes:
         assert profile(generation=samples).generation_s(1, Spread(0, 0, 8), STEP) == pytest.approx(9)
 
     def test_repeats_count_once(self) -> None:
-        samples = [RetrievalSample(partitions=count, seconds=seconds) for count in (0, 4) for seconds in (1.0, 2.0, 9.0)]
+        samples = [
+            RetrievalSample(partitions=count, seconds=seconds) for count in (0, 4) for seconds in (1.0, 2.0, 9.0)
+        ]
         assert profile(retrieval=samples).retrieval_s(0) == 2.0
 
     def test_batches_to_choose_from_are_within_the_measured_ones(self) -> None:

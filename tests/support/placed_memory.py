@@ -58,9 +58,9 @@ def status(name: str) -> int:
 def serve(model: Path, index: Path, placement: Any) -> Any:
     """An engine and a search that are placed so, each used once; kept by the caller."""
     import numpy as np
+    from ragorder.pipelining.search.partitioned import PartitionedSearch
 
     from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
-    from ragorder.pipelining.search.partitioned import PartitionedSearch
 
     settings = dict(placement.engine_settings)
     engine = TieredEngine.load(model, EngineSettings(device="cpu", max_model_len=PROMPT + ANSWER, **settings))
@@ -89,7 +89,10 @@ def main(folder: Path, host_bytes: int) -> None:
 
     def planned(model: Path, index: Path, size: int) -> Any:
         costs = EstimatedCosts(
-            model_sizes(model), Rates.of_a_cpu(), index_sizes(index, 16), Workload(prompt_tokens=PROMPT, answer_tokens=ANSWER)
+            model_sizes(model),
+            Rates.of_a_cpu(),
+            index_sizes(index, 16),
+            Workload(prompt_tokens=PROMPT, answer_tokens=ANSWER),
         )
         return plan_placement(Budgets(size, size, unified=True), costs)
 
@@ -104,7 +107,7 @@ def main(folder: Path, host_bytes: int) -> None:
     before = status("VmRSS")
     served = serve(model, index, placement)
     used = placement.footprint.total(placement)
-    print(
+    sys.stdout.write(
         json.dumps(
             {
                 "planned": used.device + used.host,

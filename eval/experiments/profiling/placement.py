@@ -17,6 +17,10 @@ __all__ = ["Journal", "Measured", "PlacementGrid", "measure_placement"]
 
 _Place = tuple[int, int]
 _Sample = GenerationSample | RetrievalSample
+_KINDS: Mapping[str, type[GenerationSample] | type[RetrievalSample]] = {
+    "generation": GenerationSample,
+    "retrieval": RetrievalSample,
+}
 
 
 class Measured(Protocol):
@@ -61,8 +65,12 @@ class PlacementGrid:
         places += [(device, layers - device) for device in chosen if from_host and device < layers]
         sizes = sorted(set(batches))
         if len(sizes) < 2 or sizes[0] < 1:
-            raise ValueError(f"batches must be two sizes of 1 or more at least, from which times are fitted: got {sizes}")
-        return cls(tuple(sizes), tuple(places), _chosen("partitions", resident, partitions) if partitions else (), repeats)
+            raise ValueError(
+                f"batches must be two sizes of 1 or more at least, from which times are fitted: got {sizes}"
+            )
+        return cls(
+            tuple(sizes), tuple(places), _chosen("partitions", resident, partitions) if partitions else (), repeats
+        )
 
     @property
     def cells(self) -> int:
@@ -126,8 +134,7 @@ class Journal:
     def _take(self, content: Any) -> None:
         try:
             repeat = int(content.pop("repeat"))
-            kind = {"generation": GenerationSample, "retrieval": RetrievalSample}[content["kind"]]
-            sample: _Sample = kind.model_validate(content)
+            sample: _Sample = _KINDS[content["kind"]].model_validate(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path} is damaged: delete it, or give another --output") from error
         self._found[repeat, sample.place] = sample

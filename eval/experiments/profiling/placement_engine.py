@@ -26,6 +26,7 @@ _LARGEST_STEP = 8192
 _WORKSPACE_SHARE = 0.125
 _RESULTS = 5
 
+
 class PlacedEngine:
     """A model whose layers lie where `place` puts them. `sizes`: with the measured workspace.
 
@@ -74,7 +75,7 @@ class PlacedEngine:
         from ragorder.kernels.offload.residency import Place, Residency
 
         reached = self._engine.move_layers(Residency.spread(self._layers, device_layers, host_layers))
-        return (reached.count(Place.DEVICE), reached.count(Place.HOST)) == (device_layers, host_layers)
+        return bool((reached.count(Place.DEVICE), reached.count(Place.HOST)) == (device_layers, host_layers))
 
     def generation_s(self, batch: int) -> float:
         """Raises RuntimeError if a request fails."""
@@ -120,7 +121,6 @@ class PlacedIndex:
         with needs("retrieval", "ragorder profile --placement --index"):
             import faiss
             import numpy as np
-
             from ragorder.pipelining.search.partitioned import PartitionedSearch
 
         self.sizes: IndexSizes = index_sizes(path, partitions)
@@ -206,6 +206,7 @@ class _Peak:
 
     def __init__(self, *, cuda: bool) -> None:
         self._cuda = cuda
+        self._before: int
         if cuda:
             import torch
 
