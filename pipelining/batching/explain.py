@@ -29,7 +29,8 @@ def explanation(
     weights, partitions = placement.weights, len(costs.index.partitions)
     lines = [
         f"Batches of {placement.batch} requests, in steps of up to {placement.step_tokens:,} tokens. "
-        f"Of {weights.total} layers {weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk"
+        f"Of {weights.total} layers {weights.device} stay on the device, {weights.host} in host memory, "
+        f"{weights.disk} on the disk"
         + (
             f"; of {partitions} partitions of the index {placement.partitions} stay in host memory."
             if partitions

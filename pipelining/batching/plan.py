@@ -96,8 +96,8 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     other, and moves the layers in their way down a place. The paper's walk ends where retrieval and generation take
     equally long (4.4): each of its steps is a measurement. Here each is a lookup in the profile, and the walk goes on
     until all are resident: times that are not convex, and backlogs of one batch, which balance does not help, have
-    their optimum elsewhere. What remains in each place is for the KV of documents. Raises PlacementError, and ValueError for no
-    backlog.
+    their optimum elsewhere. What remains in each place is for the KV of documents. Raises PlacementError, and
+    ValueError for no backlog.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:
