@@ -176,7 +176,7 @@ def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[in
     left = device_bytes - model.outside - model.kv(costs.workload.kv_tokens(batch), batch)
     # The whole model with the largest step that leaves room for it; else the largest step of a moderate workspace.
     best: tuple[bool, bool, int] | None = None
-    for step in _steps(costs.step_tokens, batch):
+    for step in _steps(costs, batch):
         workspace = model.workspace(step)
         fitting = (left - workspace) // model.slot
         if fitting >= 1:
@@ -192,9 +192,10 @@ def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[in
     return layers, slots, step_tokens, left - (layers + slots) * model.slot
 
 
-def _steps(most: int, batch: int) -> Iterator[int]:
-    """Each half the one before it, down to the least in which each request has a token."""
-    step, least = max(most, batch), max(batch, min(_LEAST_STEP, most))
+def _steps(costs: PlacementCosts, batch: int) -> Iterator[int]:
+    """Each half the one before it, from that of all prompts down to the least in which each request has a token."""
+    most = min(costs.step_tokens, batch * costs.workload.prompt_tokens)
+    step, least = most, max(batch, min(_LEAST_STEP, most))
     while step > least:
         yield step
         step //= 2
@@ -204,7 +205,7 @@ def _steps(most: int, batch: int) -> Iterator[int]:
 def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
     model, index = costs.model, costs.index
     batch = min(costs.batches)
-    tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs.step_tokens, batch))
+    tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
     kv, workspace = model.kv(tokens, batch), model.workspace(step)
     device = model.outside + model.slot + kv + workspace
     host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)

@@ -64,7 +64,7 @@ def serve(model: Path, index: Path, placement: Any) -> Any:
 
     settings = dict(placement.engine_settings)
     engine = TieredEngine.load(model, EngineSettings(device="cpu", max_model_len=PROMPT + ANSWER, **settings))
-    search = PartitionedSearch(index, len(placement.costs.index.partitions), resident=placement.partitions)
+    search = PartitionedSearch(index, len(placement.costs.index.partitions), resident=placement.partitions, nprobe=64)
     random = Random(0)
     # Documents in every block of the pool.
     count = max(placement.batch, settings["device_tokens"] // PROMPT + 1)
@@ -93,6 +93,7 @@ def main(folder: Path, host_bytes: int) -> None:
             Rates.of_a_cpu(),
             index_sizes(index, 16),
             Workload(prompt_tokens=PROMPT, answer_tokens=ANSWER),
+            batches=(1, 2, 4),
         )
         return plan_placement(Budgets(size, size, unified=True), costs)
 
