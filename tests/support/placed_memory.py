@@ -58,9 +58,9 @@ def status(name: str) -> int:
 def serve(model: Path, index: Path, placement: Any) -> Any:
     """An engine and a search that are placed so, each used once; kept by the caller."""
     import numpy as np
-    from ragorder.pipelining.search.partitioned import PartitionedSearch
 
     from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
+    from ragorder.pipelining.search.partitioned import PartitionedSearch
 
     settings = dict(placement.engine_settings)
     engine = TieredEngine.load(model, EngineSettings(device="cpu", max_model_len=PROMPT + ANSWER, **settings))
