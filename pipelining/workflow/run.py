@@ -9,6 +9,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
+from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.workflow.errors import NodeError
 from ragorder.pipelining.workflow.execution import answered, call_step, found
 from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
@@ -88,6 +89,24 @@ class WorkflowRun(Generic[D, R]):
 
     def foreseen(self, piece: Piece, /) -> list[NodeRun]:
         return self._context.copy().run(self._ahead.foreseen, self._tokens, piece)
+
+    def has_place(self, piece: Piece, /) -> bool:
+        return self._ahead.has_place(piece.run)
+
+    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
+        node, predict = piece.node, getattr(self._workers.prompts, "lengths", None)
+        if predict is None or not isinstance(node, Generation):
+            return None
+
+        def lengths() -> Any:
+            return predict(question_for(piece, node, self.scope), documents_of(node, piece.run.state))
+
+        try:
+            found: Callable[[], CachedLengths] | None = self._context.copy().run(lengths)
+        except Exception:
+            # The generation itself meets the error.
+            return None
+        return found
 
     def start(self, piece: Piece, /) -> None:
         # A scheduling cycle runs in the context of whichever request asked for it.

@@ -104,6 +104,14 @@ class Speculations(Generic[D, R]):
             ahead.task.add_done_callback(self.embedding.discard)
             self._begun(piece)
 
+    def has_place(self, run: NodeRun) -> bool:
+        """See `Request.has_place`."""
+        generation = self._generations.get(place_of(run))
+        if generation is None:
+            return False
+        generation.due()
+        return generation.sent
+
     def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
         """The run is due. Its caller must leave what this returns."""
         place = place_of(run)

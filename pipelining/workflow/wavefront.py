@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
+from ragorder.pipelining.load import Admission
+from ragorder.pipelining.reordering import CachedLengths
+from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
@@ -38,6 +41,12 @@ class Request(Protocol):
         """Runs that would become due if the piece ended with what it has so far. Those are left out that a piece ahead
         of need does already, with the same inputs."""
 
+    def has_place(self, piece: Piece, /) -> bool:
+        """Whether a speculation on a due generation is on the engine. One that has not been sent no longer will be."""
+
+    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
+        """Predicts the cached and computed tokens of a generation (None: not known)."""
+
     def start(self, piece: Piece, /) -> None: ...
 
 
@@ -49,6 +58,7 @@ class Piece:
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
     - `fast`: expected to gain by the index's fast tier; `prefetch`: its clusters are loaded into that
     - `ordered`: documents in the cache's order
+    - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need
     - `at_end` is called once the piece has ended
     - progress of a search: its latest `stage`, and the ids that are `speculated` on
     - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`; `drift` between
@@ -64,6 +74,7 @@ class Piece:
     fast: bool = False
     prefetch: bool = False
     ordered: bool = False
+    admission: Admission | None = None
     at_end: list[Callable[[], object]] = field(default_factory=list, repr=False)
     ended: bool = False
     stage: Stage | None = None
@@ -103,11 +114,13 @@ def worker_of(node: Node) -> Worker:
 class Wavefront:
     """What a scheduling cycle sees: pieces to start, and due pieces whose progress may give rise to others.
 
-    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs.
+    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations wait
+    in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, changed: Callable[[], None], queue: EngineQueue[Piece] | None = None) -> None:
         self.new: list[Piece] = []
+        self.queue: EngineQueue[Piece] = EngineQueue() if queue is None else queue
         self._changed = changed
         self._progressed: dict[Piece, None] = {}
         self._ahead: list[Piece] = []
@@ -143,6 +156,8 @@ class Wavefront:
             self._speculative[piece.worker] -= not piece.due
             for call in piece.at_end:
                 call()
+            if piece.worker == "engine" and self.queue:
+                self._changed()
 
     def progressed(self, worker: Worker) -> Iterator[Piece]:
         """Due pieces with news since the last cycle."""
@@ -153,9 +168,29 @@ class Wavefront:
         ahead = self._speculative[worker]
         return self._running[worker] if speculative is None else ahead if speculative else self._running[worker] - ahead
 
+    @property
+    def unsent(self) -> int:
+        """Due generations that have not started."""
+        return len(self.queue) + sum(piece.worker == "engine" and not piece.ended for piece in self.new)
+
     def take(self) -> list[Piece]:
-        """What this cycle starts: due pieces first."""
-        pieces = [piece for piece in self.starting if not piece.ended]
+        """What this cycle starts: due pieces first. Of the generations that wait it is one, so that the next choice
+        sees what this one puts into the cache."""
+        pieces = [piece for piece in self.starting if not piece.ended and not self._waits(piece)]
         self.new, self._ahead = [], []
         self._progressed.clear()
+        if self.queue and self._has_room:
+            pieces.insert(0, self.queue.take())
+            if self.queue and self._has_room:
+                self._changed()
         return pieces
+
+    @property
+    def _has_room(self) -> bool:
+        return self.queue.has_room(self._running["engine"] - len(self.queue))
+
+    def _waits(self, piece: Piece) -> bool:
+        if self.queue.limit is None or piece.worker != "engine" or not piece.due or piece.request.has_place(piece):
+            return False
+        piece.at_end.append(self.queue.enter(piece, piece.request.lengths(piece)))
+        return True

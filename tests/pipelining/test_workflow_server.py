@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from contextvars import ContextVar
 from itertools import pairwise
 from random import Random
@@ -106,9 +107,9 @@ class TestAnswers:
             await settled(server, engine, search, prompts)
 
     @settings(max_examples=examples(150))
-    @given(graphs(), st.integers(0, 2**32), st.booleans())
+    @given(graphs(), st.integers(0, 2**32), st.booleans(), st.none() | st.integers(1, 2))
     async def test_on_any_graph_they_are_the_interpreters(
-        self, index: Any, graph: RAGraph, seed: int, odds: bool
+        self, index: Any, graph: RAGraph, seed: int, odds: bool, max_generations: int | None
     ) -> None:
         """Loops, conditions, branches that meet; requests side by side that are at different places."""
         runnable = compiled(graph)
@@ -120,7 +121,14 @@ class TestAnswers:
         with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
             chosen = None if odds else eager()
             async with WorkflowServer(
-                engine, search, vector, document, prompts, transformations=chosen, load=EngineLoad(16)
+                engine,
+                search,
+                vector,
+                document,
+                prompts,
+                transformations=chosen,
+                load=EngineLoad(16),
+                max_generations=max_generations,
             ) as server:
                 runs = (outcome(server.run(runnable, question)) for question in questions)
                 assert await asyncio.gather(*runs) == expected
@@ -269,6 +277,35 @@ class TestSpeculation:
                 search.next()
                 traces = [result.trace for result in await asyncio.gather(*runs)]
                 assert sum(trace.refused for trace in traces) == 5 - started
+
+    async def test_what_a_cycle_admits_is_counted_before_it_begins(self) -> None:
+        """Eight searches have news at the same time, and the engine has room for one prefill."""
+        engine, search, load = SlowEngine(pause_s=0.01), PlayedSearch([1], [1]), EngineLoad(1)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), load=load) as server:
+            graph = one_shot(topk=1).compile()
+            runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(8)]
+            while len(search.handles) < 8:
+                await asyncio.sleep(0)
+            search.next()
+            while not engine.sent:
+                await asyncio.sleep(0)
+            assert len(engine.sent) == load.pending == server.wavefront.count("engine", speculative=True) == 1
+            search.next()
+            traces = [result.trace for result in await asyncio.gather(*runs)]
+        assert sum(trace.refused for trace in traces) == 7 and load.pending == 0
+
+    async def test_several_generations_after_one_search_are_admitted_one_by_one(self) -> None:
+        engine, search, load = SlowEngine(pause_s=0.01), PlayedSearch([1, 2, 3], [1, 2, 3]), EngineLoad(2)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), load=load) as server:
+            run = asyncio.create_task(server.run(recomp(topk=3, each=True).compile(), "why?"))
+            while not search.handles:
+                await asyncio.sleep(0)
+            search.next()
+            while len(engine.sent) < 2:
+                await asyncio.sleep(0)
+            assert len(engine.sent) == server.wavefront.count("engine", speculative=True) == 2
+            search.next()
+            assert (await run).trace.refused == 1 and load.pending == 0
 
     async def test_a_last_generation_is_no_refused_speculation(self, search: ContinuousIVF) -> None:
         """Nothing follows that could be searched for; there is no room either."""
@@ -448,6 +485,47 @@ class TestServer:
         assert isinstance(failed, NodeError) and "secret" not in str(failed)
         for number, result in results.items():
             assert result.text == (await interpreted(graph, index, f"question {number}")).text
+
+    @pytest.mark.parametrize("max_waiting", [0, 2])
+    async def test_a_batch_waits_for_its_turn_beside_a_full_queue(
+        self, search: ContinuousIVF, max_waiting: int
+    ) -> None:
+        """Two batches at once, and requests that fill the queue: none of a batch is refused, and each begins in order."""
+        graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
+        async with WorkflowServer(
+            engine, search, vector, document, PlainPrompts(), transformations=(), max_requests=2, max_waiting=max_waiting
+        ) as server:
+
+            async def batch(name: str) -> dict[int, Any]:
+                questions = (f"{name} {number}" for number in range(10))
+                return {number: result async for number, result in server.batch(graph, questions)}
+
+            runs = [asyncio.create_task(server.run(graph, f"single {number}")) for number in range(2 + max_waiting)]
+            await asyncio.sleep(0)
+            found = await asyncio.gather(batch("first"), batch("second"))
+            await asyncio.gather(*runs)
+            assert len(server._limiter.queue) == server._limiter.in_flight == 0
+        for results in found:
+            assert sorted(results) == list(range(10))
+            assert all(isinstance(result, WorkflowResult) for result in results.values())
+        for name in ("single", "first", "second"):
+            sent = [request.question.text for request in engine.sent if name in request.question.text]
+            numbers = [int(text.split()[-1]) for text in sent]
+            # Two run side by side.
+            assert all(abs(place - number) <= 1 for place, number in enumerate(numbers))
+
+    async def test_a_batch_that_is_left_early_leaves_the_queue(self, search: ContinuousIVF) -> None:
+        graph, engine, prompts = one_shot().compile(), SlowEngine(pause_s=0.001), PlainPrompts()
+        async with WorkflowServer(
+            engine, search, vector, document, prompts, max_requests=3, max_waiting=0
+        ) as server:
+            single = asyncio.create_task(server.run(graph, "why?"))
+            await asyncio.sleep(0)
+            async with aclosing(server.batch(graph, (f"question {number}" for number in range(20)))) as results:
+                await anext(results)
+            assert not server._limiter._patient
+            await single
+            await settled(server, engine, search, prompts)
 
     async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)

@@ -39,17 +39,18 @@ class SpeculateGeneration:
             request = search.request
             # A speculation takes the place of the search's last one.
             replaced = search.speculated is not None
-            if wavefront.count("engine") - replaced >= self.bound or not facts.load.has_room:
+            if not self._has_room(wavefront, facts, int(replaced)):
                 request.trace.refused += 1
                 continue
-            for run in request.foreseen(search):
-                if not isinstance(run.node, Generation):
-                    continue
+            runs = [run for run in request.foreseen(search) if isinstance(run.node, Generation)]
+            for run in runs:
                 piece = Piece(request, run, PieceTrace(run.id, "speculative", "engine", applied=[self.name]), search)
-                if self.gain_s(piece, facts) > 0:
-                    wavefront.speculate(piece)
-                else:
+                if self.gain_s(piece, facts) <= 0:
                     request.trace.declined += 1
+                elif not self._has_room(wavefront, facts, replaced * len(runs)) or not _admit(piece, facts):
+                    request.trace.refused += 1
+                else:
+                    wavefront.speculate(piece)
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
         """The rest of the search, at most the generation, if the documents are right. A wrong prefill may keep the
@@ -66,8 +67,22 @@ class SpeculateGeneration:
         alone_s = prefill_s / (1 + facts.load.pending)
         return gain_s - (1 - right) * others * alone_s
 
+    def _has_room(self, wavefront: Wavefront, facts: Facts, replaced: int) -> bool:
+        """Beside the due generations, those included that are about to be sent."""
+        running = wavefront.count("engine") - replaced
+        pending = facts.load.pending + wavefront.unsent
+        return running < self.bound and wavefront.queue.has_room(running) and pending < facts.load.max_prefill_bs
+
     def _concerns(self, piece: Piece) -> bool:
         return piece.stage is not None and not (self.recalled_only and piece.stage.number)
+
+
+def _admit(piece: Piece, facts: Facts) -> bool:
+    """In the same cycle the next one has to count it."""
+    piece.admission = admission = facts.load.admit()
+    if admission is not None:
+        piece.at_end.append(admission.end)
+    return admission is not None
 
 
 def _distance(piece: Piece, facts: Facts) -> float:
