@@ -121,6 +121,7 @@ class SearchAhead:
                 history=self.history,
                 due=False,
                 split=self.piece.split,
+                fast=self.piece.fast,
                 prefetch=self.piece.prefetch,
             )
         except Exception:

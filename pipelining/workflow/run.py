@@ -202,7 +202,7 @@ class WorkflowRun(Generic[D, R]):
             if self._history is None and piece.reorder:
                 self._history = searcher.history()
             past = self._history if piece.reorder else None
-            handle = searcher.submit(vector, node.topk, history=past, split=piece.split)
+            handle = searcher.submit(vector, node.topk, history=past, split=piece.split, fast=piece.fast)
             stage = await self._stages(piece, handle)
             facts.search_s.add(self._elapsed_s() - started_s)
         else:

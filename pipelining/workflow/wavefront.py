@@ -56,7 +56,7 @@ class Piece:
     ahead of need, `after` a due one.
 
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
-    - `fast`: expected to gain by the index's fast tier; `prefetch`: its clusters are loaded into that
+    - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
     - `ordered`: documents in the cache's order
     - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need
     - `at_end` is called once the piece has ended
