@@ -36,7 +36,8 @@ class VirtualIVF(ContinuousIVF):
         # One thread of this process scans; `fill` and the budget count the cores of the large index.
         self._cores = costs.busy_cores
         self._wait_by = None
-        self.costs.call_s, self.costs.code_s = 0.0, costs.code_of(self._index.ivf)
+        self._scale = costs.vectors_of(self._index.ivf)
+        self.costs.call_s, self.costs.code_s = costs.call_s, costs.code_s * self._scale
         self.busy_s = 0.0
         self._large = costs
         self._loop = loop
@@ -55,7 +56,7 @@ class VirtualIVF(ContinuousIVF):
                 break
             piece = self._next_piece()
             codes = sum(search.codes[stop] - search.codes[search.done] for search, stop in piece)
-            seconds = self._large.piece_seconds(codes * self.costs.code_s)
+            seconds = self._large.piece_seconds(self._large.dealt(codes * self._scale))
             await asyncio.sleep(seconds)
             self.busy_s += seconds
             with one_thread():
@@ -73,7 +74,7 @@ class WholeSearches:
         self._index = index
         self._costs = costs
         self._sizes = np.fromiter(map(index.get_list_size, range(index.nlist)), np.int64, index.nlist)
-        self._code_s = costs.code_of(index)
+        self._scale = costs.vectors_of(index)
         self._cores = Servers(costs.busy_cores)
         self._batched = batched
         self._dealt = dealt
@@ -83,19 +84,19 @@ class WholeSearches:
     async def search(self, query: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Ids of the k nearest of one query, of shape (1, dimensions)."""
         _, clusters = self._index.quantizer.search(query, self._index.nprobe)
-        seconds = float(self._sizes[clusters].sum()) * self._code_s
+        codes = float(self._sizes[clusters].sum()) * self._scale
         if self._batched:
-            await self._in_batch(seconds)
+            await self._in_batch(codes)
         else:
-            await self._cores.serve(seconds)
+            await self._cores.serve(self._costs.scan_seconds(codes))
         _, ids = self._index.search(query, k)
         found: NDArray[np.int64] = ids[0]
         return found
 
-    async def _in_batch(self, seconds: float) -> None:
+    async def _in_batch(self, codes: float) -> None:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        self._waiting.append((seconds, ended))
+        self._waiting.append((codes, ended))
         if self._searching is None:
             self._searching = loop.create_task(self._search_batches())
         await ended
@@ -103,7 +104,7 @@ class WholeSearches:
     async def _search_batches(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            await asyncio.sleep(self._costs.whole_s([seconds for seconds, _ in batch], dealt=self._dealt))
+            await asyncio.sleep(self._costs.batch_seconds([codes for codes, _ in batch], dealt=self._dealt))
             for _, ended in batch:
                 if not ended.done():
                     ended.set_result(None)

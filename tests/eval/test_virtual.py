@@ -7,7 +7,7 @@ import heapq
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -224,6 +224,40 @@ class TestTheEngine:
         assert first_s == pytest.approx(0.5)
         assert second_s == pytest.approx(1.0)
 
+    def test_keeps_of_an_aborted_prompt_what_was_computed(self) -> None:
+        """Two steps of 64 tokens are over when it is aborted, in the third."""
+        costs = replace(COSTS, token_budget=64)
+
+        async def main() -> tuple[int, int, int]:
+            engine = VirtualEngine(costs, words)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(text_of(engine, Request(range(320), 4)), 0.16)
+            await asyncio.sleep(1)
+            assert (engine.prompt_tokens, engine.computed_tokens) == (192, 192)
+            _, usage, _ = await text_of(engine, Request(range(320), 4))
+            return usage.cached_tokens, engine.prompt_tokens, engine.computed_tokens
+
+        assert run_virtual(main()) == (192, 512, 320)
+
+    def test_computes_what_an_aborted_prompt_was_to_share(self) -> None:
+        costs = replace(COSTS, token_budget=64)
+
+        async def main() -> Any:
+            engine = VirtualEngine(costs, words)
+            first = asyncio.create_task(text_of(engine, Request(range(160), 4)))
+            await asyncio.sleep(0.001)
+            others = [asyncio.create_task(text_of(engine, Request([*range(160), extra], 4))) for extra in (7, 8)]
+            await asyncio.sleep(0.1)
+            first.cancel()
+            found = await asyncio.gather(*others)
+            # Shared are whole blocks, all of the first prompt's.
+            assert engine.computed_tokens == 160 + 2
+            assert engine.cache.free_blocks == 40
+            return [usage.cached_tokens for _, usage, _ in found]
+
+        # Two steps of the first one were over: the second computes the rest, which the third shares.
+        assert run_virtual(main()) == [128, 160]
+
     @settings(max_examples=50)
     @given(
         st.lists(
@@ -279,7 +313,7 @@ def queries() -> Any:
 
 def core_s(index: Any, query: Any) -> float:
     clusters = index.quantizer.search(query[None], index.nprobe)[1][0]
-    return LARGE.code_of(index) * sum(index.get_list_size(int(cluster)) for cluster in clusters)
+    return LARGE.code_s * LARGE.vectors_of(index) * sum(index.get_list_size(int(cluster)) for cluster in clusters)
 
 
 class TestSearchesInPieces:

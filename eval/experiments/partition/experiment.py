@@ -16,10 +16,10 @@ from ragorder.eval.running.experiment import Experiment, Job, Line
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.partition.playing import Clock, System
-    from ragorder.eval.experiments.partition.real import MeasuredCosts
+    from ragorder.eval.virtual.costs import ScanCosts
     from ragorder.eval.running.suite import Suite
 
-    Prepared = tuple[MeasuredCosts, float, Callable[[str], tuple[System, Clock]], dict[str, float]]
+    Prepared = tuple[ScanCosts, float, Callable[[str], tuple[System, Clock]], dict[str, float]]
     """Costs, mean seconds of a search on one core, each policy's engine with its clock, and further facts."""
 
 __all__ = ["Partition"]
@@ -56,7 +56,7 @@ class Partition(Experiment):
             arrivals = poisson_arrivals(cell.load * cell.cores / search_s, job.requests, job.seed)
             facts = {
                 "search_ms": 1e3 * search_s,
-                "overhead_ms": 1e3 * costs.overhead_s,
+                "overhead_ms": 1e3 * costs.piece_s,
                 "code_ns": 1e9 * costs.code_s,
                 "call_us": 1e6 * costs.call_s,
                 "hand_us": 1e6 * costs.hand_s,
@@ -86,7 +86,7 @@ class Partition(Experiment):
         stack.callback(faiss.omp_set_num_threads, faiss.omp_get_max_threads())
         queries = clustered(job.requests, cell.dimensions, clusters=cell.vectors // 50, seed=job.seed + 1)
 
-        def start() -> tuple[Any, MeasuredCosts, dict[str, float]]:
+        def start() -> tuple[Any, ScanCosts, dict[str, float]]:
             index = real.build_index(cell.vectors, cell.dimensions)
             faiss.omp_set_num_threads(1)
             index.nprobe = max(1, round(cell.nprobe * index.nlist))
@@ -109,11 +109,11 @@ class Partition(Experiment):
 
 def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
     from ragorder.eval.experiments.partition import playing, virtual
-    from ragorder.eval.experiments.partition.real import MeasuredCosts
+    from ragorder.eval.virtual.costs import ScanCosts
 
     cell: PartitionCell = job.cell
     code_s = 1e-9 * cell.code_ns * virtual.PAPER_DIMENSIONS / 128
-    costs = MeasuredCosts(code_s, 1e-6 * cell.call_us, 1e-3 * cell.overhead_ms, 1e-6 * cell.hand_us)
+    costs = ScanCosts(code_s, 1e-6 * cell.call_us, 1e-3 * cell.overhead_ms, 1e-6 * cell.hand_us)
     nprobes = [max(1, round(share * virtual.PAPER_NPROBE)) for share in shares]
     index = virtual.VirtualIndex(virtual.paper_sizes(), nprobes, job.seed)
 
