@@ -250,8 +250,11 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         )
 
     def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
+        self._publish(self._scan(piece))
+
+    def _publish(self, found: list[tuple[RunningSearch, int, BestResults]]) -> None:
         ended = set()
-        for search, stop, best in self._scan(piece):
+        for search, stop, best in found:
             try:
                 if search.advance(stop, best):
                     ended.add(search)
