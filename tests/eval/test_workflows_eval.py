@@ -263,8 +263,8 @@ class TestTheReport:
         ]
         suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
         one, other, _ = make_part(suite, Results(Path(), records=lines)).tables
-        assert "20 % on the GPU at 1.60 ns a vector" in one.title
-        assert "20 % on the GPU at 100 ns a vector" in other.title
+        assert "20 % on the GPU at 1.6 ns a vector" in one.title
+        assert "20 % on the GPU at 100.0 ns a vector" in other.title
 
     def test_says_which_costs_are_guesses(self) -> None:
         (said,) = self.part("serving", record("hedra", 1, 1)).words
