@@ -29,10 +29,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """The text since the previous chunk, possibly empty; the last chunk has the usage."""
+    """The text since the previous chunk, possibly empty, of so many `tokens` if it is not; the last chunk has the
+    usage."""
 
     text: str
     usage: Usage | None = None
+    tokens: int = 1
 
 
 class EngineRequest(Protocol):

@@ -49,9 +49,9 @@ class _Sequence:
         if not (before == 0 or last or self.decoded // report_every > before // report_every):
             return
         text = "".join(f"{word} " for word in self.words[self.sent : self.decoded])
-        self.sent = self.decoded
+        tokens, self.sent = self.decoded - self.sent, self.decoded
         usage = Usage(len(self.token_ids), self.cached_tokens, self.decoded, "stop") if last else None
-        self.chunks.put_nowait(AnswerChunk(text, usage))
+        self.chunks.put_nowait(AnswerChunk(text, usage, tokens))
 
     def until_report(self, report_every: int) -> int:
         return min(len(self.words) - self.decoded, report_every - self.decoded % report_every)

@@ -59,8 +59,9 @@ class Facts:
         return self.load.prefill_s
 
     def odds(self, source: Piece) -> SpeculationGain:
-        """Of speculations on what a node has so far."""
-        edge = (source.request.graph.name, source.run.id)
+        """Of speculations on what a node has so far, due or ahead of need."""
+        origin = None if source.after is None else source.after.run.id
+        edge = (source.request.graph.name, source.run.id, origin)
         odds = self._odds.get(edge)
         if odds is None:
             odds = self._odds[edge] = SpeculationGain()

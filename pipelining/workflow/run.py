@@ -159,7 +159,7 @@ class WorkflowRun(Generic[D, R]):
             task.cancel()
         self._leave(self._ahead.drop_all("cancelled"), "cancelled")
         cancelled: asyncio.CancelledError | None = None
-        while tasks := self._working | self._leaving | self._ahead.embedding:
+        while tasks := self._working | self._leaving | self._ahead.tasks:
             try:
                 await asyncio.wait(tasks)
             except asyncio.CancelledError as error:
@@ -189,7 +189,7 @@ class WorkflowRun(Generic[D, R]):
     async def _retrieve(self, piece: Piece, node: Retrieval) -> Mapping[str, Any]:
         facts, searcher = self._workers.facts, self._workers.searcher
         query = query_of(node, piece.run.state)
-        handle, history = await self._ahead.search(piece.run, query)
+        handle, history = await self._ahead.search(piece, query)
         if history is not None:
             self._history = history
         started_s = self._elapsed_s()
@@ -256,10 +256,10 @@ class WorkflowRun(Generic[D, R]):
                 if not chunk.text:
                     continue
                 piece.text.append(chunk.text)
-                piece.tokens += 1
+                before, piece.tokens = piece.tokens, piece.tokens + chunk.tokens
                 if emit is not None:
                     emit(chunk.text)
-                if piece.tokens % _LOOK_EVERY == 0:
+                if piece.tokens // _LOOK_EVERY > before // _LOOK_EVERY:
                     self._workers.wavefront.progress(piece)
         if not ahead.right:
             self._workers.facts.generation_s.add(self._elapsed_s() - started_s)

@@ -53,7 +53,7 @@ class Request(Protocol):
 @dataclass(eq=False, slots=True)
 class Piece:
     """Work on one run of a node, and what transformations have decided about it. A due piece is waited for; another is
-    ahead of need, `after` a due one.
+    ahead of need, `after` the one from whose progress it was foreseen.
 
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
     - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
@@ -61,7 +61,8 @@ class Piece:
     - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need
     - `at_end` is called once the piece has ended
     - progress of a search: its latest `stage`, and the ids that are `speculated` on
-    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`; `drift` between
+    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search that
+      was foreseen from it keeps; `drift` between
       the last two queries that followed from it
     """
 
@@ -99,12 +100,20 @@ class Piece:
 
     @property
     def part(self) -> int:
-        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation."""
+        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation. A
+        search ahead of need has parts of its own for each look that it came from."""
+        part = 0
+        if self.stage is not None and self.stage.number:
+            part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
+        return self.parts[part]
+
+    @property
+    def parts(self) -> range:
+        """All that it will have, as far as known."""
+        looks = min(self.looks, _MOST_LOOKS)
         if self.worker == "engine":
-            return min(self.looks, _MOST_LOOKS)
-        if self.stage is None or not self.stage.number:
-            return 0
-        return 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
+            return range(looks, looks + 1)
+        return range((_PARTS + 2) * looks, (_PARTS + 2) * (looks + 1))
 
 
 def worker_of(node: Node) -> Worker:
@@ -112,7 +121,7 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """What a scheduling cycle sees: pieces to start, and due pieces whose progress may give rise to others.
+    """What a scheduling cycle sees: pieces to start, and pieces whose progress may give rise to others.
 
     `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations wait
     in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
@@ -160,7 +169,7 @@ class Wavefront:
                 self._changed()
 
     def progressed(self, worker: Worker) -> Iterator[Piece]:
-        """Due pieces with news since the last cycle."""
+        """Pieces with news since the last cycle: due ones, and searches ahead of need."""
         return (piece for piece in self._progressed if piece.worker == worker and not piece.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:

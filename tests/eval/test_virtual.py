@@ -215,6 +215,13 @@ class TestTheEngine:
 
         assert run_virtual(main()) == [1, 15, 16, 8]
 
+    def test_says_how_many_tokens_a_chunk_has(self) -> None:
+        async def main() -> list[int]:
+            engine = VirtualEngine(COSTS, words, report_every=16)
+            return [chunk.tokens async for chunk in engine.stream(Request(range(8), 40))]
+
+        assert run_virtual(main()) == [1, 15, 16, 8]
+
     def test_holds_a_request_back_that_has_no_room(self) -> None:
         async def main() -> Any:
             engine = VirtualEngine(COSTS, words)

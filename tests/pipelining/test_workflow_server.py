@@ -37,7 +37,7 @@ from support.workflow_server import (
     small_index,
     vector,
 )
-from support.workflows import Asked, PlainPrompts, compiled, graphs
+from support.workflows import Asked, PlainPrompts, ScriptedEngine, compiled, graphs
 
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, Stage, StagedIVF, WarmUp
 from ragorder.pipelining.search import Budget, History, IndexTiers
@@ -65,6 +65,7 @@ from ragorder.pipelining.workflow.transformations import (
     SpeculateGeneration,
     SpeculateRetrieval,
     Split,
+    all_transformations,
 )
 from ragorder.pipelining.workflow.wavefront import Piece
 
@@ -189,6 +190,65 @@ class TestSpeculation:
         found = [piece for piece in trace.pieces if piece.kind == "speculative" and piece.worker == "search"]
         assert found and {piece.outcome for piece in found} == {"rolled back"}
         assert engine.sent[-1].documents == tuple(await retriever(index)(" ".join(f"word{n}" for n in range(41)), 5))
+
+    @pytest.mark.parametrize("across", [True, False])
+    async def test_a_generation_begins_on_what_a_search_ahead_of_need_has_found(
+        self, index: Any, search: ContinuousIVF, across: bool
+    ) -> None:
+        """Whatever is guessed, the same documents are found, and the answer's prompt shows these alone."""
+        engine, prompts, graph = SlowEngine(pause_s=0.002), PlainPrompts(), hyde().compile()
+
+        async def embed(query: str) -> Any:
+            return vector("same")
+
+        async def retrieve(query: str, topk: int) -> Any:
+            return await retriever(index)("same", topk)
+
+        expected = await interpret(graph, "why?", engine=ScriptedEngine(long_answer), prompts=prompts, retrieve=retrieve)
+        chosen = (SpeculateGeneration(odds=False, across=across), *eager()[1:])
+        async with WorkflowServer(engine, search, embed, document, prompts, transformations=chosen) as server:
+            result = await server.run(graph, "why?")
+            await settled(server, engine, search, prompts)
+        assert result.text == expected.text
+        pieces = result.trace.pieces
+        ahead = [piece for piece in pieces if piece.kind == "speculative" and piece.worker == "engine"]
+        used = [piece for piece in ahead if piece.outcome == "used"]
+        assert pieces[0].node == "guess" and len(used) <= 1
+        if across:
+            assert used and used[0].started_s < pieces[0].ended_s
+        assert across or all(piece.started_s >= pieces[0].ended_s for piece in ahead)
+
+    async def test_what_is_two_stages_ahead_is_dropped_with_its_branch(self, search: ContinuousIVF) -> None:
+        """Half the text would lead to a search and an answer, the whole leads to the end."""
+        words = [f"word{number}" for number in range(30)]
+        graph = RAGraph("turns")
+        graph.add_generation("think", prompt="{query}", output="text")
+        graph.add_retrieval("search", query="text")
+        graph.add_generation("answer", prompt="{docs} {query}")
+        graph.add_edge(START, "think").add_edge("search", "answer").add_edge("answer", END)
+        graph.add_edge("think", lambda state: END if words[-1] in state["text"] else "search", to=("search", END))
+
+        async def embed(query: str) -> Any:
+            return vector("same")
+
+        engine, prompts = SlowEngine(lambda request: " ".join(words), pause_s=0.002), PlainPrompts()
+        async with WorkflowServer(engine, search, embed, document, prompts, transformations=eager()) as server:
+            trace = (await server.run(graph.compile(answer="text"), "why?")).trace
+            await settled(server, engine, search, prompts)
+        ahead = [piece for piece in trace.pieces if piece.node == "answer"]
+        assert ahead and ahead[-1].outcome == "wasted" and "used" not in {piece.outcome for piece in ahead}
+
+    async def test_a_prompt_that_shows_the_answer_before_it_is_not_tried_for_long(self, index: Any) -> None:
+        """The second round's notes hold the first answer: what is generated beside that is never right."""
+        chosen = all_transformations()
+        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
+            async with WorkflowServer(
+                SlowEngine(pause_s=0.001), search, vector, document, PlainPrompts(), transformations=chosen
+            ) as server:
+                for number in range(12):
+                    await server.run(multistep(rounds=2).compile(), f"question {number}")
+                odds = server.facts._odds["multistep", "search", "answer"]
+        assert odds._stages and {odds.right(part) for part in odds._stages} == {0.0}
 
     async def test_a_branch_that_is_not_taken_leaves_nothing(self, search: ContinuousIVF) -> None:
         """Half the text would lead to a search, the whole does not."""

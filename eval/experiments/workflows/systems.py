@@ -36,8 +36,9 @@ class System:
     window: int = 32
 
 
-def _ours() -> tuple[Transformation, ...]:
-    return (SpeculateGeneration(), SpeculateRetrieval(), Split(), Reorder())
+def _ours(*, across: bool = True) -> tuple[Transformation, ...]:
+    generations = SpeculateGeneration(across=across)
+    return (generations, SpeculateRetrieval(generations=generations), Split(), Reorder())
 
 
 def _ordered() -> tuple[Transformation, ...]:
@@ -57,6 +58,7 @@ SYSTEMS = {
         transformations=lambda: (SpeculateGeneration(odds=False, recalled_only=True), Split(), Reorder()),
     ),
     "hedra": System("ours", transformations=_ours),
+    "hedra-across": System("ours, one stage ahead", transformations=lambda: _ours(across=False)),
     "hedra+order": System("ours, ordered", transformations=_ordered),
     "hedra+line": System("ours, ordered, 8 on the engine", transformations=_ordered, max_generations=_AT_ONCE, window=0),
     "hedra+next": System("the same, most cached first", transformations=_ordered, max_generations=_AT_ONCE),
