@@ -243,9 +243,9 @@ class TestSpeculation:
         chosen = all_transformations()
         with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
             async with WorkflowServer(
-                SlowEngine(pause_s=0.001), search, vector, document, PlainPrompts(), transformations=chosen
+                SlowEngine(pause_s=0.004), search, vector, document, PlainPrompts(), transformations=chosen
             ) as server:
-                for number in range(12):
+                for number in range(6):
                     await server.run(multistep(rounds=2).compile(), f"question {number}")
                 odds = server.facts._odds["multistep", "search", "answer"]
         assert odds._stages and {odds.right(part) for part in odds._stages} == {0.0}
