@@ -25,7 +25,8 @@ _MAX_STEPS = 8
 def foresee(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
     """Generations and retrievals that would become due if these runs wrote these values, one run after another, directly
     or through pure steps. Raises what a step or an edge raises, and KeyError if one run does not lead to the next."""
-    ahead, runs = tokens.copy(), []
+    ahead = tokens.copy()
+    runs: list[NodeRun] = []
     for run, values in ended:
         ahead.finish(run, values)
         runs = _started(ahead)

@@ -100,7 +100,12 @@ class Speculations(Generic[D, R]):
         if isinstance(node, Generation):
             question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
             source.speculated = None if source.stage is None else source.stage.ids.tobytes()
-            self._generation(place).begin(piece, question, documents, self._workers.facts.load)
+            generation = self._generation(place)
+            if generation.beginning:
+                # Two searches that led to it had news in one cycle.
+                self._ended(piece, "cancelled")
+            else:
+                generation.begin(piece, question, documents, self._workers.facts.load)
         elif isinstance(node, Retrieval):
             query, before = query_of(node, piece.run.state), self._searches.get(place)
             if before is not None:
