@@ -144,7 +144,9 @@ class OrderedPrompts:
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
         """Predicts the cached and computed tokens of a request, anew at each call."""
-        return partial(predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query))
+        return partial(
+            predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
+        )
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""

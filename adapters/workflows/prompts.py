@@ -21,9 +21,7 @@ class WorkflowPrompts:
     def __init__(self, prompts: OrderedPrompts) -> None:
         self._prompts = prompts
 
-    def lengths(
-        self, question: NodeQuestion, documents: Sequence[Document], /
-    ) -> Callable[[], CachedLengths] | None:
+    def lengths(self, question: NodeQuestion, documents: Sequence[Document], /) -> Callable[[], CachedLengths] | None:
         """See `OrderedPrompts.lengths`. None in the order of rank, of which the orderer does not see what is cached."""
         return self._prompts.lengths(_question(question), documents) if question.ordered or not documents else None
 

@@ -62,7 +62,7 @@ def ordered_workflows(
                                      orderer=orderer, builder=builder) as server:
             result = await server.run(multistep().compile(), "Which drawer?")
 
-    - `search`, `embed`, `document`, `max_requests`, `max_waiting`, `max_generations`, `window`: as for `WorkflowServer`.
+    - `search`, `embed`, `document`, `max_requests`, `max_waiting`, `max_generations`, `window`: see `WorkflowServer`.
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill a cold system prompt during searches, if `transformations` is None.

@@ -178,7 +178,9 @@ class Experiment(ABC):
         """A line of the job's cell and seed, of a policy that an interrupted invocation has measured: what all policies
         share, such as the rate of arrivals, is in its facts, and must not be measured again."""
         key = {"suite": job.suite.name, "cell": job.cell.fields, "seed": job.seed}
-        lines = (self.store.find(self.record.model_fields["type"].default, **key, policy=each) for each in job.suite.policies)
+        lines = (
+            self.store.find(self.record.model_fields["type"].default, **key, policy=each) for each in job.suite.policies
+        )
         return next((line for line in lines if line is not None), None)
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:

@@ -28,7 +28,7 @@ class _DealtEvenly(Budget):
 
 class VirtualIVF(ContinuousIVF):
     """`ContinuousIVF` in an event loop: what is in a piece and what it finds is as ever, and the piece takes the time
-    of the large index. Results are published at its end. `tiers`, if any, are `VirtualTiers`. `busy_s`: of the pieces."""
+    of the large index. Results are published at its end. `tiers` are `VirtualTiers`. `busy_s`: of the pieces."""
 
     def __init__(self, index: Any, costs: SearchCosts, **options: Any) -> None:
         loop = asyncio.get_running_loop()

@@ -77,7 +77,7 @@ class VirtualTiers(IndexTiers):
 class _AtOnce(Executor):
     """Runs what it is given before it returns, so that nothing depends on threads."""
 
-    def submit(self, function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:  # type: ignore[override]
+    def submit(self, function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
         future: Future[T] = Future()
         try:
             future.set_result(function(*args, **options))

@@ -72,7 +72,13 @@ class SearchProcess(SharedSearch["_Request"]):
         if max_searches < 1 or restarts < 0:
             raise ValueError(f"give max_searches >= 1 and restarts >= 0, got {max_searches} and {restarts}")
         self._path = str(path)
-        self._options = {"nprobe": nprobe, "cores": cores, "order": order, "patience": patience, "tiers": _picklable(tiers)}
+        self._options = {
+            "nprobe": nprobe,
+            "cores": cores,
+            "order": order,
+            "patience": patience,
+            "tiers": _picklable(tiers),
+        }
         self._max_searches, self._restarts = max_searches, restarts
         self._numbers = itertools.count()
         self._lock = threading.Lock()

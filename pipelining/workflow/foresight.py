@@ -23,8 +23,8 @@ _MAX_STEPS = 8
 
 
 def foresee(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
-    """Generations and retrievals that would become due if these runs wrote these values, one run after another, directly
-    or through pure steps. Raises what a step or an edge raises, and KeyError if one run does not lead to the next."""
+    """Generations and retrievals that would become due if these runs wrote these values, one after another, directly or
+    through pure steps. Raises what a step or an edge raises, and KeyError if one run does not lead to the next."""
     ahead = tokens.copy()
     runs: list[NodeRun] = []
     for run, values in ended:

@@ -35,7 +35,9 @@ class RAGraph:
     A wrong argument raises GraphError where it is given; `compile` checks the whole.
     """
 
-    def __init__(self, name: str = "workflow", *, inputs: str | Iterable[str] = (), max_rounds: int | None = None) -> None:
+    def __init__(
+        self, name: str = "workflow", *, inputs: str | Iterable[str] = (), max_rounds: int | None = None
+    ) -> None:
         self.name = name
         self.inputs = _names(inputs)
         self.max_rounds = max_rounds

@@ -61,9 +61,8 @@ class Piece:
     - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need
     - `at_end` is called once the piece has ended
     - progress of a search: its latest `stage`, and the ids that are `speculated` on
-    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search that
-      was foreseen from it keeps; `drift` between
-      the last two queries that followed from it
+    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search
+      that was foreseen from it keeps; `drift` between the last two queries that followed from it
     """
 
     request: Request
@@ -123,8 +122,8 @@ def worker_of(node: Node) -> Worker:
 class Wavefront:
     """What a scheduling cycle sees: pieces to start, and pieces whose progress may give rise to others.
 
-    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations wait
-    in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
+    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations
+    wait in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
     """
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[Piece] | None = None) -> None:

@@ -186,7 +186,9 @@ class TestSuites:
         with pytest.raises(SuiteError, match="multistep"):
             WorkflowsCell.read({"workflow": "multistop"}, "mine")
 
-    @pytest.mark.parametrize("name", ["serving", "offline", "mixed", "models", "ordering", "speculation", "next", "fast"])
+    @pytest.mark.parametrize(
+        "name", ["serving", "offline", "mixed", "models", "ordering", "speculation", "next", "fast"]
+    )
     def test_are_there(self, name: str) -> None:
         suite = load_suites()[f"hedra-{name}"]
         assert suite.short_form is not None

@@ -136,7 +136,12 @@ def test_a_search_can_be_cancelled_and_promoted(search: SearchProcess, queries: 
         (np.zeros((2, D)), 5, {}, "submit takes one query, got 2"),
         (np.zeros(D), N + 1, {}, "k=2001, but the index has 2000 vectors"),
         (np.zeros(D), 5, {"nprobe": 0}, "nprobe must be at least 1"),
-        (np.zeros(D), 5, {"sel": faiss.IDSelectorBatch([1, 2])}, "IDSelectorBatch does not give back its ids.*IDSelectorArray"),
+        (
+            np.zeros(D),
+            5,
+            {"sel": faiss.IDSelectorBatch([1, 2])},
+            "IDSelectorBatch does not give back its ids.*IDSelectorArray",
+        ),
         (
             np.zeros(D),
             5,
@@ -169,9 +174,7 @@ def selectors(index: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["array", "range", "sorted", "none", "all", "bitmap", "not", "and", "or", "xor"]
-)
+@pytest.mark.parametrize("name", ["array", "range", "sorted", "none", "all", "bitmap", "not", "and", "or", "xor"])
 def test_finds_the_same_with_a_selector(name: str, search: SearchProcess, index: Any, queries: Any) -> None:
     params = faiss.SearchParametersIVF(nprobe=9, sel=selectors(index)[name])
     before = faiss.omp_get_max_threads()

@@ -204,7 +204,9 @@ class TestSpeculation:
         async def retrieve(query: str, topk: int) -> Any:
             return await retriever(index)("same", topk)
 
-        expected = await interpret(graph, "why?", engine=ScriptedEngine(long_answer), prompts=prompts, retrieve=retrieve)
+        expected = await interpret(
+            graph, "why?", engine=ScriptedEngine(long_answer), prompts=prompts, retrieve=retrieve
+        )
         chosen = (SpeculateGeneration(odds=False, across=across), *eager()[1:])
         async with WorkflowServer(engine, search, embed, document, prompts, transformations=chosen) as server:
             result = await server.run(graph, "why?")
@@ -550,10 +552,17 @@ class TestServer:
     async def test_a_batch_waits_for_its_turn_beside_a_full_queue(
         self, search: ContinuousIVF, max_waiting: int
     ) -> None:
-        """Two batches at once, and requests that fill the queue: none of a batch is refused, and each begins in order."""
+        """Two batches at once, and requests that fill the queue: none of a batch is refused, all begin in order."""
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
         async with WorkflowServer(
-            engine, search, vector, document, PlainPrompts(), transformations=(), max_requests=2, max_waiting=max_waiting
+            engine,
+            search,
+            vector,
+            document,
+            PlainPrompts(),
+            transformations=(),
+            max_requests=2,
+            max_waiting=max_waiting,
         ) as server:
 
             async def batch(name: str) -> dict[int, Any]:
@@ -576,9 +585,7 @@ class TestServer:
 
     async def test_a_batch_that_is_left_early_leaves_the_queue(self, search: ContinuousIVF) -> None:
         graph, engine, prompts = one_shot().compile(), SlowEngine(pause_s=0.001), PlainPrompts()
-        async with WorkflowServer(
-            engine, search, vector, document, prompts, max_requests=3, max_waiting=0
-        ) as server:
+        async with WorkflowServer(engine, search, vector, document, prompts, max_requests=3, max_waiting=0) as server:
             single = asyncio.create_task(server.run(graph, "why?"))
             await asyncio.sleep(0)
             async with aclosing(server.batch(graph, (f"question {number}" for number in range(20)))) as results:

@@ -17,8 +17,8 @@ from ragorder.eval.running.experiment import Experiment, Job, Line
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.partition.playing import Clock, System
-    from ragorder.eval.virtual.costs import ScanCosts
     from ragorder.eval.running.suite import Suite
+    from ragorder.eval.virtual.costs import ScanCosts
 
     Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
     """Each policy's engine with its clock, and a function that measures the facts."""

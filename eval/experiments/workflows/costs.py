@@ -24,7 +24,7 @@ SEARCH = SearchCosts(
     piece_s=2e-4,
 )
 
-# A part of the index on the H100, from its data sheet: 4 KiB a vector, read at 75 % of 3.35 TB/s; 50 us a call is a guess.
+# A part of the index on the H100, from its data sheet: 4 KiB a vector, at 75 % of 3.35 TB/s; 50 us a call is a guess.
 FAST = ScanCosts(code_s=1.6e-9, call_s=5e-5)
 
 # From an H100's data sheet, at guessed shares: weights and KV are read at 75 % of 3.35 TB/s, with 2 ms a step beside

@@ -56,7 +56,9 @@ class _Setting(NamedTuple):
         said += [self.model] * (len({each.model for each in others}) > 1)
         said += [f"top {self.top_k}"] * (len({each.top_k for each in others}) > 1)
         if len({(each.fast, each.fast_ns) for each in others}) > 1:
-            said.append(f"{format_number(100 * self.fast, 0)} % on the GPU at {format_number(self.fast_ns)} ns a vector")
+            said.append(
+                f"{format_number(100 * self.fast, 0)} % on the GPU at {format_number(self.fast_ns)} ns a vector"
+            )
         return ", ".join(said)
 
 

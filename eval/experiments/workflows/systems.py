@@ -60,7 +60,9 @@ SYSTEMS = {
     "hedra": System("ours", transformations=_ours),
     "hedra-across": System("ours, one stage ahead", transformations=lambda: _ours(across=False)),
     "hedra+order": System("ours, ordered", transformations=_ordered),
-    "hedra+line": System("ours, ordered, 8 on the engine", transformations=_ordered, max_generations=_AT_ONCE, window=0),
+    "hedra+line": System(
+        "ours, ordered, 8 on the engine", transformations=_ordered, max_generations=_AT_ONCE, window=0
+    ),
     "hedra+next": System("the same, most cached first", transformations=_ordered, max_generations=_AT_ONCE),
     "hedra+fast": System("ours, a GPU beside the cores", transformations=lambda: (*_ours(), FastIndex())),
 }

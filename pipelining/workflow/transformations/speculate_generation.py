@@ -19,7 +19,7 @@ class SpeculateGeneration:
     - `bound`: of the generations on the engine, 16 in the paper; the engine's `EngineLoad` bounds those that wait for
       their first token. Searches whose results are nearest to their query go first.
     - `odds`: where it has saved time in recent searches of the same edge (False: Algorithm 2, wherever there is room)
-    - `across`: also on what a search ahead of need has found, while the generation before it is still running: two stages
+    - `across`: also on what a search ahead of need has found, while the generation before it still runs: two stages
       ahead, where a prompt shows the documents that an answer leads to and not the answer itself
     - `recalled_only`: only on what the request's earlier searches recall, before any cluster is scanned (RaLMSpec)
 
@@ -28,9 +28,7 @@ class SpeculateGeneration:
 
     name = "speculate_generation"
 
-    def __init__(
-        self, bound: int = 16, *, odds: bool = True, across: bool = True, recalled_only: bool = False
-    ) -> None:
+    def __init__(self, bound: int = 16, *, odds: bool = True, across: bool = True, recalled_only: bool = False) -> None:
         if bound < 1:
             raise ValueError(f"bound must be at least 1 generation, got {bound}")
         self.bound = bound
