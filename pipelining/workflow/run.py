@@ -201,7 +201,8 @@ class WorkflowRun(Generic[D, R]):
             started_s = self._elapsed_s()
             if self._history is None and piece.reorder:
                 self._history = searcher.history()
-            past = self._history if piece.reorder else None
+            # What a search ahead of need has found is used in any case.
+            past = self._history if piece.reorder or history is not None else None
             handle = searcher.submit(vector, node.topk, history=past, split=piece.split, fast=piece.fast)
             stage = await self._stages(piece, handle)
             facts.search_s.add(self._elapsed_s() - started_s)

@@ -234,6 +234,8 @@ class WorkflowServer(Generic[D, R]):
                 self._warn(transformation.name, error)
         for piece in self.wavefront.take():
             piece.request.start(piece)
+        if self.wavefront.next_may_start:
+            self._wake()
 
     def _observe(self, trace: WorkflowTrace) -> None:
         if self._observer is not None:

@@ -187,15 +187,14 @@ class Wavefront:
         pieces = [piece for piece in self.starting if not piece.ended and not self._waits(piece)]
         self.new, self._ahead = [], []
         self._progressed.clear()
-        if self.queue and self._has_room:
+        if self.next_may_start:
             pieces.insert(0, self.queue.take())
-            if self.queue and self._has_room:
-                self._changed()
         return pieces
 
     @property
-    def _has_room(self) -> bool:
-        return self.queue.has_room(self._running["engine"] - len(self.queue))
+    def next_may_start(self) -> bool:
+        """A due generation waits, and the engine has room for it: once what was taken has started, a cycle is needed."""
+        return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
     def _waits(self, piece: Piece) -> bool:
         if self.queue.limit is None or piece.worker != "engine" or not piece.due or piece.request.has_place(piece):

@@ -100,14 +100,17 @@ async def test_no_more_are_on_the_engine_than_may_be() -> None:
 
 
 async def test_the_next_choice_sees_what_the_last_one_has_sent() -> None:
-    """A prompt is cached once another with the same first word has been sent."""
+    """A prompt is cached once another with the same first word has been committed."""
+    committed: list[str] = []
 
     class Remembering(PlainPrompts):
+        def commit(self, question: NodeQuestion, documents: Sequence[Any], /) -> Any:
+            committed.append(question.text)
+            return super().commit(question, documents)
+
         def lengths(self, question: NodeQuestion, documents: Sequence[Any], /) -> Callable[[], CachedLengths]:
             name = question.text.split()[0]
-            return lambda: CachedLengths(
-                100.0 * any(request.question.text.startswith(name) for request in engine.sent), 10
-            )
+            return lambda: CachedLengths(100.0 * any(text.startswith(name) for text in committed), 10)
 
     engine, graph = SlowEngine(), plain_graph()
     async with server_of(engine, Remembering(), max_generations=2) as server:

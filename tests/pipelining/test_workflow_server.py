@@ -351,7 +351,7 @@ class TestSpeculation:
             search.next()
             while not engine.sent:
                 await asyncio.sleep(0)
-            assert len(engine.sent) == load.pending == server.wavefront.count("engine", speculative=True) == 1
+            assert len(engine.sent) == server.wavefront.count("engine", speculative=True) == 1 >= load.pending
             search.next()
             traces = [result.trace for result in await asyncio.gather(*runs)]
         assert sum(trace.refused for trace in traces) == 7 and load.pending == 0
