@@ -34,7 +34,9 @@ def pack(selector: Any) -> PackedSelector:
     if name == "IDSelectorBitmap":
         return name, (_copied(selector.bitmap, selector.n, np.uint8),)
     if name in _OF_OTHERS and hasattr(selector, "referenced_objects"):
-        return name, tuple(map(pack, selector.referenced_objects))
+        # FAISS keeps those of one constructor in a list, or in a tuple in a list.
+        kept = selector.referenced_objects
+        return name, tuple(map(pack, kept[0] if isinstance(kept[0], tuple) else kept))
     raise ValueError(
         f"{name} does not give back its ids, so it cannot be sent to another process: use faiss.IDSelectorArray(ids), "
         "which is a batch there, IDSelectorRange, IDSelectorBitmap, or Not, And, Or, XOr of these"

@@ -193,7 +193,7 @@ class Wavefront:
 
     @property
     def next_may_start(self) -> bool:
-        """A due generation waits, and the engine has room for it: once what was taken has started, a cycle is needed."""
+        """A due generation waits, and the engine has room: a cycle is needed once what was taken has started."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
     def _waits(self, piece: Piece) -> bool:
