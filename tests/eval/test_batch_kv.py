@@ -47,8 +47,11 @@ class TestABatch:
         begin = expected = 0
         for size in sizes:
             batch = asked[begin : begin + size]
-            nodes = {tuple(each.id for each in request[: end + 1]): request[end] for request in batch
-                     for end in range(len(request))}
+            nodes = {
+                tuple(each.id for each in request[: end + 1]): request[end]
+                for request in batch
+                for end in range(len(request))
+            }
             tokens = sum(each.token_count for each in nodes.values()) + size * SUFFIX_TOKENS
             assert tokens <= capacity or size == 1
             expected += tokens
@@ -82,9 +85,7 @@ class TestOrders:
 
 def record(policy: str, *sizes: int) -> BatchKVRecord:
     facts = {"served_tokens": 127_000, "kv_tokens": 63_500, "steps": 10 * len(sizes)}
-    return BatchKVRecord(
-        suite="mine", cell={"corpus": "docs"}, policy=policy, rows={"batch": list(sizes)}, facts=facts
-    )
+    return BatchKVRecord(suite="mine", cell={"corpus": "docs"}, policy=policy, rows={"batch": list(sizes)}, facts=facts)
 
 
 def test_the_report_compares_with_retrieval_order() -> None:

@@ -16,9 +16,9 @@ Served = Sequence[Sequence[Document]]
 
 
 def fill(requests: Iterable[Sequence[Document]], capacity_tokens: int, *, shared: bool) -> tuple[list[int], int]:
-    """Sizes of the batches, and tokens of KV in all of them. A batch's KV is its trie if `shared`: a document behind the
-    same documents counts once; else the sum of its prompts. A request that is larger than the cache has a batch of its
-    own."""
+    """Sizes of the batches, and tokens of KV in all of them. A batch's KV is its trie if `shared`: a document behind
+    the same documents counts once; else the sum of its prompts. A request that is larger than the cache has a batch of
+    its own."""
     sizes: list[int] = []
     nodes: dict[tuple[int, str], int] = {}
     held = total = 0

@@ -17,8 +17,9 @@ SUFFIX_TOKENS = 32 + ANSWER_TOKENS
 
 
 class BatchKVCell(SuiteCell):
-    """`waiting` requests with `top_k` documents of a `corpus`, in its order or `shuffled`. The cache has room for `batch`
-    of them if nothing is shared; each step streams `streamed_gb` of weights (90 % of Llama 3.1 70B in bfloat16)."""
+    """`waiting` requests with `top_k` documents of a `corpus`, in its order or `shuffled`. The cache has room for
+    `batch` of them if nothing is shared; each step streams `streamed_gb` of weights (90 % of Llama 3.1 70B in
+    bfloat16)."""
 
     corpus: str = "covidqa"
     waiting: int = Field(800, ge=1)

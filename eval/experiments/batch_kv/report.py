@@ -32,7 +32,9 @@ def make_part(suite: Suite, results: Results) -> Part:
 def _table(group: RecordGroup[BatchKVRecord]) -> Table:
     cell = BatchKVCell.read(group.cell, "doll-ordering")
     order = "shuffled" if cell.shuffled else "in the corpus's order"
-    title = f"{cell.corpus}, {cell.waiting:,} requests that wait, {order}, room for {cell.batch} prompts of {cell.top_k}"
+    title = (
+        f"{cell.corpus}, {cell.waiting:,} requests that wait, {order}, room for {cell.batch} prompts of {cell.top_k}"
+    )
     headings = ["", "tokens a streamed GB", "times retrieval order", "requests in a batch", "KV, % of the sum"]
     table = Table(f"What a streamed gigabyte serves: {title}", headings)
     base = {each.seed: each.tokens_per_gb(cell.streamed_gb) for each in group.runs("retrieval")}

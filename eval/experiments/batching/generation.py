@@ -27,7 +27,9 @@ class Batches:
     """Generates for batches whose time `seconds` gives by size. `moment` describes one for the trace: (share of KV on
     the device, partitions). `running`: requests of the present batch."""
 
-    def __init__(self, seconds: Callable[[int], float], sizes: Sizes, moment: Callable[[int], tuple[float, int]]) -> None:
+    def __init__(
+        self, seconds: Callable[[int], float], sizes: Sizes, moment: Callable[[int], tuple[float, int]]
+    ) -> None:
         self.busy_s = 0.0
         self.running = 0
         self.batch = 1
@@ -64,7 +66,6 @@ class Batches:
             began_s = asyncio.get_running_loop().time()
             await self.generate(batch, len(line))
             self.learn(len(batch), asyncio.get_running_loop().time() - began_s)
-
 
     def learn(self, size: int, seconds: float) -> None:
         self._sizes.learn(size, seconds)

@@ -89,8 +89,8 @@ class _Running:
 
 
 class Joining:
-    """An engine with the costs of a `generator`, a step at a time: each streams the weights once, whatever runs. As many
-    run as there is room for in `kept`, or `generator.most` without it."""
+    """An engine with the costs of a `generator`, a step at a time: each streams the weights once, whatever runs. As
+    many run as there is room for in `kept`, or `generator.most` without it."""
 
     def __init__(
         self, generator: Generator, kept: KeptKV | None, moment: Callable[[int], tuple[float, int]], request_s: float

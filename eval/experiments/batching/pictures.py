@@ -72,13 +72,14 @@ def trace_pictures(system: str, record: BatchingRecord) -> list[Picture]:
         axes.legend(handles, [line.get_label() for line in handles], fontsize=8, frameon=False)
 
     batches = [each[1] for each in moments]
+    behind = max(each[2] for each in moments)
     shares = [100 * each[3] for each in moments]
     partitions = [each[4] for each in moments]
     return [
         draw(
             sizes,
             title=f"Batches and backlog: {system}",
-            alt=f"batches of {min(batches)} to {max(batches)} requests, at most {max(each[2] for each in moments)} behind",
+            alt=f"batches of {min(batches)} to {max(batches)} requests, at most {behind} behind",
         ),
         draw(
             memory,

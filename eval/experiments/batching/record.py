@@ -22,9 +22,9 @@ def _steps(text: str) -> str:
 
 
 class BatchingCell(SuiteCell):
-    """Requests that arrive in `steps` on a platform with a model (`setting`), with `top_k` documents each of a `corpus`,
-    which systems that keep KV need. For dissections: partitions that are `resident`, the share of `weights` on the
-    device, and a fixed `batch`; None: as the system decides."""
+    """Requests that arrive in `steps` on a platform with a model (`setting`), with `top_k` documents each of a
+    `corpus`, which systems that keep KV need. For dissections: partitions that are `resident`, the share of
+    `weights` on the device, and a fixed `batch`; None: as the system decides."""
 
     setting: Annotated[str, one_of("setting", SETTINGS)] = "high-70b"
     steps: Annotated[str, AfterValidator(_steps)] = "steps:4@20m,8@20m,12@20m,16@20m"

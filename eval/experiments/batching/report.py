@@ -23,12 +23,13 @@ __all__ = ["make_part"]
 _SERIAL = "vllmrag"
 _RAGDOLL = "ragdoll"
 _COSTS = (
-    "Fitted to the paper: seconds of a pass over the database and of a batch's generation, by engine (Table 1); its "
-    "growth with the batch (Figure 4 for 8B, FLOPs for 70B); the largest batches, on PF-Low so that waiting is that of "
-    "Table 1, RAGDoll's with 70B and thus its ratio among them; memory of partitions (Figures 9 and 11); what generation "
-    "costs retrieval beside it (Table 1, one figure); opening a partition of DiskANN. Predicted: waiting, totals and "
-    "ratios otherwise, ablations, traces, idle times. Guessed: how much the times of layers vary (exponential), answers of "
-    "32 tokens. Ours on top is no measurement: its documents, orders and prefixes are real, its times are these costs.",
+    "Fitted to the paper: seconds of a pass over the database and of a batch's generation, by engine (Table 1); its"
+    " growth with the batch (Figure 4 for 8B, FLOPs for 70B); the largest batches, on PF-Low so that waiting is "
+    "that of Table 1, RAGDoll's with 70B and thus its ratio among them; memory of partitions (Figures 9 and 11); "
+    "what generation costs retrieval beside it (Table 1, one figure); opening a partition of DiskANN. Predicted: "
+    "waiting, totals and ratios otherwise, ablations, traces, idle times. Guessed: how much the times of layers "
+    "vary (exponential), answers of 32 tokens. Ours on top is no measurement: its documents, orders and prefixes "
+    "are real, its times are these costs.",
 )
 # Table 2, mean seconds.
 _TABLE_2 = {
@@ -149,7 +150,9 @@ def _trace(cells: _Cells) -> Iterator[Table]:
                         for part in parts
                     ),
                 )
-            table.note = "Of the first seed. The paper's: batches of 16 to 48, 40 to 15 %, 3 to 2 partitions (Figure 9)."
+            table.note = (
+                "Of the first seed. The paper's: batches of 16 to 48, 40 to 15 %, 3 to 2 partitions (Figure 9)."
+            )
             yield table
 
 

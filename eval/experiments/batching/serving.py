@@ -36,8 +36,8 @@ def rates(steps: Sequence[ArrivalStep]) -> Callable[[float], float]:
 async def serve(
     system: System, cell: BatchingCell, at_s: Sequence[float], steps: Sequence[ArrivalStep], prompts: Prompts | None
 ) -> Mapping[str, Any]:
-    """`rows` and `facts` of requests that arrive at these times. To be run on a virtual loop. `prompts`: for systems that
-    keep KV.
+    """`rows` and `facts` of requests that arrive at these times. To be run on a virtual loop. `prompts`: for systems
+    that keep KV.
 
     Facts: seconds until all are answered, and those that searches and generation were busy; the `trace` of batches, or
     of steps that requests join; prompt tokens, and those computed, where KV is kept.

@@ -3,17 +3,17 @@
 Fitted are, with the figure that each was read from:
 
 - a pass over the database, and a batch's generation at the mean size of the paper's batches: Table 1, by engine
-- growth of that time with the batch, 8B: twice as long at 64 requests as at 8 (Figure 4 says "doubles"). 70B: a prompt's
-  FLOPs at half of the data sheet's, as the paper calls it bound by I/O
-- the largest batches: 4 times the rate where nothing else is said; 64 and 32 where batches are fixed (Table 2), 48 beside
-  retrieval (Figure 9), 56 by vLLM's share of 24 GB; 36, 32, 22, 15 and 4 on PF-Low so that waiting is Table 1's
-- memory that partitions may take, and how much one takes: three of them at 32 requests, two at 48 (Figure 9); 15 of those
-  that DiskANN needs (Figure 11)
+- growth of that time with the batch, 8B: twice as long at 64 requests as at 8 (Figure 4 says "doubles"). 70B: a
+  prompt's FLOPs at half of the data sheet's, as the paper calls it bound by I/O
+- the largest batches: 4 times the rate where nothing else is said; 64 and 32 where batches are fixed (Table 2), 48
+  beside retrieval (Figure 9), 56 by vLLM's share of 24 GB; 36, 32, 22, 15 and 4 on PF-Low so that waiting is Table 1's
+- memory that partitions may take, and how much one takes: three of them at 32 requests, two at 48 (Figure 9); 15 of
+  those that DiskANN needs (Figure 11)
 - what generation costs retrieval beside it: 388 s instead of 279 s (Table 1, 70B on PF-High)
 - opening a partition of DiskANN: 4 % on a serial system (section 6.5)
 
-Everything else is predicted: waiting, but for the sizes on PF-Low, RAGDoll's retrieval but for one, all totals and ratios,
-ablations, traces and idle times.
+Everything else is predicted: waiting, but for the sizes on PF-Low, RAGDoll's retrieval but for one, all totals and
+ratios, ablations, traces and idle times.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Paper:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A platform with a model. `pass_s`: over all partitions, none of which is resident. `room_gb`: host memory for
-    partitions and for KV that `device_kv_gb` does not hold; a request has `kv_gb`. `streamed`: share of the weights that
-    a step streams. `serial_most`: the largest batch if no retrieval runs beside it; `fixed`: the size in Table 2, or by
-    analogy. `kv_bound`: whether KV limits batches."""
+    partitions and for KV that `device_kv_gb` does not hold; a request has `kv_gb`. `streamed`: share of the weights
+    that a step streams. `serial_most`: the largest batch if no retrieval runs beside it; `fixed`: the size in Table
+    2, or by analogy. `kv_bound`: whether KV limits batches."""
 
     words: str
     model: str

@@ -10,10 +10,10 @@ __all__ = ["SYSTEMS", "System"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`serial`: a batch is searched for, then generated. `sizes` of its batches; `placed`: partitions are resident where
-    memory is left; `depth`: layers read ahead, None: as many as there is room for. `joined`: requests join generation at
-    each step; `kept`: KV of prefixes is shared and kept, with documents by "rank", or "ordered"; `passes`: requests join
-    retrieval at each partition."""
+    """`serial`: a batch is searched for, then generated. `sizes` of its batches; `placed`: partitions are resident
+    where memory is left; `depth`: layers read ahead, None: as many as there is room for. `joined`: requests join
+    generation at each step; `kept`: KV of prefixes is shared and kept, with documents by "rank", or "ordered";
+    `passes`: requests join retrieval at each partition."""
 
     words: str
     engine: Literal["accelerate", "vllm", "prefetch"] = "prefetch"

@@ -23,7 +23,7 @@ _ID_BYTES = 8
 
 
 class Found(NamedTuple):
-    """`ids` of shape (queries, k); most bytes of codes and vectors in memory at a time, and bytes read from the file."""
+    """`ids` of shape (queries, k); most bytes of codes and vectors in memory at a time, and bytes read."""
 
     ids: Ids
     memory_bytes: int
@@ -42,7 +42,7 @@ def measure(policy: str, vectors: Vectors, queries: Vectors, cell: DiskIndexCell
 
 
 def refine(file: NDArray[np.float32], queries: Vectors, candidates: Ids, k: int) -> Found:
-    """The k best of each query's candidates by the vectors in a mapped file, of which each page is read once for all."""
+    """The k best of each query's candidates by the vectors in a mapped file; each page is read once for all."""
     width = file.shape[1] * file.itemsize
     wanted = np.unique(candidates[candidates >= 0])
     vectors = dict(zip(wanted.tolist(), np.asarray(file[wanted]), strict=True))
@@ -76,6 +76,8 @@ def _codes(vectors: Vectors, queries: Vectors, cell: DiskIndexCell, folder: Path
     codes = f"IVF{clusters},PQ{dimensions // cell.dimensions_a_byte}x8"
     index: Any = faiss.index_factory(dimensions, codes, faiss.METRIC_INNER_PRODUCT)
     index.cp.min_points_per_centroid = 1
+    # Takes a minute, and serves Hamming distances alone.
+    index.do_polysemous_training = False
     index.train(vectors)
     index.add(vectors)
     index.nprobe = max(1, round(cell.nprobe * clusters))

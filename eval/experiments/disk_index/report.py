@@ -34,11 +34,13 @@ def _table(group: RecordGroup[DiskIndexRecord]) -> Table:
     )
     for policy in group.policies:
         facts = [record.facts for record in group.runs(policy)]
-        row = (fmean(100 * each[name] / each["vector_bytes"] for each in facts) for name in ("memory_bytes", "read_bytes"))
+        row = (
+            fmean(100 * each[name] / each["vector_bytes"] for each in facts) for name in ("memory_bytes", "read_bytes")
+        )
         recall = fmean(100 * each["recall"] for each in facts)
         table.add(_WORDS[policy], *(format_number(each) for each in (*row, recall)))
     table.note = (
-        f"Of the true nearest; each search scans {format_number(100 * cell.nprobe, 0)} % of the clusters. Pages of 4 KiB, "
-        f"each read once a batch; {cell.factor} candidates a result are refined."
+        f"Of the true nearest; each search scans {format_number(100 * cell.nprobe, 0)} % of the clusters. Pages of "
+        f"4 KiB, each read once a batch; {cell.factor} candidates a result are refined."
     )
     return table
