@@ -81,17 +81,22 @@ class CacheAwareQueue(Generic[T]):
     def leave(self, ticket: Ticket[T]) -> None:
         self._waiting.pop(ticket._number, None)
 
-    def take(self) -> Ticket[T]:
-        """Raises IndexError if the queue is empty."""
+    def peek(self) -> Ticket[T]:
+        """The item that is next, which stays in the queue. Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
-        candidates = list(islice(self._waiting.values(), self.window + 1))
-        chosen = candidates[0]
-        if len(candidates) > 1 and chosen.overtaken < self.window:
-            for ticket in candidates:
-                ticket._priority = self._priority_of(ticket)
-            # Among equals the oldest.
-            chosen = max(candidates, key=attrgetter("_priority"))
+        candidates = self._candidates()
+        if len(candidates) == 1 or candidates[0].overtaken >= self.window:
+            return candidates[0]
+        for ticket in candidates:
+            ticket._priority = self._priority_of(ticket)
+        # Among equals the oldest.
+        return max(candidates, key=attrgetter("_priority"))
+
+    def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
+        """`chosen`: what `peek` has just returned. Raises IndexError if the queue is empty."""
+        chosen = self.peek() if chosen is None else chosen
+        candidates = self._candidates()
         for ticket in candidates:
             if ticket is chosen:
                 break
@@ -100,10 +105,20 @@ class CacheAwareQueue(Generic[T]):
         del self._waiting[chosen._number]
         return chosen
 
+    def put_back(self, ticket: Ticket[T]) -> None:
+        """What was taken waits again, in its old place."""
+        later = [number for number in self._waiting if number > ticket._number]
+        self._waiting[ticket._number] = ticket
+        for number in later:
+            self._waiting.move_to_end(number)
+
     def upcoming(self, count: int) -> list[T]:
         """At most `count` items, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
+
+    def _candidates(self) -> list[Ticket[T]]:
+        return list(islice(self._waiting.values(), self.window + 1))
 
     def _priority_of(self, ticket: Ticket[T]) -> float:
         if ticket._lengths is None:

@@ -88,7 +88,8 @@ class OrderedPrompts:
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
     `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` is called
-    with the prompt tokens of each committed request. Raises ValueError for invalid `prompts`.
+    with the prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a
+    question, in its scope. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -98,12 +99,14 @@ class OrderedPrompts:
         prompts: PromptForm = "messages",
         *,
         learn: Callable[[int], None] | None = None,
+        waiting: Callable[[Question], Sequence[Iterable[Document]]] = lambda question: (),
     ) -> None:
         self.answer_length = AnswerLength()
         self._orderer = orderer
         self._builder = builder
         self._form = checked_form(prompts, builder)
         self._learn = learn
+        self._waiting = waiting
 
     def order(
         self,
@@ -134,12 +137,13 @@ class OrderedPrompts:
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""
-        ordered = self._orderer.preview(documents, scope=question.scope)
+        ordered = self._orderer.preview(documents, waiting=self._waiting(question), scope=question.scope)
         return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
     def commit(self, question: Question, documents: Sequence[Document], /) -> _CommittedRequest:
         """Order documents for a request that is sent at once: in flight until it is confirmed or discarded."""
-        ordering = self.order(question.query, documents, question.scope, question.all_options())
+        options, waiting = question.all_options(), self._waiting(question)
+        ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:
             request = self._of(question, ordering)
             if self._learn is not None and request.prompt_tokens is not None:

@@ -49,6 +49,29 @@ class TestWhoIsNext:
         queue.enter("all", lambda: CachedLengths(50, 0))
         assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
 
+    def test_what_is_next_can_be_looked_at_and_taken_later(self) -> None:
+        queue: CacheAwareQueue[str] = CacheAwareQueue(window=2)
+        for name, value in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
+            queue.enter(name, priority(value))
+        ticket = queue.peek()
+        assert ticket is queue.peek() and ticket.item == "b" and len(queue) == 3 and queue.largest_overtaking == 0
+        assert queue.take(ticket) is ticket and list(queue) == ["a", "c"] and queue.largest_overtaking == 1
+        assert drain(queue) == ["c", "a"]
+        with pytest.raises(IndexError, match="empty"):
+            queue.peek()
+
+    @given(st.permutations(range(8)), st.integers(0, 8))
+    def test_what_is_put_back_waits_in_its_old_place(self, back: list[int], count: int) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue(window=0)
+        for number in range(8):
+            queue.enter(number)
+        tickets = [queue.take() for _ in range(8)]
+        queue.enter(8)
+        for number in back[:count]:
+            queue.put_back(tickets[number])
+        expected = [*sorted(back[:count]), 8]
+        assert list(queue) == expected and drain(queue) == expected
+
     def test_lengths_are_read_when_a_request_is_taken(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         cached = {"a": 1.0, "b": 2.0, "c": 3.0}
