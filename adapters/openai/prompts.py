@@ -7,13 +7,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
 from ragorder.document import estimate_tokens
 from ragorder.orderer import OrdererLike
-from ragorder.pipelining import Usage
+from ragorder.pipelining import CachedLengths, Usage
 
 __all__ = [
     "OrderedPrompts",
@@ -23,6 +24,7 @@ __all__ = [
     "TimedUsage",
     "checked_form",
     "finish",
+    "predict_lengths",
 ]
 
 PromptForm = Literal["messages", "token_ids"]
@@ -82,6 +84,14 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
     ordering.confirm(cached, total, prompt_tokens=prompt)
 
 
+def predict_lengths(
+    orderer: OrdererLike, documents: Sequence[Document], scope: Hashable, question_tokens: int
+) -> CachedLengths:
+    """Of a prompt with a question of so many tokens."""
+    cached_tokens, documents_end = orderer.predict_cached_tokens(documents, scope=scope)
+    return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
+
+
 class OrderedPrompts:
     """Requests from questions and their documents, ordered for the engine's prefix cache.
 
@@ -134,6 +144,12 @@ class OrderedPrompts:
         # Of messages the server finds the prefix itself, in its own tokens.
         prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
         return PromptRequest(messages, token_ids, scope, options, length, ends, ordering.expected_uses, prefix_tokens)
+
+    def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
+        """Predicts the cached and computed tokens of a request, anew at each call."""
+        return partial(
+            predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
+        )
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""
