@@ -55,7 +55,7 @@ def plan_batch(
 
 
 class _DryRun:
-    def __init__(self, scope: Scope, suffix_tokens: int | None, answer_tokens: int) -> None:
+    def __init__(self, scope: Scope, suffix_tokens: int | None, answer_tokens: int = 0) -> None:
         self.scope = scope
         self.steps: list[Step] = []
         self.cached_tokens = 0
