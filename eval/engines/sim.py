@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal, get_args
 
 from ragorder.eval.engines.base import EngineCompletion
@@ -147,13 +148,24 @@ class SimEngine:
             self._fill(blocks[position], hashes[position])
         blocks += self._allocate(hashes, len(blocks), len(tokens), handle)
 
-    def finish(self, handle: int) -> None:
-        """Free the request's blocks, once."""
+    def common_blocks(self, handle: int, other: int) -> int:
+        """Leading blocks that two running requests share; none of one that has finished."""
+        pairs = zip(self._running.get(handle, ()), self._running.get(other, ()), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def finish(self, handle: int, computed_tokens: int | None = None) -> None:
+        """Free the request's blocks, once. Of an aborted one only the first `computed_tokens` were computed: its other
+        blocks hold nothing that a later prompt could reuse, unless another request holds them too."""
         self._token_ids.pop(handle, None)
-        for block in reversed(self._running.pop(handle, ())):
+        blocks = self._running.pop(handle, [])
+        computed = len(blocks) if computed_tokens is None else computed_tokens // self.block_size
+        for place in range(len(blocks) - 1, -1, -1):
+            block = blocks[place]
             self._references[block] -= 1
             if self._references[block]:
                 continue
+            if place >= computed and (held := self._hash_of.pop(block, None)) is not None:
+                self._unmap(block, held)
             if self.partial_blocks_first and block not in self._hash_of:
                 self._forget(block)
             else:
@@ -222,6 +234,9 @@ class SimEngine:
 
     def _evict(self, block: int, block_hash: _BlockHash) -> None:
         self.evicted_blocks += 1
+        self._unmap(block, block_hash)
+
+    def _unmap(self, block: int, block_hash: _BlockHash) -> None:
         duplicates = self._duplicates.pop(block_hash, [])
         if self._block_of[block_hash] != block:
             duplicates.remove(block)
