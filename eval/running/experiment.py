@@ -180,6 +180,15 @@ class Experiment(ABC):
     def done(self, **key: Any) -> bool:
         return self.store.has(self.record.model_fields["type"].default, **key)
 
+    def measured_before(self, job: Job) -> Line | None:
+        """A line of the job's cell and seed, of a policy that an interrupted invocation has measured: what all policies
+        share, such as the rate of arrivals, is in its facts, and must not be measured again."""
+        key = {"suite": job.suite.name, "cell": job.cell.fields, "seed": job.seed}
+        lines = (
+            self.store.find(self.record.model_fields["type"].default, **key, policy=each) for each in job.suite.policies
+        )
+        return next((line for line in lines if line is not None), None)
+
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
         return list(jobs)
 
