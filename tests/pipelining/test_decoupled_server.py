@@ -193,6 +193,29 @@ class TestWorkers:
             await asyncio.gather(*runs)
         assert sizes == [1, 7]
 
+    async def test_a_search_ends_with_its_request_and_the_others_of_its_batch_go_on(self) -> None:
+        gate, searching = asyncio.Event(), set()
+
+        async def search(asked: NodeQuestion) -> list[str]:
+            searching.add(asked.text)
+            try:
+                await gate.wait()
+                return [asked.text]
+            finally:
+                searching.discard(asked.text)
+
+        async with DecoupledServer(plain_retrieval(search), PlainPrompts(), SlowEngine()) as server:
+            runs = [asyncio.create_task(server.run(question(number))) for number in range(3)]
+            while len(searching) < 3:
+                await asyncio.sleep(0)
+            runs[1].cancel()
+            await asyncio.wait((runs[1],))
+            while len(searching) > 2:
+                await asyncio.sleep(0)
+            assert searching == {"question 0", "question 2"}
+            gate.set()
+            assert [(await runs[number]).documents for number in (0, 2)] == [["question 0"], ["question 2"]]
+
     async def test_retrieval_does_not_wait_for_generation_nor_runs_ahead_of_its_queue(self) -> None:
         gate = asyncio.Event()
 
@@ -511,6 +534,7 @@ class TestDegradation:
             question: NodeQuestion
             checkpoint: Any = None
             abandoned: bool = False
+            cancel_search: Any = None
 
         tasks = [Task(question(number)) for number in range(5)]
         for task in (tasks[1], tasks[3]):
