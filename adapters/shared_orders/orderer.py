@@ -53,11 +53,17 @@ class SharedOrderer(Orderer):
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
     ) -> Ordering[D]:
         given = list(documents)
         ordering = super().order(
-            given, waiting=waiting, scope=scope, suffix_tokens=suffix_tokens, prefix_tokens=prefix_tokens
+            given,
+            waiting=waiting,
+            scope=scope,
+            suffix_tokens=suffix_tokens,
+            answer_tokens=answer_tokens,
+            prefix_tokens=prefix_tokens,
         )
         self._append(given, ordering, scope, suffix_tokens, prefix_tokens)
         return ordering

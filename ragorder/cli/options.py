@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic import ValidationError
 
-from ragorder.counts import parse_count
+from ragorder.counts import BYTE_UNITS, parse_count, parse_size
 
 if TYPE_CHECKING:
     from click import Choice as ClickChoice
@@ -56,9 +56,6 @@ __all__ = [
 M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNSET = "; none: "
 
@@ -113,13 +110,10 @@ class Size(ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", value.strip())
-        unit = _SPELLED.get(found[2].lower()) if found else None
-        if found is None or unit is None:
-            self.fail(f"{value!r} is no size: write 8GiB, 500MB or a number of bytes", param, ctx)
-        if not found[2]:
-            unit = self._unit
-        size = round(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+        try:
+            size = parse_size(value, self._unit)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
         if self._least is not None and size < self._least:
             self.fail(f"{value} is less than {self._least} bytes", param, ctx)
         return size
@@ -376,7 +370,7 @@ def _shown(name: str, field: FieldInfo) -> str:
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     if name.endswith("_bytes"):
-        size, unit = max((size, unit) for unit, size in _UNITS.items() if default % size == 0)
+        size, unit = max((size, unit) for unit, size in BYTE_UNITS.items() if default % size == 0)
         return f"{default // size}{unit}"
     return f"{default:g}s" if name.endswith("_s") else str(default)
 
