@@ -74,10 +74,13 @@ class SharedOrderer(Orderer):
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]:
         given = [list(documents) for documents in requests]
-        batch = super().order_batch(given, scope=scope, suffix_tokens=suffix_tokens, max_wait=max_wait)
+        batch = super().order_batch(
+            given, scope=scope, suffix_tokens=suffix_tokens, answer_tokens=answer_tokens, max_wait=max_wait
+        )
 
         def start(place: int) -> Ordering[D]:
             ordering = batch[place]
