@@ -156,13 +156,11 @@ class Ordering(Generic[D]):
 
     def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
-        # In this order: another thread may be clearing them.
-        lease, finish = self._lease, self._finish
+        finish = self._finish
         try:
             if finish is not None:
-                finish(lease, outcome)
+                finish(self._lease, outcome)
                 self._finish = None
-                self._lease = None
         finally:
             for observer in observers:
                 run_or_defer(partial(observer, outcome))
