@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ragorder.counts import parse_size
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
@@ -16,6 +17,8 @@ __all__ = ["KVTierSettings"]
 
 class KVTierSettings(BaseModel):
     """Sizes of the tiers behind the device, and their replacement.
+
+    Sizes may be text: host_bytes="24GiB".
 
     Raises pydantic.ValidationError for an unknown name or a value out of range.
     """

@@ -17,6 +17,7 @@ from ragorder.kernels.cache.lease import Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
+from ragorder.kernels.cache.resizing import PoolSizes
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.cache.tables import BlockTables
@@ -87,6 +88,7 @@ class KnowledgeCache:
         self._elsewhere = Elsewhere(self.contents, self._tiers, self._disk)
         self._tables = BlockTables(self.pool)
         self._leases: dict[int, KVLease] = {}
+        self._sizes = PoolSizes(self._tiers, self._replicas, self._leases)
         self._requests = self._new_tokens = 0
         self._closed = False
 
@@ -271,6 +273,25 @@ class KnowledgeCache:
 
     def poll(self) -> None:
         self._tiers.poll()
+
+    def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
+        """Have pools of so many blocks, between two steps. A smaller pool lets go what the policy evicts; leases keep
+        their blocks, which may have other numbers afterwards.
+
+        Raises OutOfBlocksError if what is in use does not fit, MemoryError without room for the new pool beside the old
+        one, both with the pool as it was; ValueError for a device pool without blocks.
+        """
+        if device_blocks is not None:
+            if device_blocks < 1:
+                raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
+            self._sizes.resize_device(device_blocks)
+        if host_blocks is not None:
+            self._sizes.resize_host(host_blocks)
+
+    def replace_device(self, blocks: int) -> None:
+        """The same for the device without leases, whose KV moves down a tier: the old pool is gone before the new one
+        is made. Raises ValueError if there are leases, MemoryError."""
+        self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
         """Drop all nodes from an untrusted device. Raises ValueError before its leases are discarded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -12,14 +13,15 @@ from typing import Any, Self
 
 import torch
 
-from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
+from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.budgeted import Relief, StreamedMemory, StreamedModel
 from ragorder.kernels.engine.fused import Fuser, check_fusion
-from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.idle import IdleBuilder
 from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
+from ragorder.kernels.engine.pools import cache_maker
 from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
@@ -29,10 +31,12 @@ from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine.streamed import load_streamed
 from ragorder.kernels.engine.updates import UpdateQueues
 from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["TieredEngine"]
@@ -59,12 +63,20 @@ class TieredEngine:
     A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
     `max_retries` times for a request, and until its deadline (RAGCache section 6).
 
+    With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
+    from the model's files (RAGDoll 4.2, 4.3): answers are those of the whole model.
+
     Raises UnsupportedModelError, or ValueError for an invalid device, length or pool; DeviceLostError, from each step
     and `add`, once only another process can use the device.
     """
 
-    def __init__(self, model: Any, tokenizer: Any | None = None, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, model: Any | StreamedModel, tokenizer: Any | None = None, settings: EngineSettings | None = None
+    ) -> None:
         self.settings = settings = settings or EngineSettings()
+        streamed = model if isinstance(model, StreamedModel) else None
+        if settings.device_bytes is not None and streamed is None:
+            raise ValueError("device_bytes is for weights that stream from files: use TieredEngine.load, or leave it out")
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = RLock()
@@ -74,20 +86,26 @@ class TieredEngine:
         self._updates = UpdateQueues()
         self._closed = False
         self._lost: str | None = None
-        self._model = PatchedModel(model, settings)
+        self._streamer = None if streamed is None else streamed.streamer
+        self._model = PatchedModel(model if streamed is None else streamed.model, settings, self._streamer)
         self.model_name = self._model.name
         try:
-            self._set_up(settings, self._model)
+            memory = None if streamed is None else StreamedMemory(self._model, streamed, settings)
+            self._set_up(settings if memory is None else memory.settings, self._model, memory)
         except BaseException:
             self._model.restore()
             raise
 
-    def _set_up(self, settings: EngineSettings, model: PatchedModel) -> None:
+    def _set_up(self, settings: EngineSettings, model: PatchedModel, memory: StreamedMemory | None) -> None:
         shape = model.shape
         rotation = self._rotation(model) if settings.reuse == "fused" else None
         blocks = device_blocks(shape, model.device, settings.device_tokens, model.longest, settings.device_share)
+        if memory is not None:
+            memory.place_layers()
         self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
-        self.device_tokens = blocks * shape.block_size
+        make = cache_maker(model, settings, self.profile, self._streamer)
+        self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
+        self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
         self._validator = RequestValidator(
             model.vocabulary,
@@ -100,19 +118,6 @@ class TieredEngine:
             settings.deadline_s,
             settings.max_cached_documents,
             settings.fusion,
-        )
-        self._cache = KnowledgeCache(
-            shape,
-            device_blocks=blocks,
-            host_blocks=settings.host_bytes // shape.block_bytes,
-            disk=None if settings.disk_path is None else DiskSettings(settings.disk_path, settings.disk_bytes),
-            policy=settings.policy,
-            history=settings.history,
-            profile=self.profile,
-            device=model.device,
-            # Reads all weights, so only for KV that outlives the process.
-            identity="" if settings.disk_path is None else identity(model.model, shape),
-            replicate_nodes=settings.replicate_nodes,
         )
         layers = PagedLayers(self._cache.pool)
         fuser = None
@@ -134,6 +139,7 @@ class TieredEngine:
             fuser,
         )
         self._runner = ModelRunner(model.forward, layers, model.device, rotation)
+        self._relief = Relief(self._scheduler, self._cache, self._streamer)
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -144,10 +150,18 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError."""
+        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError; with `device_bytes`
+        BudgetError if these are less than a layer and a request."""
         settings = settings or EngineSettings()
-        model = load_model(name, settings)
-        return cls(model, load_tokenizer(name), settings)
+        if settings.device_bytes is None:
+            return cls(load_model(name, settings), load_tokenizer(name), settings)
+        tokenizer = load_tokenizer(name)
+        streamed = load_streamed(name, settings)
+        try:
+            return cls(streamed, tokenizer, settings)
+        except BaseException:
+            streamed.streamer.close()
+            raise
 
     @property
     def has_unfinished(self) -> bool:
@@ -228,7 +242,36 @@ class TieredEngine:
             scheduler = self._scheduler
             running = set(_requests(scheduler.running))
             waiting = sum(sequence not in running for sequence in scheduler.waiting)
-            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted)
+            stream = None if self._streamer is None else self._streamer.stats
+            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
+
+    def relieve(self) -> bool:
+        """Give memory back between two steps: a smaller step, else KV down a tier and a smaller pool, else layers out.
+        No request is lost; some may wait for their turn again. False if nothing is left to give back."""
+        with self._lock:
+            self._check_device()
+            if self._closed:
+                return False
+            self._forget_work()
+            return self._relieve(self._scheduler.step_tokens)
+
+    def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
+        """Have KV pools of so many tokens and bytes from the next step on; what does not fit leaves by the policy.
+
+        Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
+        with self._lock:
+            self._check_device()
+            self._forget_work()
+            self._relief.resize(device_tokens, host_bytes, self._sequences.values())
+            self._pool_changed()
+
+    def move_layers(self, residency: Residency) -> Residency:
+        """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
+        that does not stream, LayerReadError."""
+        with self._lock:
+            if self._streamer is None:
+                raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
+            return self._streamer.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
@@ -257,6 +300,8 @@ class TieredEngine:
                 self._cache.close()
             finally:
                 self._model.restore()
+                if self._streamer is not None:
+                    self._streamer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -359,8 +404,7 @@ class TieredEngine:
             return self._fail(sequences, why)
         self._count_failure(len(sequences), why)
         try:
-            if fault == "memory" and self._scheduler.shrink(tokens):
-                self._scheduler.requeue()
+            if fault == "memory" and self._relieve(tokens, failed=True):
                 sequences = []
             else:
                 self.forget_device()
@@ -370,6 +414,15 @@ class TieredEngine:
             _logger.error("the device is lost: %s", self._lost)
             raise DeviceLostError(self._lost) from error
         return [update for sequence in sequences for update in self._retry(sequence, why)]
+
+    def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
+        given = self._relief.give(tokens, self._sequences.values(), failed=failed)
+        self._pool_changed()
+        return given
+
+    def _pool_changed(self) -> None:
+        self.device_tokens = self._cache.pool.blocks * self.block_size
+        self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def _retry(self, sequence: Sequence, why: str) -> list[Update]:
         sequence.failures += 1

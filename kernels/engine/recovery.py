@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from ragorder.kernels.offload.checkpoint import LayerReadError
+
 __all__ = ["DeviceLostError", "Fault", "describe", "fault_of"]
 
 Fault = Literal["memory", "device", "other"]
@@ -32,5 +34,8 @@ def fault_of(error: Exception) -> Fault:
 
 def describe(error: BaseException, what: str) -> str:
     """`what` failed and where: the message of an error may quote a prompt, the place where it was raised does not."""
+    if isinstance(error, LayerReadError):
+        # It names a file.
+        return f"{what}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
