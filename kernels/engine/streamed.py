@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
 from ragorder.kernels.offload.footprint import decoder_layers, footprint, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
-from ragorder.kernels.offload.store import LayerStore
+from ragorder.kernels.offload.store import LayerStore, Source
 from ragorder.kernels.offload.stream import LayerStreamer
 
 __all__ = ["load_streamed"]
@@ -24,8 +25,11 @@ __all__ = ["load_streamed"]
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def load_streamed(name: str | Path, settings: EngineSettings) -> StreamedModel:
-    """A causal language model whose weights outside the decoder layers are in memory.
+def load_streamed(
+    name: str | Path, settings: EngineSettings, *, source: Callable[[Checkpoint], Source] | None = None
+) -> StreamedModel:
+    """A causal language model whose weights outside the decoder layers are in memory. `source`: another reader of the
+    layers than the checkpoint.
 
     Raises BudgetError before anything is read, ModelLoadError, UnsupportedModelError for weights that cannot be
     streamed, MemoryError, and ValueError for an absent device.
@@ -38,7 +42,7 @@ def load_streamed(name: str | Path, settings: EngineSettings) -> StreamedModel:
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
     try:
-        return _load(name, config, checkpoint, settings, device)
+        return _load(name, config, checkpoint, settings, device, checkpoint if source is None else source(checkpoint))
     except (CheckpointError, LayerReadError) as error:
         checkpoint.close()
         raise ModelLoadError(f"{name}: {error}") from error
@@ -48,7 +52,12 @@ def load_streamed(name: str | Path, settings: EngineSettings) -> StreamedModel:
 
 
 def _load(
-    name: str | Path, config: Any, checkpoint: Checkpoint, settings: EngineSettings, device: torch.device
+    name: str | Path,
+    config: Any,
+    checkpoint: Checkpoint,
+    settings: EngineSettings,
+    device: torch.device,
+    source: Source,
 ) -> StreamedModel:
     dtype = _dtype_of(config, checkpoint, settings)
     empty = skeleton(config, dtype)
@@ -81,7 +90,7 @@ def _load(
         # As of a whole model, whose buffers it changes, too.
         model.to(getattr(torch, settings.dtype))
     _, layers = decoder_layers(model)
-    streamer = LayerStreamer(layers, LayerStore.of(checkpoint, found, layers), device)
+    streamer = LayerStreamer(layers, LayerStore.of(checkpoint, found, layers, source), device)
     return StreamedModel(model.to(device), streamer, size)
 
 

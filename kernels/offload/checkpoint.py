@@ -105,11 +105,11 @@ class Checkpoint:
             self.read(entry, 0, memoryview(buffer.numpy()))
         return buffer.view(entry.dtype).view(entry.shape)
 
-    def forget_pages(self) -> None:
-        """Have the system drop its copies of the files, as though they had never been read."""
-        for descriptor, _ in self._files.values():
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    def forget_pages(self, entry: TensorEntry, start: int, length: int) -> None:
+        """Have the system drop its copy of what was read, as though it had never been."""
+        descriptor, _ = self._files.get(entry.file, (-1, None))
+        if descriptor >= 0 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, entry.offset + start, length, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         with self._lock:

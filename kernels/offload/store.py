@@ -42,15 +42,15 @@ class LayerStore:
         self._source = source or checkpoint
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any) -> LayerStore:
+    def of(
+        cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None
+    ) -> LayerStore:
         """The layers of a model whose parameters have their final dtypes."""
-        return cls(checkpoint, [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)])
+        layouts = [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)]
+        return cls(checkpoint, layouts, source)
 
     def __len__(self) -> int:
         return len(self.layouts)
-
-    def with_source(self, source: Source) -> LayerStore:
-        return LayerStore(self.checkpoint, self.layouts, source)
 
     @property
     def slot_bytes(self) -> int:
