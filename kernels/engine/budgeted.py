@@ -140,6 +140,21 @@ class Relief:
             return True
         return self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
 
+    def make_blocks(self) -> bool:
+        """Have layers go out, and a larger pool in their place: there were too few blocks for the only request that runs.
+        False if there are none, or no memory."""
+        if self._streamer is None:
+            return False
+        before = self._streamer.held_bytes
+        if not self._streamer.shed():
+            return False
+        more = (before - self._streamer.held_bytes) // self._cache.shape.block_bytes
+        try:
+            self._cache.resize(device_blocks=self._cache.pool.blocks + more)
+        except MemoryError:
+            return False
+        return True
+
     def resize(
         self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]
     ) -> None:

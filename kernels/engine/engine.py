@@ -340,6 +340,9 @@ class TieredEngine:
         try:
             chunks = scheduler.plan()
         except OutOfBlocksError:
+            if self._relief.make_blocks():
+                self._pool_changed()
+                return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
             return [self._end(first, "error", "the pool has no room for it: give the engine more device_tokens")]
         except Exception as error:

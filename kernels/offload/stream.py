@@ -101,6 +101,11 @@ class LayerStreamer:
         return [layer for layer in range(len(self.store)) if layer not in self._resident]
 
     @property
+    def held_bytes(self) -> int:
+        """Of layers and slots on the device."""
+        return sum(map(self.store.nbytes, self._resident)) + len(self._ring) * self.store.slot_bytes
+
+    @property
     def slots(self) -> int:
         return len(self._ring)
 
@@ -135,6 +140,9 @@ class LayerStreamer:
             raise ValueError(f"the residency is of {len(residency)} layers, the model has {len(self.store)}")
         self._end()
         self._ring.order(())
+        if all(place is Place.DEVICE or (self._in_place and place is Place.HOST) for place in residency.places):
+            # The ring makes room for the last layers.
+            self._set_slots(0)
         reached = list(self.residency.places)
         try:
             # Out first: it makes room for what comes in.

@@ -388,6 +388,30 @@ class TestPoolsAndRelief:
                 assert each.token_ids == other.token_ids
             assert engine.device_tokens >= max(len(each.token_ids) for each in requests())
 
+    def test_layers_make_way_for_a_request_without_blocks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = answers(folder, (0,))
+        with TieredEngine.load(folder, streaming(folder, 6)) as engine:
+            plan = engine._scheduler.plan
+            planned = 0
+
+            def without_blocks() -> Any:
+                nonlocal planned
+                planned += 1
+                if planned <= 2:
+                    raise OutOfBlocksError("none")
+                return plan()
+
+            monkeypatch.setattr(engine._scheduler, "plan", without_blocks)
+            before, streamer = engine.device_tokens, engine._streamer
+            assert streamer is not None
+            kept = streamer.stats.device_layers
+            found = engine.generate(requests())
+            assert engine.device_tokens > before
+            assert streamer.stats.device_layers < kept
+            for each, other in zip(found, expected[0], strict=True):
+                assert each.error is None, each.error
+                assert each.token_ids == other.token_ids
+
     def test_a_shortage_that_lasts_is_an_error_of_its_requests_alone(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
