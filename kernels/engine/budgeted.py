@@ -90,7 +90,7 @@ class StreamedMemory:
                 return make(blocks, host_bytes)
             except MemoryError:
                 if self.streamer.shed():
-                    _logger.warning("there is no memory for %d KV blocks beside all planned layers: some stream", blocks)
+                    _logger.warning("there is no memory for %d KV blocks beside the planned layers: some go out", blocks)
                 elif blocks == 1:
                     raise
                 else:
@@ -130,8 +130,8 @@ class Relief:
         self._streamer = streamer
 
     def give(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
-        """After a step of `tokens` tokens; the pool keeps room for each of the `unfinished` requests. `failed`: the step
-        did, so its blocks are of no use. False if nothing is left to give back."""
+        """After a step of `tokens` tokens; the pool keeps room for each of the `unfinished` requests. `failed`: the
+        step did, so its blocks are of no use. False if nothing is left to give back."""
         if failed:
             self._scheduler.requeue()
         if self._streamer is None:
@@ -141,8 +141,8 @@ class Relief:
         return self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
 
     def make_blocks(self) -> bool:
-        """Have layers go out, and a larger pool in their place: there were too few blocks for the only request that runs.
-        False if there are none, or no memory."""
+        """Have layers go out, and a larger pool in their place: there were too few blocks for the only request that
+        runs. False if there are none, or no memory."""
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes

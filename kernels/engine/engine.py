@@ -76,7 +76,7 @@ class TieredEngine:
         self.settings = settings = settings or EngineSettings()
         streamed = model if isinstance(model, StreamedModel) else None
         if settings.device_bytes is not None and streamed is None:
-            raise ValueError("device_bytes is for weights that stream from files: use TieredEngine.load, or leave it out")
+            raise ValueError("device_bytes is for weights that stream from files: use TieredEngine.load, or give none")
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = RLock()

@@ -32,8 +32,8 @@ class StreamingCell(SuiteCell):
 
 class StreamingRecord(Record):
     """`rows["step_s"]`: seconds of each step. Facts: `stream_s` and `compute_s`, a step's reading and computing alone;
-    `tokens` of a step; `bytes` read, `waits` for layers and `waits_s` a step; `slots`; whether the logits are `equal` to
-    those of the first policy."""
+    `tokens` of a step; `bytes` read, `waits` for layers and `waits_s` a step; `slots`; whether the logits are
+    `equal` to those of the first policy."""
 
     called: ClassVar[str] = "a measurement of streamed weights"
     is_run: ClassVar[bool] = False

@@ -43,8 +43,8 @@ def _table(group: RecordGroup[StreamingRecord], baseline: str | None) -> Table:
     facts = lines[0].facts
     table.note = (
         f"Medians; {facts['tokens']:,} tokens a step, {facts['threads']} threads. Reading alone takes "
-        f"{format_number(facts['stream_s'], 3)} s, computing alone {format_number(facts['compute_s'], 3)} s; the longer "
-        "one is the bound. GB and waits are of one step."
+        f"{format_number(facts['stream_s'], 3)} s, computing alone {format_number(facts['compute_s'], 3)} s; the "
+        "longer one is the bound. GB and waits are of one step."
     )
     return table
 
