@@ -90,7 +90,7 @@ class StreamedMemory:
                 return make(blocks, host_bytes)
             except MemoryError:
                 if self.streamer.shed():
-                    _logger.warning("there is no memory for %d KV blocks beside the planned layers: some go out", blocks)
+                    _logger.warning("no memory for %d KV blocks beside the planned layers: some go out", blocks)
                 elif blocks == 1:
                     raise
                 else:

@@ -9,16 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, TensorEntry
 from ragorder.kernels.unsupported import UnsupportedModelError
@@ -114,7 +104,7 @@ class CheckpointMap:
 class _Sources:
     """The tensors of one parameter, by the pattern that found them."""
 
-    def __init__(self, converter: WeightConverter | None) -> None:
+    def __init__(self, converter: Any | None) -> None:
         self.converter = converter
         self.by_pattern: dict[str, list[TensorEntry]] = defaultdict(list)
 
@@ -141,17 +131,15 @@ class _Sources:
         if self.converter is None:
             return [Piece(self.entries[0], 0)] if len(self.entries) == 1 else None
         operations = list(self.converter.operations)
-        if len(operations) == 1 and isinstance(operations[0], Transpose):
+        if [type(each).__name__ for each in operations] == ["Transpose"]:
             # Of checkpoints that have it the other way round.
             straight = operations[0].check_dims and [entry.shape for entry in self.entries] == [shape]
             return [Piece(self.entries[0], 0)] if straight else None
         groups = [self.by_pattern[pattern] for pattern in self.converter.source_patterns if pattern in self.by_pattern]
-        kinds = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
-        if len(kinds) != len(operations):
-            return None
-        if kinds in ([(MergeModulelist, 0)], [(Concatenate, 0)]):
+        kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in operations]
+        if kinds in ([("MergeModulelist", 0)], [("Concatenate", 0)]):
             return _in_a_row(entry for group in groups for entry in group)
-        if kinds == [(MergeModulelist, 0), (Concatenate, 1)] and len({len(group) for group in groups}) == 1:
+        if kinds == [("MergeModulelist", 0), ("Concatenate", 1)] and len({len(group) for group in groups}) == 1:
             # Experts one after the other, each with its matrices one below the other.
             return _in_a_row(entry for expert in zip(*groups, strict=True) for entry in expert)
         return None
@@ -166,6 +154,10 @@ def _in_a_row(entries: Iterable[TensorEntry]) -> list[Piece]:
 
 
 def _collect(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
+    # Only for models that stream: not all versions that can serve whole ones have them.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]

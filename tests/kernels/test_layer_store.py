@@ -100,12 +100,10 @@ class TestLayers:
         prefix, layers = decoder_layers(empty)
         from transformers.core_model_loading import Transpose, WeightConverter
 
-        from ragorder.kernels.offload import layout
-
         turned = WeightConverter(".mlp.up_proj.weight", ".mlp.up_proj.weight", [Transpose(0, 1)])
         checkpoint = Checkpoint(folder)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "get_model_conversion_mapping", lambda _: [turned])
+            patch.setattr("transformers.conversion_mapping.get_model_conversion_mapping", lambda _: [turned])
             with pytest.raises(UnsupportedModelError, match=r"up_proj.*converted when it is loaded \(Transpose\)"):
                 CheckpointMap(empty, prefix, layers, checkpoint)
         checkpoint.close()
