@@ -120,8 +120,7 @@ class _Sources:
                 f"{model} cannot be streamed: {target} is converted when it is loaded ({kinds or 'several tensors'}); "
                 "leave device_bytes out"
             )
-        covered = sum(prod(piece.entry.shape) for piece in placed)
-        if covered != prod(shape):
+        if not _fit([piece.entry.shape for piece in placed], shape):
             shapes = ", ".join(sorted({str(piece.entry.shape) for piece in placed}))
             raise CheckpointError(f"{target} is {shape} in the configuration, and {shapes} in the checkpoint")
         return placed
@@ -143,6 +142,14 @@ class _Sources:
             # Experts one after the other, each with its matrices one below the other.
             return _in_a_row(entry for expert in zip(*groups, strict=True) for entry in expert)
         return None
+
+
+def _fit(parts: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be made of these, one behind the other."""
+    if len(parts) == 1 and len(parts[0]) == len(shape):
+        return parts[0] == shape
+    rows = all(part[1:] == shape[len(shape) - len(part) + 1 :] for part in parts)
+    return rows and sum(map(prod, parts)) == prod(shape)
 
 
 def _in_a_row(entries: Iterable[TensorEntry]) -> list[Piece]:

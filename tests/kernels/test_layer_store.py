@@ -193,6 +193,20 @@ class TestBadFolders:
             opened(folder)
 
 
+    def test_with_weights_that_are_turned(self, folder: Path, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights: dict[str, Any] = {}
+        for file in folder.glob("model-*.safetensors"):
+            weights |= load_file(file)
+        name = "model.layers.1.mlp.up_proj.weight"
+        weights[name] = weights[name].T.contiguous()
+        (folder / "model.safetensors.index.json").unlink()
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, and \(64, 128\)"):
+            opened(folder)
+
+
 class TestFaults:
     def test_a_file_that_changes_is_refused(self, tmp_path: Path) -> None:
         folder = saved(family("llama"), tmp_path / "model")
