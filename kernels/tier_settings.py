@@ -8,7 +8,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ragorder.counts import parse_size
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 

@@ -155,9 +155,7 @@ class Relief:
             return False
         return True
 
-    def resize(
-        self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]
-    ) -> None:
+    def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
         """Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         blocks = None if device_tokens is None else device_tokens // shape.block_size

@@ -110,9 +110,7 @@ def plan_memory(
     return MemoryPlan(step, blocks, staying, slots, in_host, kv_bytes, used)
 
 
-def _blocks(
-    needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | None, wanted_tokens: int | None
-) -> int:
+def _blocks(needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | None, wanted_tokens: int | None) -> int:
     if device_tokens is not None:
         return max(1, device_tokens // needs.block_tokens)
     most = nbytes // needs.block

@@ -42,9 +42,7 @@ class LayerStore:
         self._source = source or checkpoint
 
     @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None
-    ) -> LayerStore:
+    def of(cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None) -> LayerStore:
         """The layers of a model whose parameters have their final dtypes."""
         layouts = [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)]
         return cls(checkpoint, layouts, source)

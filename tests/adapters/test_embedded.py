@@ -1527,7 +1527,9 @@ class TestServer:
 
 
 class TestStreamedWeights:
-    def test_answers_are_those_of_the_whole_model(self, model: Path, served: Served, launch: Callable[..., Served]) -> None:
+    def test_answers_are_those_of_the_whole_model(
+        self, model: Path, served: Served, launch: Callable[..., Served]
+    ) -> None:
         from transformers import AutoConfig
 
         from ragorder.kernels.offload import footprint

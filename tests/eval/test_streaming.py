@@ -105,6 +105,10 @@ def test_the_suite_runs_and_reports(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
     assert report.exit_code == 0, report.output
-    rows = [line.split("|") for line in report.output.splitlines() if line.startswith(("| no prefetch", "| one", "| two", "| ring"))]
+    rows = [
+        line.split("|")
+        for line in report.output.splitlines()
+        if line.startswith(("| no prefetch", "| one", "| two", "| ring"))
+    ]
     assert [row[1].strip() for row in rows] == list(SLOTS)
     assert all(row[-2].strip() == "yes" for row in rows)

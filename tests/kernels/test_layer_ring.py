@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+
 import pytest
 
 torch = pytest.importorskip("torch")

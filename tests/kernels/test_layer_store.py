@@ -16,7 +16,15 @@ from support.streamed import saved
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ragorder.kernels.offload import Checkpoint, CheckpointError, LayerReadError, LayerStore, Place, Residency, footprint
+from ragorder.kernels.offload import (
+    Checkpoint,
+    CheckpointError,
+    LayerReadError,
+    LayerStore,
+    Place,
+    Residency,
+    footprint,
+)
 from ragorder.kernels.offload.footprint import decoder_layers, skeleton
 from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.unsupported import UnsupportedModelError
@@ -90,7 +98,9 @@ class TestLayers:
         prefix, layers = decoder_layers(empty)
         layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
         checkpoint = Checkpoint(folder)
-        with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot be streamed: .*0.*and.*2.*same weights"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"LlamaForCausalLM cannot be streamed: .*0.*and.*2.*same weights"
+        ):
             CheckpointMap(empty, prefix, layers, checkpoint)
         checkpoint.close()
 
@@ -98,12 +108,13 @@ class TestLayers:
         folder = saved(family("llama"), tmp_path / "model")
         empty = skeleton(transformers.AutoConfig.from_pretrained(folder))
         prefix, layers = decoder_layers(empty)
+        from transformers import conversion_mapping
         from transformers.core_model_loading import Transpose, WeightConverter
 
         turned = WeightConverter(".mlp.up_proj.weight", ".mlp.up_proj.weight", [Transpose(0, 1)])
         checkpoint = Checkpoint(folder)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("transformers.conversion_mapping.get_model_conversion_mapping", lambda _: [turned])
+            patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda _: [turned])
             with pytest.raises(UnsupportedModelError, match=r"up_proj.*converted when it is loaded \(Transpose\)"):
                 CheckpointMap(empty, prefix, layers, checkpoint)
         checkpoint.close()
@@ -167,7 +178,9 @@ class TestBadFolders:
         with pytest.raises(CheckpointError, match=r"cut short: it has \d+ bytes, and .* ends at \d+"):
             Checkpoint(folder)
 
-    @pytest.mark.parametrize("content", [b"", b"12345678", (10**12).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"])
+    @pytest.mark.parametrize(
+        "content", [b"", b"12345678", (10**12).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
+    )
     def test_with_a_file_that_is_no_safetensors(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match="no file of safetensors"):
@@ -192,7 +205,6 @@ class TestBadFolders:
         with pytest.raises(CheckpointError, match=r"is \(192, 64\) in the configuration, and \(128, 64\) in the"):
             opened(folder)
 
-
     def test_with_weights_that_are_turned(self, folder: Path, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
 
@@ -203,7 +215,9 @@ class TestBadFolders:
         weights[name] = weights[name].T.contiguous()
         (folder / "model.safetensors.index.json").unlink()
         save_file(weights, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, and \(64, 128\)"):
+        with pytest.raises(
+            CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, and \(64, 128\)"
+        ):
             opened(folder)
 
 
@@ -258,7 +272,9 @@ class TestResidency:
         counts = [residency.count(place) for place in Place]
         assert counts == [device, host, layers - device - host]
         held = [layer for layer in range(layers) if residency[layer] is Place.DEVICE]
-        gaps = [after - before for before, after in zip(held, [*held[1:], *(held[:1] and [held[0] + layers])], strict=True)]
+        gaps = [
+            after - before for before, after in zip(held, [*held[1:], *(held[:1] and [held[0] + layers])], strict=True)
+        ]
         assert not gaps or max(gaps) - min(gaps) <= 1
 
     @pytest.mark.parametrize(("device", "host"), [(-1, 0), (3, -1), (4, 2)])

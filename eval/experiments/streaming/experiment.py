@@ -45,13 +45,15 @@ class Streaming(Experiment):
         load = load_average()
         times: dict[str, list[float]] = {policy: [] for policy in job.policies}
         facts: dict[str, dict[str, Any]] = {}
-        with TemporaryDirectory(prefix="ragorder-streaming-") as folder:
-            with Bench(write_model(Path(folder), cell, job.seed), cell, job.seed) as bench:
-                bench.calibrate()
-                for _ in range(cell.repeats):
-                    for policy in job.policies:
-                        times[policy] += bench.steps(policy, job.requests, advance)
-                facts = {policy: bench.facts(policy) for policy in job.policies}
+        with (
+            TemporaryDirectory(prefix="ragorder-streaming-") as folder,
+            Bench(write_model(Path(folder), cell, job.seed), cell, job.seed) as bench,
+        ):
+            bench.calibrate()
+            for _ in range(cell.repeats):
+                for policy in job.policies:
+                    times[policy] += bench.steps(policy, job.requests, advance)
+            facts = {policy: bench.facts(policy) for policy in job.policies}
         for policy in job.policies:
             yield {
                 "policy": policy,

@@ -21,7 +21,17 @@ def _table(group: RecordGroup[StreamingRecord], baseline: str | None) -> Table:
     cell = StreamingCell.read(group.cell, "streaming")
     lines = group.runs()
     by_policy = {line.policy: line for line in lines}
-    headings = ["policy", "step, s", "least", "most", f"of {baseline}", "of one ahead", "of the bound", "GB", "waits, s"]
+    headings = [
+        "policy",
+        "step, s",
+        "least",
+        "most",
+        f"of {baseline}",
+        "of one ahead",
+        "of the bound",
+        "GB",
+        "waits, s",
+    ]
     table = Table(
         f"Steps of {cell.layers} layers, {cell.budget_layers} on the device, read at {cell.gigabytes_s:g} GB/s, "
         f"jitter {format_number(100 * cell.jitter)} %",
