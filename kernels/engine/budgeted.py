@@ -14,6 +14,7 @@ from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.support import longest_exact_length
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
+from ragorder.kernels.offload.checkpoint import LayerReadError
 from ragorder.kernels.offload.footprint import Footprint
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.stream import LayerStreamer
@@ -25,6 +26,8 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 # While there is more to give back than the size of a step, steps stay at least as large.
 _LEAST_STEP = 64
+# Steps without a shortage of memory before a part of what was given back is taken again.
+_STEPS_TO_GROW = 256
 # Pinned buffers through which layers pass from the disk to a GPU.
 _STAGES = 2
 
@@ -122,16 +125,22 @@ class StreamedMemory:
 
 class Relief:
     """Memory given back between steps, what costs least first (RAGDoll 4.2): smaller steps, then KV that moves down a
-    tier and a smaller pool, then layers. Without a streamer only steps become smaller."""
+    tier and a smaller pool, then layers. Without a streamer only steps become smaller. After many steps without a
+    shortage pool and layers come back."""
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
         self._scheduler = scheduler
         self._cache = cache
         self._streamer = streamer
+        # As planned.
+        self._blocks = cache.pool.blocks
+        self._residency = None if streamer is None else streamer.residency
+        self._calm = 0
 
     def give(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
         """After a step of `tokens` tokens; the pool keeps room for each of the `unfinished` requests. `failed`: the
         step did, so its blocks are of no use. False if nothing is left to give back."""
+        self._calm = 0
         if failed:
             self._scheduler.requeue()
         if self._streamer is None:
@@ -139,6 +148,35 @@ class Relief:
         if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
             return True
         return self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
+
+    def hold(self, tokens: int) -> bool:
+        """Have a pool that holds a request of so many tokens, as large as planned at most; False without the memory."""
+        blocks = self._cache.shape.blocks_for(tokens)
+        while self._cache.pool.blocks < min(blocks, self._blocks):
+            try:
+                self._cache.resize(device_blocks=min(blocks, self._blocks))
+            except MemoryError:
+                if self._streamer is None or not self._streamer.shed():
+                    return False
+        return True
+
+    def step_succeeded(self) -> bool:
+        """Whether pool or layers have come back by a part."""
+        if self._streamer is None or self._residency is None:
+            return False
+        self._calm += 1
+        if self._calm < _STEPS_TO_GROW:
+            return False
+        self._calm = 0
+        pool = self._cache.pool
+        try:
+            if pool.blocks >= self._blocks:
+                return self._streamer.regain(self._residency)
+            self._cache.resize(device_blocks=min(2 * pool.blocks, self._blocks))
+        except (MemoryError, LayerReadError):
+            # Nothing needs it now.
+            return False
+        return True
 
     def make_blocks(self) -> bool:
         """Have layers go out, and a larger pool in their place: there were too few blocks for the only request that
@@ -165,6 +203,7 @@ class Relief:
         self._cache.resize(
             device_blocks=blocks, host_blocks=None if host_bytes is None else host_bytes // shape.block_bytes
         )
+        self._blocks = self._cache.pool.blocks
 
     def _shrink_pool(self, unfinished: Collection[Sequence]) -> bool:
         pool = self._cache.pool

@@ -182,6 +182,7 @@ class TieredEngine:
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
+                self._hold(sequence)
             except RequestRefusedError:
                 self._counters.refused += 1
                 raise
@@ -264,6 +265,7 @@ class TieredEngine:
             self._forget_work()
             self._relief.resize(device_tokens, host_bytes, self._sequences.values())
             self._pool_changed()
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
         """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
@@ -371,6 +373,8 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
+        if self._relief.step_succeeded():
+            self._pool_changed()
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
@@ -423,9 +427,18 @@ class TieredEngine:
         self._pool_changed()
         return given
 
+    def _hold(self, sequence: Sequence) -> None:
+        """Raises RequestRefusedError if memory was short, and still is."""
+        needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
+        if needed > self.device_tokens:
+            if not self._relief.hold(needed):
+                raise RequestRefusedError(
+                    f"the request needs KV of {needed} tokens, and memory is short now: try again later, or give less"
+                )
+            self._pool_changed()
+
     def _pool_changed(self) -> None:
         self.device_tokens = self._cache.pool.blocks * self.block_size
-        self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def _retry(self, sequence: Sequence, why: str) -> list[Update]:
         sequence.failures += 1

@@ -150,10 +150,16 @@ class LayerStreamer:
             for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
                 reached[layer] = self._move(layer, reached[layer], residency[layer])
         finally:
-            self.residency = Residency(tuple(reached))
             if not self.streamed or not len(self._ring):
                 # Without streamed layers there is no ring.
                 self._set_slots(self._least if self.streamed else 0)
+            while self._resident and self.streamed and not len(self._ring):
+                # One layer makes way for the buffer that the others need.
+                layer = max(self._resident)
+                self._forget(layer)
+                reached[layer] = Place.DISK
+                self._set_slots(1)
+            self.residency = Residency(tuple(reached))
             self._ring.order(self.streamed)
         return self.residency
 
@@ -171,10 +177,19 @@ class LayerStreamer:
                 places[layer] = Place.DISK
             self.move(Residency(tuple(places)))
             return True
-        if len(self._ring) == 1:
+        if len(self._ring) <= 1:
             return False
         self.resize(max(1, len(self._ring) // 2))
         return True
+
+    def regain(self, residency: Residency) -> bool:
+        """Bring back a quarter of the layers that lie on the disk and not as in `residency`; False if none came."""
+        now = list(self.residency.places)
+        missing = [layer for layer, place in enumerate(now) if place is Place.DISK and residency[layer] is not place]
+        for layer in missing[: -(-len(missing) // 4)]:
+            now[layer] = residency[layer]
+        before = self.residency
+        return bool(missing) and self.move(Residency(tuple(now))) != before
 
     def close(self) -> None:
         """Stop the threads, and release all weights and the checkpoint's files."""

@@ -30,7 +30,16 @@ from ragorder.kernels.offload.layout import CheckpointMap
 from ragorder.kernels.unsupported import UnsupportedModelError
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "gpt-neox": ("GPTNeoX", {}),
 }

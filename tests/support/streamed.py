@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 STEP = 64
 TOKENS = 1024
 # Of a layer's parameters in a buffer, at most.
-_ALIGNMENT = 64 * 512
+_ALIGNMENT = 16 * 512
 
 
 def saved(model: Any, folder: Path, **options: Any) -> Path:
