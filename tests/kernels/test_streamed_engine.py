@@ -305,14 +305,14 @@ class TestFaults:
 
         def faulty(self: Checkpoint, *arguments: Any) -> None:
             nonlocal injected
-            if random.random() < 0.001:
+            if random.random() < 0.003:
                 injected += 1
                 raise LayerReadError("broken")
             read(self, *arguments)
 
         def short(chunks: Any) -> Any:
             nonlocal injected
-            if random.random() < 0.01:
+            if random.random() < 0.03:
                 injected += 1
                 raise torch.OutOfMemoryError("x")
             return compute(chunks)
@@ -320,7 +320,7 @@ class TestFaults:
         monkeypatch.setattr(Checkpoint, "read", faulty)
         monkeypatch.setattr(engine._runner, "compute", short)
         ended: dict[str, int] = {}
-        for turn in range(length(120, 12)):
+        for turn in range(length(600, 16)):
             seed = (0, 50)[turn % 2]
             ids = [engine.add(request) for request in requests(seed)]
             done: dict[int, Completion] = {}
