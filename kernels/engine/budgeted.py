@@ -9,6 +9,7 @@ from typing import Any
 
 from ragorder.kernels.cache import KnowledgeCache
 from ragorder.kernels.engine.model import PatchedModel, wanted_tokens
+from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.scheduler import Scheduler
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.support import longest_exact_length
@@ -91,7 +92,9 @@ class StreamedMemory:
         while True:
             try:
                 return make(blocks, host_bytes)
-            except MemoryError:
+            except (MemoryError, RuntimeError) as error:
+                if fault_of(error) != "memory":
+                    raise
                 if self.streamer.shed():
                     _logger.warning("no memory for %d KV blocks beside the planned layers: some go out", blocks)
                 elif blocks == 1:

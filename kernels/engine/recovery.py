@@ -16,7 +16,7 @@ __all__ = ["DeviceLostError", "Fault", "describe", "fault_of"]
 Fault = Literal["memory", "device", "other"]
 """Too little memory for the step; a failed device; an error that would come again."""
 
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED")
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't start new thread")
 
 
 class DeviceLostError(RuntimeError):

@@ -29,6 +29,10 @@ class StreamingCell(SuiteCell):
     repeats: int = Field(3, ge=1)
     steps: int = Field(3, ge=1)
 
+    @property
+    def varies_with_seed(self) -> bool:
+        return False
+
 
 class StreamingRecord(Record):
     """`rows["step_s"]`: seconds of each step. Facts: `stream_s` and `compute_s`, a step's reading and computing alone;
