@@ -555,7 +555,7 @@ class TestWhatLeavesTheDevice:
         at.serve(A)
         (copy,) = at.cache._copies._transfers.waiting
         lease = at.cache.acquire([])
-        at.cache.extend(lease, 8 * BLOCK)
+        at.cache.extend(lease, 6 * BLOCK)
         assert not copy.done
         # Whoever needs the blocks waits for the copy that is under way, and makes no other.
         at.cache.extend(lease, 8 * BLOCK)
