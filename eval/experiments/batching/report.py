@@ -228,12 +228,20 @@ def _columns(words: Callable[[BatchingCell], str], title: str) -> Callable[[_Cel
     return tables
 
 
+def _by_corpus(cells: _Cells) -> Iterator[Table]:
+    for corpus in dict.fromkeys(cell.corpus for cell, _ in cells):
+        chosen = [each for each in cells if each[0].corpus == corpus]
+        yield from _columns(lambda cell: cell.setting, f"Mean latency on {corpus}, s")(chosen)
+        yield from _kept(chosen)
+
+
 _TABLES: dict[str, Callable[[_Cells], Iterator[Table]]] = {
     "ablation": _ablation,
     "trace": _trace,
     "placement": _placement,
     "idle": _idle,
     "index": _columns(lambda cell: f"{cell.setting}, {cell.index}", "Mean latency by index, s"),
+    "kept": _by_corpus,
     "topk": _columns(lambda cell: f"{cell.setting}, top {cell.top_k}", "Mean latency by documents a prompt, s"),
 }
 
