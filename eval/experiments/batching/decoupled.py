@@ -24,6 +24,7 @@ __all__ = ["Decoupled"]
 
 _INSTANT = 1e-9
 _UNBOUNDED = 1_000_000
+_WINDOW = 32
 _OWN_TOKENS = QUESTION_TOKENS + ANSWER_TOKENS
 
 
@@ -81,18 +82,21 @@ class _BatchEngine:
 
 
 class _TokenPrompts:
-    """Prompts of a corpus, by rank or ordered for a cache."""
+    """Prompts of a corpus, by rank or ordered for a cache and for those that wait."""
 
-    def __init__(self, prompts: Prompts, orderer: Orderer | None) -> None:
+    def __init__(
+        self, prompts: Prompts, orderer: Orderer | None, waiting: Callable[[], list[Sequence[Document]]]
+    ) -> None:
         self._prompts = prompts
         self._orderer = orderer
+        self._waiting = waiting
 
     def preview(self, question: int, documents: Sequence[Document], /) -> _TokenRequest:
-        found = documents if self._orderer is None else self._orderer.preview(documents)
+        found = documents if self._orderer is None else self._orderer.preview(documents, waiting=self._waiting())
         return _TokenRequest(self._prompts.token_ids(question, found))
 
     def commit(self, question: int, documents: Sequence[Document], /) -> _Committed:
-        ordering = None if self._orderer is None else self._orderer.order(documents)
+        ordering = None if self._orderer is None else self._orderer.order(documents, waiting=self._waiting())
         found = documents if ordering is None else ordering.documents
         return _Committed(_TokenRequest(self._prompts.token_ids(question, found)), ordering)
 
@@ -161,7 +165,7 @@ class Decoupled:
             }
         self._server: DecoupledServer[int, Document, _TokenRequest] = DecoupledServer(
             _Partitions(passes, prompts.documents.__getitem__),
-            _TokenPrompts(prompts, orderer),
+            _TokenPrompts(prompts, orderer, self._upcoming),
             self._engine,
             batching=batching,
             joins=capacity_tokens is not None,
@@ -184,6 +188,9 @@ class Decoupled:
     def kept(self) -> VirtualEngine[_TokenRequest] | None:
         """The engine that keeps KV."""
         return self._engine if isinstance(self._engine, VirtualEngine) else None
+
+    def _upcoming(self) -> list[Sequence[Document]]:
+        return [context.documents for context in self._server.contexts(_WINDOW)]
 
     async def serve(self, requests: Sequence[Served]) -> None:
         async with self._server:

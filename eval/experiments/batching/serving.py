@@ -15,7 +15,7 @@ from ragorder.eval.experiments.batching.prompts import Prompts
 from ragorder.eval.experiments.batching.record import BatchingCell
 from ragorder.eval.experiments.batching.retrieval import Passes
 from ragorder.eval.experiments.batching.settings import SETTINGS, TOP_K, Generator, Setting
-from ragorder.eval.experiments.batching.sizes import BacklogSizes, FixedSizes, RateSizes, Sizes
+from ragorder.eval.experiments.batching.sizes import SIZES, BacklogSizes, FixedSizes, RateSizes, Sizes
 from ragorder.eval.experiments.batching.systems import System
 from ragorder.eval.virtual.engine import VirtualEngine
 
@@ -83,14 +83,15 @@ class _Run:
             assert prompts is not None, "systems that keep KV need prompts"
             capacity = round(generator.most * prompts.mean_tokens)
         if system.server:
-            # How many may join is limited by their KV.
-            most = 4 * generator.most if system.joined else generator.most
             self.product = self._generation = Decoupled(
                 self._passes,
                 prompts or Prompts.none(requests),
                 generator,
                 self._seconds,
-                BacklogSizes(self._seconds, most).batcher,
+                # How many may join is limited by their KV.
+                BacklogSizes(self._seconds, 4 * generator.most, (*SIZES, 4 * generator.most)).batcher
+                if system.joined
+                else BacklogSizes(self._seconds, generator.most).batcher,
                 self._moment,
                 capacity_tokens=capacity,
                 request_s=request_s,
