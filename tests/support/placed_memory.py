@@ -99,7 +99,7 @@ def main(folder: Path, host_bytes: int) -> None:
 
     # Libraries and their threads are there before it counts.
     tiny = make_model(folder / "tiny", layers=2, hidden=64), make_index(folder / "tiny.faiss", vectors=5000)
-    for each in serve(*tiny, planned(*tiny, 64 << 20)):
+    for each in serve(*tiny, planned(*tiny, 16 << 20)):
         each.close()
     model, index = folder / "model", folder / "index.faiss"
     placement = planned(model, index, host_bytes)
