@@ -90,11 +90,13 @@ class Scope:
     def whole(self, whole: bool) -> None:
         self.mirror.whole = whole
 
-    def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
+    def order(
+        self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None, answer_tokens: int = 0
+    ) -> Ordering[D]:
         self.residency.refresh(request)
         self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
-        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
+        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, answer_tokens)
 
     def copy(self) -> Scope:
         """An independent scope that continues from here; nothing corrects its mirror."""
@@ -131,12 +133,14 @@ class Scope:
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
-    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
+    def start(
+        self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None, answer_tokens: int = 0
+    ) -> Ordering[D]:
         self.residency.refresh()
         self.tail.observe(request)
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
-        return self._begin(request, planned, 0, suffix_tokens)
+        return self._begin(request, planned, 0, suffix_tokens, answer_tokens)
 
     def finish(self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
@@ -216,7 +220,12 @@ class Scope:
         return prefix + self.tail.arrange(request, prefix, rest, waiting)
 
     def _begin(
-        self, request: OrderRequest[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
+        self,
+        request: OrderRequest[D],
+        permutation: list[int],
+        guard_cost_tokens: int,
+        suffix_tokens: int | None,
+        answer_tokens: int,
     ) -> Ordering[D]:
         keys, tokens = request.keys, self._tokens(request)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
@@ -228,7 +237,7 @@ class Scope:
         token_ids = request.token_ids
         if token_ids:
             token_ids = [token_ids[rank] for rank in kept]
-        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids)
+        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids, answer_tokens)
         documents = request.documents
         expected_uses = partial(self._expected_uses, keys, permutation)
         ordering = Ordering(

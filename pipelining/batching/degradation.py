@@ -78,6 +78,7 @@ class Degradation:
         self._shortage = shortage
         self._on_relief = on_relief
         self._answered = 0
+        self._failed = False
         self._relieving = asyncio.Lock()
 
     def bound(self, size: int) -> int:
@@ -136,7 +137,11 @@ class Degradation:
                 try:
                     helped = await asyncio.to_thread(relief.relieve)
                 except Exception as error:
-                    _logger.warning("no memory was relieved: %s", type(error).__name__)
+                    if not self._failed:
+                        self._failed = True
+                        _logger.warning(
+                            "no memory was relieved: %s; later failures are not logged", type(error).__name__
+                        )
                     continue
                 if helped:
                     if self._on_relief is not None:

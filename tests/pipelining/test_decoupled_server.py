@@ -496,6 +496,32 @@ class TestDegradation:
             assert answer.text == expected(index, question())[1]
             index.nprobe = before
 
+    async def test_a_request_that_is_cancelled_while_its_search_is_taken_up_mixes_up_no_other(
+        self, search: Any, index: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its checkpoint goes with it, before the thread has begun."""
+
+        @dataclass
+        class Task:
+            question: NodeQuestion
+            checkpoint: Any = None
+            abandoned: bool = False
+
+        tasks = [Task(question(number)) for number in range(5)]
+        for task in (tasks[1], tasks[3]):
+            passing = search.search(embed([task.question]), 3)
+            next(passing)
+            task.checkpoint = passing.rows.part([0])
+
+        async def busy(function: Any, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            tasks[1].checkpoint, tasks[1].abandoned = None, True
+            return function(*arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", busy)
+        found = {place: documents async for place, documents in retrieval_of(search).search_batch(tasks)}
+        assert found == {place: expected(index, tasks[place].question)[0] for place in (0, 2, 3, 4)}
+
     async def test_a_disk_that_is_gone_ends_the_request(self, path: Path) -> None:
         with PartitionedSearch(path, 5, nprobe=10, cores=1) as search:
 
