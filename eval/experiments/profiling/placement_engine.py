@@ -121,6 +121,7 @@ class PlacedIndex:
         with needs("retrieval", "ragorder profile --placement --index"):
             import faiss
             import numpy as np
+
             from ragorder.pipelining.search.partitioned import PartitionedSearch
 
         self.sizes: IndexSizes = index_sizes(path, partitions)
