@@ -13,6 +13,8 @@ from support.commands import run_command
 
 from ragorder.cli import main
 from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
+from ragorder.kernels.model_sizes import model_sizes
+from ragorder.pipelining.batching.index_sizes import index_sizes
 from ragorder.pipelining.batching.placement_profile import PlacementProfile
 
 GRID = PlacementGrid.spread(4, 8, from_host=True, batches=[1, 2], repeats=2)
@@ -201,6 +203,33 @@ class TestCommand:
         assert not (tmp_path / "profile.json.part").exists()
         again = run_command(main, "doctor", "--memory", "--profile", output, *BUDGETS, "--json")
         assert json.loads(again.stdout)["placement"]["weights"]["device"] == 4
+
+    def test_leaves_out_what_is_above_a_budget(self, model: Path, index: Path, tmp_path: Path) -> None:
+        sizes, cut = model_sizes(model), index_sizes(index, 4)
+        # Three requests of 43 tokens, each in three blocks and one more, and three layers.
+        device = sizes.outside + 3 * 4 * 16 * sizes.kv_token + sizes.workspace(64) + 3 * sizes.slot
+        budgets = ("--device-bytes", device, "--host-bytes", cut.total - 1)
+        layers = (
+            "--device-layers",
+            "0,2,4",
+            "--batches",
+            "1,3",
+            "--repeats",
+            "1",
+            "--index",
+            index,
+            "--partitions",
+            "4",
+        )
+        tokens = ("--prompt-tokens", "40", "--answer-tokens", "3", "--resident", "0,1,4")
+        done = profile("--model", model, *budgets, *layers, *tokens, "-o", tmp_path / "profile.json")
+        assert done.exit_code == 0, done.output
+        said = " ".join(done.stderr.split())
+        assert "left out: 4 layers on the device and 0 in host memory: not enough memory" in said
+        assert "left out: 4 resident partitions: not enough memory" in said
+        made = PlacementProfile.from_file(tmp_path / "profile.json")
+        assert {each.device_layers for each in made.generation} == {0, 2}
+        assert {each.partitions for each in made.retrieval} == {0, 1}
 
     def test_goes_on_with_what_is_there(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("faiss")

@@ -46,6 +46,12 @@ class PlacedEngine:
         self.step_tokens = max(small, default=max(batch, _STEPS[0]))
         self.workload = workload
         self._layers = len(sizes.layers)
+        self._slot = sizes.slot
+        tokens = batch * _whole_blocks(workload.prompt_tokens + workload.answer_tokens)
+        # Beside layers and their buffers.
+        others = sizes.outside + tokens * sizes.kv_token + sizes.workspace(self.step_tokens)
+        self._device_room = budgets.device_bytes - others
+        self._host_room = budgets.host_bytes
         self.from_host = pick_device(device).type == "cuda"
         self._random = Random(seed)
         self._vocabulary = range(100, 256)
@@ -55,8 +61,9 @@ class PlacedEngine:
             EngineSettings(
                 device=device,
                 device_bytes=budgets.device_bytes,
-                host_bytes=budgets.host_bytes if self.from_host else 0,
-                device_tokens=batch * _whole_blocks(workload.prompt_tokens + workload.answer_tokens),
+                # Host memory is for layers alone, where they are placed there.
+                host_bytes=0,
+                device_tokens=tokens,
                 max_model_len=workload.prompt_tokens + workload.answer_tokens,
                 max_requests=batch,
                 max_batch_tokens=self.step_tokens,
@@ -74,6 +81,11 @@ class PlacedEngine:
     def place(self, device_layers: int, host_layers: int) -> bool:
         from ragorder.kernels.offload.residency import Place, Residency
 
+        buffers = 1 if device_layers < self._layers else 0
+        needed = (device_layers + buffers) * self._slot
+        # A machine short of memory ends processes instead of refusing it.
+        if (device_layers and needed > self._device_room) or host_layers * self._slot > self._host_room:
+            return False
         reached = self._engine.move_layers(Residency.spread(self._layers, device_layers, host_layers))
         return bool((reached.count(Place.DEVICE), reached.count(Place.HOST)) == (device_layers, host_layers))
 
@@ -114,10 +126,10 @@ class PlacedEngine:
 
 
 class PlacedIndex:
-    """A FAISS index whose partitions are resident as told. Raises ImportError without FAISS, OSError, ValueError and
-    TypeError for a file that is no IVF index."""
+    """A FAISS index whose partitions are resident as told, within `host_bytes`. Raises ImportError without FAISS,
+    OSError, ValueError and TypeError for a file that is no IVF index."""
 
-    def __init__(self, path: Path, partitions: int, *, queries: int, seed: int = 0) -> None:
+    def __init__(self, path: Path, partitions: int, host_bytes: int, *, queries: int, seed: int = 0) -> None:
         with needs("retrieval", "ragorder profile --placement --index"):
             import faiss
             import numpy as np
@@ -127,11 +139,15 @@ class PlacedIndex:
         self.sizes: IndexSizes = index_sizes(path, partitions)
         if not self.sizes.partitions:
             raise ValueError(f"{path} is no IVF index, and is in memory as a whole: leave out --index")
+        self._host_bytes = host_bytes
         self._search = PartitionedSearch(path, len(self.sizes.partitions))
         dimension = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY).d
         self._queries = np.random.default_rng(seed).standard_normal((queries, dimension), dtype=np.float32)
 
     def retrieval_s(self, partitions: int) -> float | None:
+        sizes = self.sizes
+        if sizes.fixed + sizes.resident(partitions) + sizes.reading(partitions) > self._host_bytes:
+            return None
         try:
             self._search.resize(partitions)
             # Partitions become resident as a search reads them.
@@ -166,7 +182,9 @@ class PlacedSystem:
         device: str | None = None,
     ) -> None:
         with ExitStack() as opened:
-            self._index = None if index is None else PlacedIndex(index, partitions, queries=batch, seed=seed)
+            self._index = (
+                None if index is None else PlacedIndex(index, partitions, budgets.host_bytes, queries=batch, seed=seed)
+            )
             if self._index is not None:
                 opened.callback(self._index.close)
             self.engine = PlacedEngine(model, budgets, workload, batch=batch, seed=seed, device=device)
