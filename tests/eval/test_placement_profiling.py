@@ -13,6 +13,7 @@ from support.commands import run_command
 
 from ragorder.cli import main
 from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
+from ragorder.eval.experiments.profiling.placement_engine import MemoryPeak
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.batching.index_sizes import index_sizes
 from ragorder.pipelining.batching.placement_profile import PlacementProfile
@@ -141,6 +142,18 @@ class TestJournal:
         (tmp_path / "part").write_text("{}\n" + line)
         with pytest.raises(ValueError, match="damaged"):
             Journal(tmp_path / "part", {})
+
+
+class TestMemoryPeak:
+    @pytest.mark.parametrize("chunks", [4, 256], ids=["mapped", "in the heap"])
+    def test_counts_memory_that_was_used_before(self, chunks: int) -> None:
+        """An allocator keeps what was freed: it must not seem to be free of charge the second time."""
+        torch = pytest.importorskip("torch")
+        for _ in range(3):
+            peak = MemoryPeak(cuda=False)
+            held = [torch.ones((64 << 20) // 4 // chunks) for _ in range(chunks)]
+            del held
+            assert peak.taken() == pytest.approx(64 << 20, rel=0.1)
 
 
 profile = partial(run_command, main, "profile", "--placement")

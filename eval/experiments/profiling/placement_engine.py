@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -18,7 +19,7 @@ from ragorder.pipelining.batching.budgets import Budgets, format_bytes
 from ragorder.pipelining.batching.index_sizes import index_sizes
 from ragorder.pipelining.batching.sizes import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 
-__all__ = ["PlacedEngine", "PlacedIndex", "PlacedSystem"]
+__all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
 
 _STEPS = (64, 256, 1024, 4096)
 _LARGEST_STEP = 8192
@@ -119,7 +120,7 @@ class PlacedEngine:
         largest = min(self.step_tokens, batch * self.workload.prompt_tokens)
         for step in [*(each for each in _STEPS if each < largest), largest]:
             prompts = _cut(step, self.workload.prompt_tokens)
-            memory = _Peak(cuda=self.from_host)
+            memory = MemoryPeak(cuda=self.from_host)
             self._timed(prompts, 1)
             points.append((step, max(memory.taken(), points[-1][1] if points else 1)))
         return tuple(points)
@@ -220,7 +221,7 @@ class PlacedSystem:
         return {"environment": describe_environment(), "weights": format_bytes(self.model.weights)}
 
 
-class _Peak:
+class MemoryPeak:
     """Peak of the memory in use from now on, of the process or the GPU."""
 
     def __init__(self, *, cuda: bool) -> None:
@@ -233,6 +234,9 @@ class _Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
+            # What the allocator keeps of freed memory would be taken without a trace.
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
             # Linux resets the peak of the process's memory (proc(5)).
             Path("/proc/self/clear_refs").write_text("5", "ascii")
             self._before = _status("VmRSS")
