@@ -40,6 +40,7 @@ class Ordering(Generic[D]):
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
     - `fused`: places of the documents to be taken over from elsewhere (`reuse="fused"`)
+    - `exact_documents`: leading documents that the engine computes exactly even if it could take them over
     - `fallback`: an internal error left retrieval order
     """
 
@@ -52,6 +53,7 @@ class Ordering(Generic[D]):
         "disk_tokens",
         "documents",
         "documents_end",
+        "exact_documents",
         "fallback",
         "fused",
         "guard_cost_tokens",
@@ -82,6 +84,7 @@ class Ordering(Generic[D]):
         self.guard_cost_tokens = guard_cost_tokens
         self.host_tokens = self.disk_tokens = 0
         self.fused: Sequence[int] = ()
+        self.exact_documents = 0
         self.index = 0
         self.fallback = False
         self._finish = finish

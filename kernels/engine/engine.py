@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -14,6 +14,7 @@ import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -21,7 +22,7 @@ from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.prefill_times import engine_profile
-from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
+from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
 from ragorder.kernels.engine.runner import ModelRunner
 from ragorder.kernels.engine.sampling import SampledToken
@@ -37,10 +38,9 @@ from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["TieredEngine"]
 
-_logger = logging.getLogger("ragorder.kernels.engine")
-
 # How long a step waits for loads if there is nothing to compute.
 _IDLE_S = 0.001
+_FORWARD_FAILED = "the model's forward failed"
 
 
 class TieredEngine:
@@ -73,7 +73,6 @@ class TieredEngine:
         self._sequences: dict[int, Sequence] = {}
         self._updates = UpdateQueues()
         self._closed = False
-        self._lost: str | None = None
         self._model = PatchedModel(model, settings)
         self.model_name = self._model.name
         try:
@@ -134,6 +133,9 @@ class TieredEngine:
             fuser,
         )
         self._runner = ModelRunner(model.forward, layers, model.device, rotation)
+        self._failures = FailedSteps(
+            self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
+        )
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -164,7 +166,7 @@ class TieredEngine:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
-            self._check_device()
+            self._failures.check_device()
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
@@ -265,7 +267,7 @@ class TieredEngine:
         self.close()
 
     def _run_step(self) -> None:
-        self._check_device()
+        self._failures.check_device()
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
         if self._idle is not None and not self._sequences:
@@ -280,8 +282,10 @@ class TieredEngine:
             if builder.has_work and not builder.step():
                 sleep(_IDLE_S)
         except Exception as error:
-            builder.give_up()
-            self._updates.put(self._recover([], error, "a document could not be built", tokens=0))
+            # Without memory it has written into blocks of its own alone: the cache stays.
+            if fault_of(error) != "memory":
+                builder.give_up()
+            self._failures.recover([], error, "a document could not be built", builder.shrink)
 
     def _forget_work(self) -> None:
         """What is not of requests, and reads the cache."""
@@ -300,7 +304,7 @@ class TieredEngine:
         except Exception as error:
             # Any of them may be the cause.
             sequences = _requests(scheduler.with_turns or scheduler.waiting)
-            return self._recover(sequences, error, "the step could not be planned", tokens=0)
+            return self._ended_all(self._failures.recover(sequences, error, "the step could not be planned"))
         if not chunks:
             if scheduler.waiting:
                 sleep(_IDLE_S)
@@ -310,9 +314,10 @@ class TieredEngine:
         try:
             logits, choices = self._runner.compute(chunks)
         except Exception as error:
-            return self._recover(sequences, error, "the model's forward failed", tokens)
+            shrink = partial(self._shrink, tokens)
+            return self._ended_all(self._failures.recover(sequences, error, _FORWARD_FAILED, shrink))
         except BaseException as error:
-            self._updates.put(self._fail(sequences, describe(error, "the model's forward failed")))
+            self._updates.put(self._ended_all(self._failures.fail(sequences, error, _FORWARD_FAILED)))
             raise
         self._counters.steps += 1
         self._counters.computed_tokens += tokens
@@ -329,8 +334,8 @@ class TieredEngine:
         sequence = chunk.sequence
         first = sequence.ttft_s is None
         if choice.token_id is None:
-            # Its KV may be as bad: no other request may find it.
-            self._scheduler.drop(sequence)
+            # Its KV may be as bad, that of earlier steps too: no other request may find it.
+            self._scheduler.reject(sequence)
             return self._ended(sequence.end("error", "the model's logits are not numbers (overflow, or bad weights)"))
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
@@ -352,50 +357,17 @@ class TieredEngine:
             self._ended(update)
         return update
 
-    def _recover(self, sequences: list[Sequence], error: Exception, what: str, tokens: int) -> list[Update]:
-        """Have a failed step of `tokens` tokens computed again; the updates of requests that were retried enough."""
-        fault, why = fault_of(error), describe(error, what)
-        if fault == "other":
-            return self._fail(sequences, why)
-        self._count_failure(len(sequences), why)
-        try:
-            if fault == "memory" and self._scheduler.shrink(tokens):
-                self._scheduler.requeue()
-                sequences = []
-            else:
-                self.forget_device()
-            self._runner.recover()
-        except Exception as failure:
-            self._lost = f"{why}, and the device cannot be used again ({type(failure).__name__}): start another process"
-            _logger.error("the device is lost: %s", self._lost)
-            raise DeviceLostError(self._lost) from error
-        return [update for sequence in sequences for update in self._retry(sequence, why)]
-
-    def _retry(self, sequence: Sequence, why: str) -> list[Update]:
-        sequence.failures += 1
-        if sequence.failures <= self.settings.max_retries:
-            sequence.suspect = sequence.failures > 1
-            self._counters.retries += 1
-            return []
-        retries = f", and so did its retries ({self.settings.max_retries} of them: max_retries)"
-        return [self._end(sequence, "error", why + retries * (self.settings.max_retries > 0))]
-
-    def _fail(self, sequences: list[Sequence], why: str) -> list[Update]:
-        self._count_failure(len(sequences), why)
-        self._scheduler.fail(sequences)
-        return [self._ended(sequence.end("error", why)) for sequence in sequences]
-
-    def _count_failure(self, requests: int, why: str) -> None:
-        _logger.error("a step of %d requests failed: %s", requests, why)
-        self._counters.failed_steps += 1
-
-    def _check_device(self) -> None:
-        if self._lost is not None:
-            raise DeviceLostError(self._lost)
+    def _shrink(self, tokens: int) -> bool:
+        """After a step of `tokens` tokens without memory have all requests wait for smaller ones; False if these cannot
+        be."""
+        if not self._scheduler.shrink(tokens):
+            return False
+        self._scheduler.requeue()
+        return True
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Update:
         # Nothing of a lost device is given back.
-        if self._lost is None:
+        if self._failures.lost is None:
             self._scheduler.finish(sequence)
         return self._ended(sequence.end(reason, error))
 
@@ -404,6 +376,9 @@ class TieredEngine:
         del self._sequences[update.request_id]
         self._counters.end(update.completion)
         return update
+
+    def _ended_all(self, ended: Ended) -> list[Update]:
+        return [self._ended(sequence.end("error", why)) for sequence, why in ended]
 
     def _subscribe(self, request: Request, completions: dict[int, Completion]) -> int:
         with self._lock:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Sequence
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
@@ -15,6 +15,7 @@ from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
+from ragorder.pipelining.workflow.options import RunOptions
 from ragorder.pipelining.workflow.result import WorkflowResult
 from ragorder.pipelining.workflow.run import WorkflowRun
 from ragorder.pipelining.workflow.searching import Searcher
@@ -85,29 +86,15 @@ class WorkflowServer(Generic[D, R]):
         self._closed = False
         self._failing: set[str] = set()
 
-    async def run(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-        scope: Hashable = None,
-    ) -> WorkflowResult:
+    async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
         its pieces."""
-        return await self._run(graph, question, state, scope, WorkflowTrace(graph.name))
+        return await self._run(graph, question, WorkflowTrace(graph.name), options)
 
-    def stream(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-        scope: Hashable = None,
-    ) -> WorkflowStream:
+    def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
         """The answer as it is generated, or whole where a later node may change it; lazy. Raises what `run` raises."""
         trace = WorkflowTrace(graph.name)
-        return WorkflowStream(self._stream(graph, question, state, scope, trace), trace)
+        return WorkflowStream(self._stream(graph, question, trace, options), trace)
 
     async def batch(
         self,
@@ -122,7 +109,7 @@ class WorkflowServer(Generic[D, R]):
         how many have ended."""
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
-            return self._run(graph, question, None, scope, WorkflowTrace(graph.name), patient=True)
+            return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
 
         numbered = enumerate(questions)
         tasks: dict[asyncio.Task[WorkflowResult], int] = {}
@@ -158,14 +145,13 @@ class WorkflowServer(Generic[D, R]):
         self,
         graph: CompiledGraph,
         question: str,
-        state: Mapping[str, Any] | None,
-        scope: Hashable,
         trace: WorkflowTrace,
+        options: RunOptions,
         emit: Callable[[str], None] | None = None,
         *,
         patient: bool = False,
     ) -> WorkflowResult:
-        begun = graph.begin(question, state)
+        begun = graph.begin(question, options.get("state"))
         if self._closed:
             raise RuntimeError("this server is closed")
         came_s = self._clock()
@@ -174,7 +160,7 @@ class WorkflowServer(Generic[D, R]):
             async with self._limiter.slot(None, patient=patient):
                 trace.started_s = self._clock()
                 trace.waited_s = trace.started_s - came_s
-                run = WorkflowRun(self._workers, graph, begun, scope, trace, emit)
+                run = WorkflowRun(self._workers, graph, begun, options.get("scope"), trace, emit)
                 return WorkflowResult.of(graph, await run.run(), trace)
 
         task = asyncio.create_task(course())
@@ -199,13 +185,12 @@ class WorkflowServer(Generic[D, R]):
         self,
         graph: CompiledGraph,
         question: str,
-        state: Mapping[str, Any] | None,
-        scope: Hashable,
         trace: WorkflowTrace,
+        options: RunOptions,
     ) -> AsyncGenerator[str | WorkflowResult, None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
         text = AnswerText()
-        task = asyncio.create_task(self._run(graph, question, state, scope, trace, chunks.put_nowait))
+        task = asyncio.create_task(self._run(graph, question, trace, options, chunks.put_nowait))
         task.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
             while (chunk := await chunks.get()) is not None:

@@ -18,7 +18,7 @@ from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion,
 from ragorder.pipelining.workflow.searching import Handle, Searcher
 from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
 from ragorder.pipelining.workflow.trace import Outcome
-from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import ANY_PART, Piece, Wavefront
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
@@ -238,7 +238,10 @@ class Speculations(Generic[D, R]):
         except Exception:
             # The generation itself meets the error.
             return
-        self._workers.facts.odds(guesses.source).learn(seen, guesses.by_part)
+        odds = self._workers.facts.odds(guesses.source)
+        odds.learn(seen, guesses.by_part)
+        # There are many parts: one that is new is as likely right as the others.
+        odds.learn(seen, [ANY_PART] * len(seen))
 
     def _learn(self, place: Place, query: str) -> None:
         looks, source = self._looks.pop(place, None), self._sources.get(place)

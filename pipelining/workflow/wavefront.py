@@ -19,8 +19,9 @@ from ragorder.pipelining.workflow.trace import Outcome, PieceTrace, Worker, Work
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["Piece", "Request", "Wavefront", "worker_of"]
+__all__ = ["ANY_PART", "Piece", "Request", "Wavefront", "worker_of"]
 
+ANY_PART = -1
 
 _PARTS = 8
 _MOST_LOOKS = 16

@@ -7,7 +7,7 @@ import math
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.nodes import Generation
 from ragorder.pipelining.workflow.trace import PieceTrace
-from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import ANY_PART, Piece, Wavefront
 
 __all__ = ["SpeculateGeneration"]
 
@@ -62,6 +62,8 @@ class SpeculateGeneration:
         if not self.odds or piece.after is None or prefill_s is None:
             return math.inf
         odds, part = facts.odds(piece.after), piece.after.part
+        if odds.right(part) is None:
+            part = ANY_PART
         right, gain_s = odds.right(part), odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
         if right is None or gain_s is None:
             return math.inf
@@ -79,7 +81,8 @@ class SpeculateGeneration:
         if not self.odds or prefill_s is None:
             return math.inf
         odds, saved_s = facts.odds(search), max(prefill_s, generation_s or 0.0)
-        gains_s = [odds.gain_s(part, prefill_s, saved_s) for part in search.parts]
+        parts = [part for part in search.parts if odds.right(part) is not None] or [ANY_PART]
+        gains_s = [odds.gain_s(part, prefill_s, saved_s) for part in parts]
         known_s = [gain_s for gain_s in gains_s if gain_s is not None]
         return max(0.0, *known_s) if known_s else math.inf
 
