@@ -48,8 +48,8 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
-    tokens) empty. `expected_uses`: those of the ordering. `prefix_tokens`: in front of the documents, if the prompt is
-    tokens. `keep_question`: a warm-up, with the question behind the system prompt."""
+    tokens) empty. `expected_uses`, `exact_documents`: the ordering's. `prefix_tokens`: in front of the
+    documents, if the prompt is tokens. `keep_question`: a warm-up, with the question behind the system prompt."""
 
     messages: Sequence[Mapping[str, str]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
@@ -59,6 +59,8 @@ class PromptRequest:
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
     expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
     prefix_tokens: int = field(default=0, repr=False, compare=False)
+    # Compared: a speculation without it leaves other KV behind.
+    exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
 
 
@@ -143,7 +145,17 @@ class OrderedPrompts:
         ends = tuple(span.end for span in prompt.spans)
         # Of messages the server finds the prefix itself, in its own tokens.
         prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
-        return PromptRequest(messages, token_ids, scope, options, length, ends, ordering.expected_uses, prefix_tokens)
+        return PromptRequest(
+            messages,
+            token_ids,
+            scope,
+            options,
+            length,
+            ends,
+            ordering.expected_uses,
+            prefix_tokens,
+            ordering.exact_documents,
+        )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
         """Predicts the cached and computed tokens of a request, anew at each call."""

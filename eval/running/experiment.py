@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -72,6 +73,8 @@ class Experiment(ABC):
     unit: ClassVar[str] = "requests"
     """What the progress bar counts."""
     counted: ClassVar[Literal["runs", "quality"]] = "runs"
+    packages: ClassVar[Mapping[str, str]] = {}
+    """What a measurement imports, and the extras that have it."""
     one_job: ClassVar[bool] = False
     """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
@@ -141,7 +144,10 @@ class Experiment(ABC):
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
-        """The reason why a policy cannot be measured in a cell, such as a missing corpus."""
+        """The reason why a policy cannot be measured in a cell, such as a missing package or corpus."""
+        for package, extra in self.packages.items():
+            if find_spec(package) is None:
+                return f"the measurement needs {package}: pip install 'ragorder[{extra}]'"
         found = self._corpus(cell)
         return found if isinstance(found, str) else None
 

@@ -24,9 +24,10 @@ D_co = TypeVar("D_co", covariant=True)
 
 class SearchTask(Protocol[Q_co]):
     """A question of a batch. `checkpoint` is for the retrieval: what it has found before the batch failed, another
-    object whenever that is more. `abandoned`: no result is needed any more."""
+    object whenever that is more. `abandoned`: no result is needed any more, which `cancel_search` is called to say."""
 
     checkpoint: Any
+    cancel_search: Callable[[], object] | None
 
     @property
     def question(self) -> Q_co: ...
@@ -53,7 +54,10 @@ class ConcurrentRetrieval(Generic[Q, D]):
     async def search_batch(
         self, tasks: Sequence[SearchTask[Q]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        places = {asyncio.create_task(self._search(task.question)): place for place, task in enumerate(tasks)}
+        places = {}
+        for place, task in enumerate(tasks):
+            search = asyncio.create_task(self._search(task.question))
+            places[search], task.cancel_search = place, search.cancel
         left = set(places)
         try:
             while left:

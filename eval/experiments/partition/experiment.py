@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.arrivals import poisson_arrivals
@@ -36,11 +35,10 @@ class Partition(Experiment):
     cell = PartitionCell
     policies: ClassVar[Any] = (*_BATCHES, "equal shares", "oldest first", "shortest first")
     unit = "searches"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
 
     def obstacle(self, suite: Suite, cell: PartitionCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
         if cell.clock == "real" and cell.cores > (os.cpu_count() or 1):
             return f"{cell.cores} cores are more than this machine has"
         return super().obstacle(suite, cell, policy)

@@ -38,16 +38,12 @@ class WorkflowsLive(Experiment):
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
 
     def obstacle(self, suite: Suite, cell: LiveCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
         if cell.engine == "vllm" and (find_spec("vllm") is None or find_spec("openai") is None):
             return "engine = vllm needs vLLM and a client: make vllm, pip install 'ragorder[live]'"
         return lacks_torch() or super().obstacle(suite, cell, policy)
-
-    def requests(self, suite: Suite, cell: LiveCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         return len(job.policies) + 1
