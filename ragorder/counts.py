@@ -1,12 +1,17 @@
-"""Numbers of tokens as text."""
+"""Numbers of tokens and of bytes as text."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["parse_count"]
+__all__ = ["BYTE_UNITS", "parse_count", "parse_size"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTE_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+"""Bytes of each unit, by its usual spelling."""
+_SPELLED = {unit.lower(): size for unit, size in BYTE_UNITS.items()}
 
 
 def parse_count(text: str) -> int:
@@ -21,3 +26,14 @@ def parse_count(text: str) -> int:
     if rest:
         raise ValueError(f"{text!r} is not a whole number of tokens")
     return count
+
+
+def parse_size(text: str, unit: int = 1) -> int:
+    """A number of bytes: "8GiB", "500MB", or a number of `unit` bytes. Raises ValueError for anything else, negative
+    ones included."""
+    found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    size = _SPELLED.get(found[2].lower()) if found else None
+    if found is None or size is None:
+        raise ValueError(f"{text!r} is no size: write 8GiB, 500MB or a number of bytes")
+    size = size if found[2] else unit
+    return round(float(found[1]) * size) if "." in found[1] else int(found[1]) * size

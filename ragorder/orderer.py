@@ -50,6 +50,7 @@ class OrdererLike(Protocol):
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
     ) -> Ordering[D]: ...
 
@@ -69,6 +70,7 @@ class OrdererLike(Protocol):
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]: ...
 
@@ -208,13 +210,16 @@ class Orderer:
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
         `waiting` holds the documents of requests that already wait, next first: the tail is arranged for them. `scope`
         separates requests that share no prefix: model, prompt template, tenant. `suffix_tokens` (question and answer)
-        and `prefix_tokens` (before the documents; read with a scope's first request) override the settings.
+        and `prefix_tokens` (before the documents; read with a scope's first request) override the settings. The last
+        `answer_tokens` of the suffix are an expected answer, for which engines take room as they generate it: they
+        count from the request's end, with the length reported then.
         """
         given = list(documents)
         if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
@@ -224,13 +229,16 @@ class Orderer:
             backlog = self._reader.read_waiting(waiting)
             if suffix_tokens is not None:
                 suffix_tokens = read_length(suffix_tokens)
+            answer_tokens = read_length(answer_tokens)
             if prefix_tokens is not None:
                 prefix_tokens = read_length(prefix_tokens)
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error)
         try:
-            return self._enter(scope, lambda known: known.order(request, backlog, suffix_tokens), prefix_tokens)
+            return self._enter(
+                scope, lambda known: known.order(request, backlog, suffix_tokens, answer_tokens), prefix_tokens
+            )
         except Exception as error:
             return self.fall_back(given, error)
 
@@ -278,6 +286,7 @@ class Orderer:
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents follow one another.
@@ -293,7 +302,8 @@ class Orderer:
             read = [self._reader.read(documents) for documents in given]
             if suffix_tokens is not None:
                 suffix_tokens = read_length(suffix_tokens)
-            steps = plan_batch(self._copy_of(scope, read), read, max_wait, suffix_tokens)
+            answer_tokens = read_length(answer_tokens)
+            steps = plan_batch(self._copy_of(scope, read), read, max_wait, suffix_tokens, answer_tokens)
         except Exception as error:
             for documents in given:
                 self._reader.refuse(documents, error)
@@ -306,9 +316,9 @@ class Orderer:
                 ordering = self._enter(
                     scope,
                     lambda known: (
-                        known.order(read[number], (), suffix_tokens)
+                        known.order(read[number], (), suffix_tokens, answer_tokens)
                         if permutation is None
-                        else known.start(read[number], permutation, suffix_tokens)
+                        else known.start(read[number], permutation, suffix_tokens, answer_tokens)
                     ),
                 )
             except Exception as error:

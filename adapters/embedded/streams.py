@@ -50,6 +50,7 @@ class EmbeddedStreams:
             checked_salt(request.scope) if isinstance(request.scope, str) else None,
             expected_uses=request.expected_uses,
             prefix_tokens=request.prefix_tokens,
+            exact_documents=request.exact_documents,
             keep_question=request.keep_question,
         )
         sent_s = time.perf_counter()

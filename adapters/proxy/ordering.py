@@ -146,7 +146,14 @@ class RequestOrderer:
         try:
             if self._send_facts:
                 ends = self._ends(parsed, ordering)
-                add_facts(body.fields, ends, parsed.salt, parsed.prefix_tokens, ordering.expected_uses)
+                add_facts(
+                    body.fields,
+                    ends,
+                    parsed.salt,
+                    parsed.prefix_tokens,
+                    ordering.expected_uses,
+                    ordering.exact_documents,
+                )
             choices = body.number("n")
             content = parsed.render(ordering.permutation)
             return OrderedRequest(

@@ -144,6 +144,16 @@ class Hierarchy:
         self.device.pool.release(copy.blocks)
         self._forget(node)
 
+    def drop(self, node: CachedNode) -> DeviceCopy | None:
+        """Remove a node from device and host, with none of its copies under way; returns the one on the device."""
+        copy = node.device
+        if node.host is not None:
+            self._drop_host(node, node.host)
+        if copy is not None:
+            self.remove(copy)
+        self._forget(node)
+        return copy
+
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
         """A device node's host copy, made if absent; None without room."""
         if node.host is None and node.device is not None:
@@ -304,7 +314,7 @@ class Hierarchy:
         self._forget(node)
 
     def _to_host(self, node: CachedNode, copy: DeviceCopy) -> Copy | None:
-        if not self._make_host_room(len(copy.blocks)):
+        if not self.make_host_room(len(copy.blocks)):
             return None
         blocks = self.host.pool.allocate(len(copy.blocks))
         there = node.host = HostCopy(blocks)
@@ -353,7 +363,8 @@ class Hierarchy:
             self._drop_host(node, there)
             self._forget(node)
 
-    def _make_host_room(self, blocks: int) -> bool:
+    def make_host_room(self, blocks: int) -> bool:
+        """Have `blocks` free blocks in the host; False if they cannot be had."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -12,16 +13,18 @@ from typing import Any, Self
 
 import torch
 
-from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
+from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.budgeted import Relief, StreamedMemory, StreamedModel
+from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
-from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.idle import IdleBuilder
 from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
+from ragorder.kernels.engine.pools import cache_maker
 from ragorder.kernels.engine.prefill_times import engine_profile
-from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
+from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
 from ragorder.kernels.engine.runner import ModelRunner
 from ragorder.kernels.engine.sampling import SampledToken
@@ -29,18 +32,19 @@ from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine.streamed import load_streamed
 from ragorder.kernels.engine.updates import UpdateQueues
 from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["TieredEngine"]
 
-_logger = logging.getLogger("ragorder.kernels.engine")
-
 # How long a step waits for loads if there is nothing to compute.
 _IDLE_S = 0.001
+_FORWARD_FAILED = "the model's forward failed"
 
 
 class TieredEngine:
@@ -59,12 +63,20 @@ class TieredEngine:
     A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
     `max_retries` times for a request, and until its deadline (RAGCache section 6).
 
+    With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
+    from the model's files (RAGDoll 4.2, 4.3): answers are those of the whole model.
+
     Raises UnsupportedModelError, or ValueError for an invalid device, length or pool; DeviceLostError, from each step
     and `add`, once only another process can use the device.
     """
 
-    def __init__(self, model: Any, tokenizer: Any | None = None, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, model: Any | StreamedModel, tokenizer: Any | None = None, settings: EngineSettings | None = None
+    ) -> None:
         self.settings = settings = settings or EngineSettings()
+        streamed = model if isinstance(model, StreamedModel) else None
+        if settings.device_bytes is not None and streamed is None:
+            raise ValueError("device_bytes is for weights that stream from files: use TieredEngine.load, or give none")
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = RLock()
@@ -73,21 +85,26 @@ class TieredEngine:
         self._sequences: dict[int, Sequence] = {}
         self._updates = UpdateQueues()
         self._closed = False
-        self._lost: str | None = None
-        self._model = PatchedModel(model, settings)
+        self._streamer = None if streamed is None else streamed.streamer
+        self._model = PatchedModel(model if streamed is None else streamed.model, settings, self._streamer)
         self.model_name = self._model.name
         try:
-            self._set_up(settings, self._model)
+            memory = None if streamed is None else StreamedMemory(self._model, streamed, settings)
+            self._set_up(settings if memory is None else memory.settings, self._model, memory)
         except BaseException:
             self._model.restore()
             raise
 
-    def _set_up(self, settings: EngineSettings, model: PatchedModel) -> None:
+    def _set_up(self, settings: EngineSettings, model: PatchedModel, memory: StreamedMemory | None) -> None:
         shape = model.shape
         rotation = self._rotation(model) if settings.reuse == "fused" else None
         blocks = device_blocks(shape, model.device, settings.device_tokens, model.longest, settings.device_share)
+        if memory is not None:
+            memory.place_layers()
         self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
-        self.device_tokens = blocks * shape.block_size
+        make = cache_maker(model, settings, self.profile, self._streamer)
+        self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
+        self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
         self._validator = RequestValidator(
             model.vocabulary,
@@ -100,19 +117,6 @@ class TieredEngine:
             settings.deadline_s,
             settings.max_cached_documents,
             settings.fusion,
-        )
-        self._cache = KnowledgeCache(
-            shape,
-            device_blocks=blocks,
-            host_blocks=settings.host_bytes // shape.block_bytes,
-            disk=None if settings.disk_path is None else DiskSettings(settings.disk_path, settings.disk_bytes),
-            policy=settings.policy,
-            history=settings.history,
-            profile=self.profile,
-            device=model.device,
-            # Reads all weights, so only for KV that outlives the process.
-            identity="" if settings.disk_path is None else identity(model.model, shape),
-            replicate_nodes=settings.replicate_nodes,
         )
         layers = PagedLayers(self._cache.pool)
         fuser = None
@@ -134,6 +138,10 @@ class TieredEngine:
             fuser,
         )
         self._runner = ModelRunner(model.forward, layers, model.device, rotation)
+        self._relief = Relief(self._scheduler, self._cache, self._streamer)
+        self._failures = FailedSteps(
+            self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
+        )
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -144,10 +152,18 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError."""
+        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError; with `device_bytes`
+        BudgetError if these are less than a layer and a request."""
         settings = settings or EngineSettings()
-        model = load_model(name, settings)
-        return cls(model, load_tokenizer(name), settings)
+        if settings.device_bytes is None:
+            return cls(load_model(name, settings), load_tokenizer(name), settings)
+        tokenizer = load_tokenizer(name)
+        streamed = load_streamed(name, settings)
+        try:
+            return cls(streamed, tokenizer, settings)
+        except BaseException:
+            streamed.streamer.close()
+            raise
 
     @property
     def has_unfinished(self) -> bool:
@@ -164,10 +180,11 @@ class TieredEngine:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
-            self._check_device()
+            self._failures.check_device()
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
+                self._hold(sequence)
             except RequestRefusedError:
                 self._counters.refused += 1
                 raise
@@ -228,7 +245,37 @@ class TieredEngine:
             scheduler = self._scheduler
             running = set(_requests(scheduler.running))
             waiting = sum(sequence not in running for sequence in scheduler.waiting)
-            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted)
+            stream = None if self._streamer is None else self._streamer.stats
+            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
+
+    def relieve(self) -> bool:
+        """Give memory back between two steps: a smaller step, else KV down a tier and a smaller pool, else layers out.
+        No request is lost; some may wait for their turn again. False if nothing is left to give back."""
+        with self._lock:
+            self._failures.check_device()
+            if self._closed:
+                return False
+            self._forget_work()
+            return self._relieve(self._scheduler.step_tokens)
+
+    def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
+        """Have KV pools of so many tokens and bytes from the next step on; what does not fit leaves by the policy.
+
+        Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
+        with self._lock:
+            self._failures.check_device()
+            self._forget_work()
+            self._relief.resize(device_tokens, host_bytes, self._sequences.values())
+            self._pool_changed()
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+
+    def move_layers(self, residency: Residency) -> Residency:
+        """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
+        that does not stream, LayerReadError."""
+        with self._lock:
+            if self._streamer is None:
+                raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
+            return self._streamer.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
@@ -257,6 +304,8 @@ class TieredEngine:
                 self._cache.close()
             finally:
                 self._model.restore()
+                if self._streamer is not None:
+                    self._streamer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +314,7 @@ class TieredEngine:
         self.close()
 
     def _run_step(self) -> None:
-        self._check_device()
+        self._failures.check_device()
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
         if self._idle is not None and not self._sequences:
@@ -280,8 +329,10 @@ class TieredEngine:
             if builder.has_work and not builder.step():
                 sleep(_IDLE_S)
         except Exception as error:
-            builder.give_up()
-            self._updates.put(self._recover([], error, "a document could not be built", tokens=0))
+            # Without memory it has written into blocks of its own alone: the cache stays.
+            if fault_of(error) != "memory":
+                builder.give_up()
+            self._failures.recover([], error, "a document could not be built", builder.shrink)
 
     def _forget_work(self) -> None:
         """What is not of requests, and reads the cache."""
@@ -295,12 +346,16 @@ class TieredEngine:
         try:
             chunks = scheduler.plan()
         except OutOfBlocksError:
+            if self._relief.make_blocks():
+                self._pool_changed()
+                return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
             return [self._end(first, "error", "the pool has no room for it: give the engine more device_tokens")]
         except Exception as error:
             # Any of them may be the cause.
             sequences = _requests(scheduler.with_turns or scheduler.waiting)
-            return self._recover(sequences, error, "the step could not be planned", tokens=0)
+            shrink = partial(self._relieve, 0, failed=True)
+            return self._ended_all(self._failures.recover(sequences, error, "the step could not be planned", shrink))
         if not chunks:
             if scheduler.waiting:
                 sleep(_IDLE_S)
@@ -310,9 +365,10 @@ class TieredEngine:
         try:
             logits, choices = self._runner.compute(chunks)
         except Exception as error:
-            return self._recover(sequences, error, "the model's forward failed", tokens)
+            shrink = partial(self._relieve, tokens, failed=True)
+            return self._ended_all(self._failures.recover(sequences, error, _FORWARD_FAILED, shrink))
         except BaseException as error:
-            self._updates.put(self._fail(sequences, describe(error, "the model's forward failed")))
+            self._updates.put(self._ended_all(self._failures.fail(sequences, error, _FORWARD_FAILED)))
             raise
         self._counters.steps += 1
         self._counters.computed_tokens += tokens
@@ -323,14 +379,16 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
+        if self._relief.step_succeeded():
+            self._pool_changed()
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
         sequence = chunk.sequence
         first = sequence.ttft_s is None
         if choice.token_id is None:
-            # Its KV may be as bad: no other request may find it.
-            self._scheduler.drop(sequence)
+            # Its KV may be as bad, that of earlier steps too: no other request may find it.
+            self._scheduler.reject(sequence)
             return self._ended(sequence.end("error", "the model's logits are not numbers (overflow, or bad weights)"))
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
@@ -352,50 +410,27 @@ class TieredEngine:
             self._ended(update)
         return update
 
-    def _recover(self, sequences: list[Sequence], error: Exception, what: str, tokens: int) -> list[Update]:
-        """Have a failed step of `tokens` tokens computed again; the updates of requests that were retried enough."""
-        fault, why = fault_of(error), describe(error, what)
-        if fault == "other":
-            return self._fail(sequences, why)
-        self._count_failure(len(sequences), why)
-        try:
-            if fault == "memory" and self._scheduler.shrink(tokens):
-                self._scheduler.requeue()
-                sequences = []
-            else:
-                self.forget_device()
-            self._runner.recover()
-        except Exception as failure:
-            self._lost = f"{why}, and the device cannot be used again ({type(failure).__name__}): start another process"
-            _logger.error("the device is lost: %s", self._lost)
-            raise DeviceLostError(self._lost) from error
-        return [update for sequence in sequences for update in self._retry(sequence, why)]
+    def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
+        given = self._relief.give(tokens, self._sequences.values(), failed=failed)
+        self._pool_changed()
+        return given
 
-    def _retry(self, sequence: Sequence, why: str) -> list[Update]:
-        sequence.failures += 1
-        if sequence.failures <= self.settings.max_retries:
-            sequence.suspect = sequence.failures > 1
-            self._counters.retries += 1
-            return []
-        retries = f", and so did its retries ({self.settings.max_retries} of them: max_retries)"
-        return [self._end(sequence, "error", why + retries * (self.settings.max_retries > 0))]
+    def _hold(self, sequence: Sequence) -> None:
+        """Raises RequestRefusedError if memory was short, and still is."""
+        needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
+        if needed > self.device_tokens:
+            if not self._relief.hold(needed):
+                raise RequestRefusedError(
+                    f"the request needs KV of {needed} tokens, and memory is short now: try again later, or give less"
+                )
+            self._pool_changed()
 
-    def _fail(self, sequences: list[Sequence], why: str) -> list[Update]:
-        self._count_failure(len(sequences), why)
-        self._scheduler.fail(sequences)
-        return [self._ended(sequence.end("error", why)) for sequence in sequences]
-
-    def _count_failure(self, requests: int, why: str) -> None:
-        _logger.error("a step of %d requests failed: %s", requests, why)
-        self._counters.failed_steps += 1
-
-    def _check_device(self) -> None:
-        if self._lost is not None:
-            raise DeviceLostError(self._lost)
+    def _pool_changed(self) -> None:
+        self.device_tokens = self._cache.pool.blocks * self.block_size
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Update:
         # Nothing of a lost device is given back.
-        if self._lost is None:
+        if self._failures.lost is None:
             self._scheduler.finish(sequence)
         return self._ended(sequence.end(reason, error))
 
@@ -404,6 +439,9 @@ class TieredEngine:
         del self._sequences[update.request_id]
         self._counters.end(update.completion)
         return update
+
+    def _ended_all(self, ended: Ended) -> list[Update]:
+        return [self._ended(sequence.end("error", why)) for sequence, why in ended]
 
     def _subscribe(self, request: Request, completions: dict[int, Completion]) -> int:
         with self._lock:

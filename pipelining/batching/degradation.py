@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ _logger = logging.getLogger("ragorder")
 
 # No relief helps for ever.
 _MOST_RELIEFS = 64
-# torch's and this project's errors, without importing either.
+# torch's and this project's errors, without importing either; on a CPU torch raises plain RuntimeErrors.
 _SHORTAGES = {"OutOfMemoryError", "OutOfBlocksError"}
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED")
 # Too many requests, and a server that is overloaded.
 _OVERLOAD = {429, 503}
 
@@ -42,6 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(each, MemoryError)
         or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
         or any(base.__name__ in _SHORTAGES for base in type(each).__mro__)
+        or (type(each) is RuntimeError and _NO_MEMORY.search(str(each)) is not None)
         for each in _causes(error)
     )
 
@@ -78,6 +81,7 @@ class Degradation:
         self._shortage = shortage
         self._on_relief = on_relief
         self._answered = 0
+        self._failed = False
         self._relieving = asyncio.Lock()
 
     def bound(self, size: int) -> int:
@@ -136,7 +140,11 @@ class Degradation:
                 try:
                     helped = await asyncio.to_thread(relief.relieve)
                 except Exception as error:
-                    _logger.warning("no memory was relieved: %s", type(error).__name__)
+                    if not self._failed:
+                        self._failed = True
+                        _logger.warning(
+                            "no memory was relieved: %s; later failures are not logged", type(error).__name__
+                        )
                     continue
                 if helped:
                     if self._on_relief is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -47,6 +47,7 @@ class BatchedRequest(Generic[Q, D]):
     chunks: asyncio.Queue[str | None] | None = None
     documents: Sequence[D] = ()
     checkpoint: Any = None
+    cancel_search: Callable[[], object] | None = None
     most: int = _NO_LIMIT
     alone: int = 0
     reliefs: int = 0
@@ -117,9 +118,11 @@ class BatchedRequest(Generic[Q, D]):
             return
         self.trace.outcome, self.trace.ended_s = "cancelled", now_s
         self.ended.cancel()
+        if self.cancel_search is not None:
+            self.cancel_search()
         self._end()
 
     def _end(self) -> None:
-        self.checkpoint = None
+        self.checkpoint = self.cancel_search = None
         if self.chunks is not None:
             self.chunks.put_nowait(None)

@@ -11,6 +11,7 @@ from ragorder.pipelining.retrieval import Retrieval
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import PartitionedPass, PartitionedSearch
+    from ragorder.pipelining.search.pass_rows import PassRows
 
 __all__ = ["BatchRetrieval", "ConcurrentRetrieval", "PartitionedRetrieval", "SearchTask"]
 
@@ -23,9 +24,10 @@ D_co = TypeVar("D_co", covariant=True)
 
 class SearchTask(Protocol[Q_co]):
     """A question of a batch. `checkpoint` is for the retrieval: what it has found before the batch failed, another
-    object whenever that is more. `abandoned`: no result is needed any more."""
+    object whenever that is more. `abandoned`: no result is needed any more, which `cancel_search` is called to say."""
 
     checkpoint: Any
+    cancel_search: Callable[[], object] | None
 
     @property
     def question(self) -> Q_co: ...
@@ -52,7 +54,10 @@ class ConcurrentRetrieval(Generic[Q, D]):
     async def search_batch(
         self, tasks: Sequence[SearchTask[Q]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        places = {asyncio.create_task(self._search(task.question)): place for place, task in enumerate(tasks)}
+        places = {}
+        for place, task in enumerate(tasks):
+            search = asyncio.create_task(self._search(task.question))
+            places[search], task.cancel_search = place, search.cancel
         left = set(places)
         try:
             while left:
@@ -116,9 +121,11 @@ class PartitionedRetrieval(Generic[Q, D]):
     async def search_batch(
         self, tasks: Sequence[SearchTask[Q]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        # Of those that have been searched for in part, and then of the new ones.
-        places = sorted(range(len(tasks)), key=lambda place: tasks[place].checkpoint is None)
-        passing = await asyncio.to_thread(self._begin, [tasks[place] for place in places])
+        # Read once: a request that is cancelled meanwhile has no checkpoint any more.
+        begun = {place: task.checkpoint for place, task in enumerate(tasks) if task.checkpoint is not None}
+        new = [place for place in range(len(tasks)) if place not in begun]
+        passing = await asyncio.to_thread(self._begin, list(begun.values()), [tasks[place].question for place in new])
+        places = [*begun, *new]
         stages = 0
         try:
             while places:
@@ -130,15 +137,14 @@ class PartitionedRetrieval(Generic[Q, D]):
         except Exception:
             for row, place in enumerate(places):
                 # Another object means that more has been found.
-                if stages or tasks[place].checkpoint is None:
+                if stages or place not in begun:
                     tasks[place].checkpoint = passing.rows.part([row])
             raise
         finally:
             passing.close()
 
-    def _begin(self, tasks: Sequence[SearchTask[Q]]) -> PartitionedPass:
-        begun = [task.checkpoint for task in tasks if task.checkpoint is not None]
-        new = [task.question for task in tasks if task.checkpoint is None]
+    def _begin(self, begun: list[PassRows], new: list[Q]) -> PartitionedPass:
+        """A pass of queries that have been searched for in part, and then of new ones."""
         if new:
             vectors = self._embed(new)
             if len(vectors) != len(new):

@@ -133,7 +133,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         self._drop(request)
         if request.abandoned:
             return
-        request.documents, request.checkpoint = documents, None
+        request.documents, request.checkpoint, request.cancel_search = documents, None, None
         request.lift_limits()
         request.trace.found_s = self._clock()
         self.degradation.succeeded(size)

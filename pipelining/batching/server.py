@@ -158,10 +158,16 @@ class DecoupledServer(Generic[Q, D, R]):
         """Raises the error of its retrieval or generation, QueueFullError, and RuntimeError if the server is closed.
         Cancelling it ends its generation; a search leaves it out from the next stage on."""
         request = self._enter(question)
+        told = False
         try:
-            return await asyncio.shield(request.ended)
+            answer = await asyncio.shield(request.ended)
+            told = True
+            return answer
+        except Exception:
+            told = True
+            raise
         finally:
-            await self._leave(request)
+            await self._leave(request, told)
 
     def stream(self, question: Q) -> BatchedStream[D]:
         """The answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation that
@@ -234,9 +240,12 @@ class DecoupledServer(Generic[Q, D, R]):
         self.retrieving.enter(request)
         return request
 
-    async def _leave(self, request: BatchedRequest[Q, D]) -> None:
-        """Whatever has become of it: nothing is left of it anywhere."""
+    async def _leave(self, request: BatchedRequest[Q, D], told: bool) -> None:
+        """Whatever has become of it: nothing is left of it anywhere. `told`: the caller has its outcome."""
         request.cancel(self._clock())
+        if not told:
+            # It may have ended in the very moment of its cancellation.
+            request.trace.outcome = "cancelled"
         self.retrieving.leave(request)
         self.generating.leave(request)
         try:
@@ -251,12 +260,18 @@ class DecoupledServer(Generic[Q, D, R]):
     async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
         request = self._enter(question, chunks)
+        told = False
         try:
             while (text := await chunks.get()) is not None:
                 yield text
-            yield await asyncio.shield(request.ended)
+            answer = await asyncio.shield(request.ended)
+            told = True
+            yield answer
+        except Exception:
+            told = True
+            raise
         finally:
-            await self._leave(request)
+            await self._leave(request, told)
 
     def _found(self, request: BatchedRequest[Q, D]) -> None:
         lengths = self._lengths

@@ -27,12 +27,13 @@ _HAND_S = 1e-5
 
 
 class _Rows(NamedTuple):
-    """The queries of a piece, and what is asked of each call."""
+    """The queries of a piece, what is asked of each call, and which of them may use the fast tier."""
 
     queries: NDArray[np.float32]
     kept: int
     places: bool
     selector: Any = None
+    fast: NDArray[np.bool_] | None = None
 
 
 class PieceScanner:
@@ -104,10 +105,11 @@ class PieceScanner:
             return []
         queries = np.concatenate([search.queries for search, _ in piece])
         places = any(search.history is not None for search, _ in piece)
+        fast = np.repeat([search.handle.fast for search, _ in piece], [len(search.queries) for search, _ in piece])
         parts: list[ScannedPart] = []
         for selector, share in _by_selector(piece, visits):
             if selector is None:
-                parts += self._on_tiers(share, _Rows(queries, kept, places))
+                parts += self._on_tiers(share, _Rows(queries, kept, places, fast=fast))
             else:
                 parts += self._on_cores(share, _Rows(queries, kept, False, selector))
         return parts
@@ -116,7 +118,7 @@ class PieceScanner:
         if self._tiers is None:
             return self._on_cores(visits, rows)
         core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
-        share = self._tiers.start(visits, rows.queries, rows.kept, core_s)
+        share = self._tiers.start(visits, rows.queries, rows.kept, core_s, rows.fast)
         before_s = self.scan_s
         try:
             if share is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic import ValidationError
 
-from ragorder.counts import parse_count
+from ragorder.counts import BYTE_UNITS, parse_count, parse_size
 
 if TYPE_CHECKING:
     from click import Choice as ClickChoice
@@ -45,6 +45,7 @@ __all__ = [
     "build",
     "events_address",
     "given",
+    "in_options",
     "kv_events",
     "option",
     "options_from",
@@ -56,9 +57,6 @@ __all__ = [
 M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNSET = "; none: "
 
@@ -113,13 +111,10 @@ class Size(ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", value.strip())
-        unit = _SPELLED.get(found[2].lower()) if found else None
-        if found is None or unit is None:
-            self.fail(f"{value!r} is no size: write 8GiB, 500MB or a number of bytes", param, ctx)
-        if not found[2]:
-            unit = self._unit
-        size = round(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+        try:
+            size = parse_size(value, self._unit)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
         if self._least is not None and size < self._least:
             self.fail(f"{value} is less than {self._least} bytes", param, ctx)
         return size
@@ -376,7 +371,7 @@ def _shown(name: str, field: FieldInfo) -> str:
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     if name.endswith("_bytes"):
-        size, unit = max((size, unit) for unit, size in _UNITS.items() if default % size == 0)
+        size, unit = max((size, unit) for unit, size in BYTE_UNITS.items() if default % size == 0)
         return f"{default // size}{unit}"
     return f"{default:g}s" if name.endswith("_s") else str(default)
 
@@ -394,10 +389,16 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
         raise click.UsageError("; ".join(_in_options(each["loc"], each["msg"], model) for each in problems)) from None
 
 
-def _in_options(location: tuple[int | str, ...], message: str, model: type[Any]) -> str:
+def in_options(message: str, model: type[Any]) -> str:
+    """A message with options in the place of the model's fields."""
+
     def option_of(found: re.Match[str]) -> str:
         return spelling(found[0]) if found[0] in _fields_of(model) else found[0]
 
     # Fields of one word are ordinary words, too.
-    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message.removeprefix("Value error, "))
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message)
+
+
+def _in_options(location: tuple[int | str, ...], message: str, model: type[Any]) -> str:
+    message = in_options(message.removeprefix("Value error, "), model)
     return ": ".join([*(spelling(str(part)) for part in location[:1]), message])

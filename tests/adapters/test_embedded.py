@@ -536,15 +536,16 @@ class TestFusion:
     def fusing(self, load: Callable[..., EngineWorker]) -> EngineWorker:
         return load(reuse="fused", recompute=0.25)
 
-    async def ask(self, worker: EngineWorker, names: str, **fields: Any) -> Any:
+    async def ask(self, worker: EngineWorker, names: str, exact: Any = None, **fields: Any) -> Any:
         encode = worker.engine.tokenizer.encode
         tokens = encode("Answer from the documents, please. ")
         prefix, ends = len(tokens), []
         for name in names:
             tokens += encode(TEXTS[name])
             ends.append(len(tokens))
+        own = facts(*ends, prefix=prefix) if exact is None else facts(*ends, prefix=prefix, exact=exact)
         async with reaching(make_engine_app(worker)) as client:
-            answer = await complete(client, tokens + encode("Which?"), **facts(*ends, prefix=prefix), **fields)
+            answer = await complete(client, tokens + encode("Which?"), **own, **fields)
         return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
 
     async def test_usage_tells_what_was_taken_over_and_what_computed_anew(self, fusing: EngineWorker) -> None:
@@ -561,6 +562,20 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
+
+    async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
+        fusing.engine.clear_cache()
+        encode = fusing.engine.tokenizer.encode
+        for names in ("a", "b", "c"):
+            prefix = (await self.ask(fusing, names))[1]["cached_tokens"]
+        for malformed in (0, -1, True, "1", [1]):
+            _, details = await self.ask(fusing, "cab", exact=malformed)
+            assert details["fused_tokens"] == len(encode(TEXTS["a"])) + len(encode(TEXTS["b"]))
+        _, details = await self.ask(fusing, "cab", exact=2)
+        assert details["cached_tokens"] == prefix + len(encode(TEXTS["c"]))
+        assert details["fused_tokens"] == len(encode(TEXTS["b"]))
+        _, details = await self.ask(fusing, "cab")
+        assert details["cached_tokens"] == prefix + len(encode(TEXTS["c"])) + len(encode(TEXTS["a"]))
 
     async def test_an_exact_request_has_the_models_answer(self, fusing: EngineWorker, worker: EngineWorker) -> None:
         for names in ("a", "b", "ba", "cba"):
@@ -1526,6 +1541,31 @@ class TestServer:
         assert mine == [f"0100007F:{port:04X}"]
 
 
+class TestStreamedWeights:
+    def test_answers_are_those_of_the_whole_model(
+        self, model: Path, served: Served, launch: Callable[..., Served]
+    ) -> None:
+        from transformers import AutoConfig
+
+        from ragorder.kernels.offload import footprint
+
+        size = footprint(AutoConfig.from_pretrained(model), "float32")
+        # One of the two layers, with room to align it.
+        budget = size.outside + max(size.layers) + (1 << 15) + size.workspace(64) + 2048 * size.kv_token
+        sizes = ["--device-bytes", str(budget), "--host-bytes", "0", "--device-tokens", "2048", "--dtype", "float32"]
+        streamed = launch(*sizes)
+        texts = []
+        for each in (served, streamed):
+            with each.openai() as client:
+                answer = client.completions.create(
+                    model=each.model, prompt="the quick brown fox " * 9, max_tokens=20, temperature=0
+                )
+                texts.append(answer.choices[0].text)
+        assert texts[0] == texts[1] != ""
+        assert streamed.metric("ragorder_engine_streamed_bytes_total") > 0
+        assert streamed.stop() == ""
+
+
 class TestEnd:
     def test_streams_in_flight_may_end(self, launch: Callable[..., Served]) -> None:
         served = launch("--device-tokens", "4096")
@@ -1735,6 +1775,21 @@ class TestOptions:
         settings = serving(*sizes).orderer.settings
         assert (settings.reuse, settings.copies) == ("exact", "served")
 
+    @pytest.mark.parametrize(
+        ("options", "invests"),
+        [
+            (["--reuse", "fused"], True),
+            (["--reuse", "fused", "--as-if-last"], False),
+            (["--reuse", "fused", "--as-if-last", "--anywhere"], True),
+        ],
+    )
+    def test_the_exact_prefix_grows_where_answers_do_not_depend_on_its_order(
+        self, serving: Callable[..., Command], options: list[str], invests: bool
+    ) -> None:
+        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
+        assert serving(*sizes, *options).orderer.settings.invest is invests
+        assert not serving(*sizes, *options, RAGORDER_INVEST="false").orderer.settings.invest
+
     def test_documents_count_as_cached_on_the_device_and_in_host_memory(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
         settings = serving(*sizes).orderer.settings
@@ -1767,6 +1822,10 @@ class TestOptions:
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
             (None, ["--host-bytes", "many"], "'many' is no size"),
+            (None, ["--device-bytes", "-6GiB"], "'-6GiB' is no size"),
+            (None, ["--device-bytes", "64KiB"], "bytes are missing: the weights outside the layers take"),
+            (None, ["--device-bytes", "64KiB"], "Give --device-bytes"),
+            (["--upstream", "http://x"], ["--device-bytes", "6GiB"], "--device-bytes requires --engine torch"),
             (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'forecast', 'gdsf', 'lfu', 'lru', 'pgdsf'"),
             (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
             (None, ["--device", "abacus"], "abacus"),

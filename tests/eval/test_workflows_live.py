@@ -199,3 +199,35 @@ def test_each_corpus_has_an_index_of_its_own(
             list(experiment.measure(Job(Suite.unlisted("mine"), cell, 0, ("stages",), 1), lambda: None))
     # First the rate that is sustained, then the policy.
     assert served == ["one", "one", "other", "other"]
+
+
+def test_an_interrupted_cell_is_resumed_at_the_same_rate(
+    materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[int, float]] = []
+
+    async def serve_nothing(_system: Any, _workflow: str, _top_k: int, _found: LiveMaterials, at_s: Any) -> Any:
+        served.append((len(at_s), max(at_s)))
+        return {
+            "rows": {"latency_s": [1.0] * len(at_s)},
+            "facts": {"total_s": 7.0 * len(served), "prompt_tokens": 1, "cached_tokens": 0},
+        }
+
+    monkeypatch.setattr(WorkflowsLive, "_materials", lambda *_: materials)
+    monkeypatch.setattr(measuring, "serve_live", serve_nothing)
+    suite = Suite.unlisted("mine", policies=["stages", "hedra"], baseline="stages")
+    cell = LiveCell(corpus="small", clusters=8, nprobe=4, requests=5)
+    job = Job(suite, cell, 2, ("stages", "hedra"), 5)
+    named = {"type": "workflows-live", "session": "session", "suite": "mine", "cell": cell.fields, "seed": 2}
+    with Store(tmp_path) as store, WorkflowsLive(Options(), store, "session", silent) as experiment:
+        first = next(iter(experiment.measure(job, lambda: None)))
+        store.append({**named, **first})
+    assert first["facts"]["rate"] == pytest.approx(0.8 * 5 / 7)
+    with Store(tmp_path) as store, WorkflowsLive(Options(), store, "session", silent) as experiment:
+        (second,) = experiment.measure(job.without(["stages"]), lambda: None)
+    assert second["policy"] == "hedra"
+    assert [second["facts"][name] for name in ("rate", "search_ms")] == [
+        first["facts"][name] for name in ("rate", "search_ms")
+    ]
+    # The rate that is sustained, then each policy once, at the same times.
+    assert served[0][1] == 0.0 and served[1] == served[2] and len(served) == 3

@@ -24,7 +24,9 @@ from ragorder.pipelining.batching import (
     BatchEvent,
     DecoupledServer,
     PartitionedRetrieval,
+    Placement,
     RequestTrace,
+    Spread,
     StaticBatch,
     is_shortage,
 )
@@ -191,6 +193,29 @@ class TestWorkers:
             await asyncio.gather(*runs)
         assert sizes == [1, 7]
 
+    async def test_a_search_ends_with_its_request_and_the_others_of_its_batch_go_on(self) -> None:
+        gate, searching = asyncio.Event(), set()
+
+        async def search(asked: NodeQuestion) -> list[str]:
+            searching.add(asked.text)
+            try:
+                await gate.wait()
+                return [asked.text]
+            finally:
+                searching.discard(asked.text)
+
+        async with DecoupledServer(plain_retrieval(search), PlainPrompts(), SlowEngine()) as server:
+            runs = [asyncio.create_task(server.run(question(number))) for number in range(3)]
+            while len(searching) < 3:
+                await asyncio.sleep(0)
+            runs[1].cancel()
+            await asyncio.wait((runs[1],))
+            while len(searching) > 2:
+                await asyncio.sleep(0)
+            assert searching == {"question 0", "question 2"}
+            gate.set()
+            assert [(await runs[number]).documents for number in (0, 2)] == [["question 0"], ["question 2"]]
+
     async def test_retrieval_does_not_wait_for_generation_nor_runs_ahead_of_its_queue(self) -> None:
         gate = asyncio.Event()
 
@@ -248,24 +273,27 @@ class TestWorkers:
 
     async def test_a_placement_is_taken_between_batches(self, search: Any, index: Any) -> None:
         @dataclass
-        class Placed:
+        class Wrong:
             batch: int
             partitions: int
 
+        def placed(batch: int, partitions: int) -> Placement:
+            return Placement(Spread(device=4), Spread(device=100), partitions, batch, step_tokens=64)
+
         async with DecoupledServer(
-            retrieval_of(search), PlainPrompts(), SlowEngine(), placement=Placed(3, 2), batching=AllWaiting()
+            retrieval_of(search), PlainPrompts(), SlowEngine(), placement=placed(3, 2), batching=AllWaiting()
         ) as server:
             assert search.resident == 2
             await asyncio.gather(*(server.run(question(number)) for number in range(20)))
             assert max(event.batch for event in server.trace if event.worker == "generation") == 3
             assert {event.partitions for event in server.trace if event.worker == "retrieval"} <= {0, 1, 2}
             runs = [asyncio.create_task(server.run(question(number))) for number in range(20)]
-            await server.place(Placed(5, 0))
+            await server.place(placed(5, 0))
             assert search.resident == 0 and search.held == []
             await asyncio.gather(*runs)
             answers = await asyncio.gather(*(server.run(question(number)) for number in range(20)))
             assert max(answer.trace.generation_batch for answer in answers) == 5
-            for wrong in (Placed(0, 1), Placed(1, -1), Placed(1, 6)):
+            for wrong in (Wrong(0, 1), Wrong(1, -1), placed(1, 6)):
                 with pytest.raises(ValueError, match=r"batch of at least 1|resident must be 0 to 5"):
                     await server.place(wrong)
 
@@ -496,6 +524,33 @@ class TestDegradation:
             assert answer.text == expected(index, question())[1]
             index.nprobe = before
 
+    async def test_a_request_that_is_cancelled_while_its_search_is_taken_up_mixes_up_no_other(
+        self, search: Any, index: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its checkpoint goes with it, before the thread has begun."""
+
+        @dataclass
+        class Task:
+            question: NodeQuestion
+            checkpoint: Any = None
+            abandoned: bool = False
+            cancel_search: Any = None
+
+        tasks = [Task(question(number)) for number in range(5)]
+        for task in (tasks[1], tasks[3]):
+            passing = search.search(embed([task.question]), 3)
+            next(passing)
+            task.checkpoint = passing.rows.part([0])
+
+        async def busy(function: Any, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            tasks[1].checkpoint, tasks[1].abandoned = None, True
+            return function(*arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", busy)
+        found = {place: documents async for place, documents in retrieval_of(search).search_batch(tasks)}
+        assert found == {place: expected(index, tasks[place].question)[0] for place in (0, 2, 3, 4)}
+
     async def test_a_disk_that_is_gone_ends_the_request(self, path: Path) -> None:
         with PartitionedSearch(path, 5, nprobe=10, cores=1) as search:
 
@@ -516,9 +571,10 @@ class TestDegradation:
 
         wrapped = RuntimeError("failed")
         wrapped.__cause__ = OutOfMemoryError()
-        for error in (MemoryError(), OSError(5, "I/O"), OutOfMemoryError(), OverloadError(), wrapped):
+        torch_on_a_cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        for error in (MemoryError(), OSError(5, "I/O"), OutOfMemoryError(), OverloadError(), wrapped, torch_on_a_cpu):
             assert is_shortage(error)
-        for other in (ValueError(), RuntimeError("out of memory"), KeyError("MemoryError")):
+        for other in (ValueError("out of memory"), RuntimeError("shapes"), KeyError("MemoryError")):
             assert not is_shortage(other)
 
     async def test_policies_observers_and_lengths_that_fail_stop_nothing(self, caplog: Any) -> None:

@@ -213,9 +213,11 @@ class Stage:
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def send(self, name: str, lengths: Callable[[], CachedLengths] | None = None) -> None:
+    async def send(
+        self, name: str, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
+    ) -> None:
         async def hold() -> None:
-            async with self.gate.slot(name, lengths):
+            async with self.gate.slot(name, lengths, patient=patient):
                 self.begun.append(name)
                 assert self.gate.in_flight <= self.gate.limit
                 await self.ends[name].wait()
@@ -231,6 +233,7 @@ class Stage:
 
     def assert_idle(self) -> None:
         assert (self.gate.in_flight, len(self.gate.queue), self.gate._places) == (0, 0, {})
+        assert not self.gate._patient
 
 
 async def let_tasks_run() -> None:
@@ -329,20 +332,41 @@ class TestTheGate:
         await stage.end("a", "b")
         stage.assert_idle()
 
+    @pytest.mark.parametrize("max_waiting", [0, 1, 2])
+    async def test_patient_requests_wait_in_front_of_a_full_queue_in_order(self, max_waiting: int) -> None:
+        stage = Stage(1, window=0, max_waiting=max_waiting)
+        for name in "abcdef":
+            await stage.send(name, patient=True)
+            assert len(stage.gate.queue) <= max_waiting
+        stage.tasks["d"].cancel()
+        await let_tasks_run()
+        with pytest.raises(QueueFullError, match=f"{max_waiting} requests are already waiting"):
+            async with stage.gate.slot("impatient"):
+                pass
+        for name in "abce":
+            assert stage.begun[-1] == name
+            await stage.end(name)
+        await stage.end("f")
+        assert "".join(stage.begun) == "abcef"
+        stage.assert_idle()
+
     @pytest.mark.parametrize(("limit", "max_waiting"), [(0, None), (1, -1)])
     def test_numbers_that_cannot_be_are_refused(self, limit: int, max_waiting: int | None) -> None:
         with pytest.raises(ValueError, match="must"):
             ConcurrencyLimiter(limit, CacheAwareQueue(), max_waiting=max_waiting)
 
     @settings(max_examples=examples(40))
-    @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
-    def test_no_slot_is_lost_and_every_request_was_served_or_cancelled(self, limit: int, seed: int) -> None:
+    @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20), max_waiting=st.none() | st.integers(0, 3))
+    def test_no_slot_is_lost_and_every_request_was_served_or_cancelled(
+        self, limit: int, seed: int, max_waiting: int | None
+    ) -> None:
         async def play() -> None:
             rng = random.Random(seed)
-            stage = Stage(limit, window=2)
+            stage = Stage(limit, window=2, max_waiting=max_waiting)
             gone = set()
             for number in range(20):
-                await stage.send(str(number), priority(rng.random()))
+                await stage.send(str(number), priority(rng.random()), patient=True)
+                assert max_waiting is None or len(stage.gate.queue) <= max_waiting
                 name = rng.choice(list(stage.tasks))
                 if rng.random() < 0.5:
                     stage.ends[name].set()
