@@ -18,11 +18,19 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class EngineSettings(KVTierSettings):
     """Sizes of the tiers and of a step.
 
-        EngineSettings(device_tokens=100_000, host_bytes=8 << 30, policy="lru")
+        EngineSettings(device_tokens=100_000, host_bytes="8GiB", policy="lru")
+        EngineSettings(device_bytes="6GiB", host_bytes="24GiB")  # streams what does not fit
 
     Raises pydantic.ValidationError for an unknown name or a value out of range.
     """
 
+    device_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Device memory for weights, KV and workspace together (on a CPU: memory besides host_bytes); "
+        "weights that do not fit stream from host memory and from the files of the model; none: the whole model, and "
+        "KV as device_tokens or device_share say.",
+    )
     disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
     profile_budget_s: float = Field(
         default=10.0, gt=0, description="Longest time for measuring prefill times at the first start."

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ragorder.counts import parse_size
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
@@ -16,6 +17,8 @@ __all__ = ["KVTierSettings"]
 
 class KVTierSettings(BaseModel):
     """Sizes of the tiers behind the device, and their replacement.
+
+    Sizes may be text: host_bytes="24GiB".
 
     Raises pydantic.ValidationError for an unknown name or a value out of range.
     """
@@ -46,6 +49,12 @@ class KVTierSettings(BaseModel):
         description="Prefill times on this engine: auto, measured once for a model and a machine; none, the same for "
         "each token; or a file from `ragorder profile`.",
     )
+
+    # A subclass has `device_bytes`.
+    @field_validator("device_bytes", "host_bytes", "disk_bytes", mode="before", check_fields=False)
+    @classmethod
+    def _sizes_as_text(cls, size: object) -> object:
+        return parse_size(size) if isinstance(size, str) else size
 
     @field_validator("profile", mode="before")
     @classmethod

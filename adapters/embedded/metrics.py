@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 from ragorder.adapters.embedded.translation import TranslatedRequest
 from ragorder.adapters.embedded.worker import EngineWorker
 from ragorder.kernels.engine import TBT_BOUNDS_S, EngineStats
+from ragorder.kernels.offload import StreamStats
 
 __all__ = ["EngineMetrics"]
 
@@ -89,6 +90,8 @@ class EngineMetrics:
         )
 
         yield _time_between_tokens(stats)
+        if stats.stream is not None:
+            yield from _stream(stats.stream)
 
     def _as_vllm(self, stats: EngineStats) -> Iterator[Metric]:
         """For `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`."""
@@ -115,6 +118,16 @@ class EngineMetrics:
             ("documents", "Documents in the prompts of requests with facts.", self._documents),
         ):
             yield _counter(f"{_VLLM_TIERS}{name}", description, count)
+
+
+def _stream(stream: StreamStats) -> Iterator[Metric]:
+    """Of a model whose layers stream."""
+    yield _counter(f"{_ENGINE}streamed_bytes", "Bytes of weights read from the model's files.", stream.bytes)
+    uses = {"ready": stream.hits, "waited": stream.waits}
+    yield _counters(f"{_ENGINE}streamed_layers", "Uses of streamed layers, ready or waited for.", "found", uses)
+    yield _counter(f"{_ENGINE}stream_wait_seconds", "Time for which steps have waited for layers.", stream.waits_s)
+    layers = {"device": stream.device_layers, "host": stream.host_layers, "disk": stream.disk_layers}
+    yield _gauges(f"{_ENGINE}layers", "Decoder layers by the place of their weights.", layers)
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:

@@ -19,6 +19,7 @@ from ragorder.kernels.cache.node import CopyState, DeviceCopy
 from ragorder.kernels.cache.prefetch import prefetch
 from ragorder.kernels.cache.purge import purge
 from ragorder.kernels.cache.replicas import Replicas
+from ragorder.kernels.cache.resizing import PoolSizes
 from ragorder.kernels.cache.room import load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
@@ -90,6 +91,7 @@ class KnowledgeCache:
         self._tables = BlockTables(self.pool)
         self._uses = NodeUses(self._device, self._host, self._disk, profile)
         self._leases: dict[int, KVLease] = {}
+        self._sizes = PoolSizes(self._tiers, self._replicas, self._leases)
         self._closed = False
 
     def find(self, path: Sequence[Segment]) -> TierTokens:
@@ -272,6 +274,25 @@ class KnowledgeCache:
 
     def poll(self) -> None:
         self._tiers.poll()
+
+    def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
+        """Have pools of so many blocks, between two steps. A smaller pool lets go what the policy evicts; leases keep
+        their blocks, which may have other numbers afterwards.
+
+        Raises OutOfBlocksError if what is in use does not fit, MemoryError without room for the new pool beside the old
+        one, both with the pool as it was; ValueError for a device pool without blocks.
+        """
+        if device_blocks is not None:
+            if device_blocks < 1:
+                raise ValueError(f"device_blocks is {device_blocks}: give 1 or more")
+            self._sizes.resize_device(device_blocks)
+        if host_blocks is not None:
+            self._sizes.resize_host(host_blocks)
+
+    def replace_device(self, blocks: int) -> None:
+        """The same for the device without leases, whose KV moves down a tier: the old pool is gone before the new one
+        is made. Raises ValueError if there are leases, MemoryError."""
+        self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
         """Drop all nodes from an untrusted device. Raises ValueError before its leases are discarded."""

@@ -314,7 +314,7 @@ class Hierarchy:
         self._forget(node)
 
     def _to_host(self, node: CachedNode, copy: DeviceCopy) -> Copy | None:
-        if not self._make_host_room(len(copy.blocks)):
+        if not self.make_host_room(len(copy.blocks)):
             return None
         blocks = self.host.pool.allocate(len(copy.blocks))
         there = node.host = HostCopy(blocks)
@@ -363,7 +363,8 @@ class Hierarchy:
             self._drop_host(node, there)
             self._forget(node)
 
-    def _make_host_room(self, blocks: int) -> bool:
+    def make_host_room(self, blocks: int) -> bool:
+        """Have `blocks` free blocks in the host; False if they cannot be had."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:

@@ -21,8 +21,8 @@ class Replicas:
         self._count = count
         self._tiers = tiers
         self._nodes: dict[bytes, _Replica] = {}
-        self._most_blocks = int(_MOST * tiers.host.pool.blocks)
         self._blocks = 0
+        self.resize(tiers.host.pool.blocks)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -35,6 +35,17 @@ class Replicas:
                 return
             if not self._replicate(copy.node, len(copy.blocks), copy.entry.frequency):
                 return
+
+    def resize(self, host_blocks: int) -> None:
+        """Of the host, from now on."""
+        self._most_blocks = int(_MOST * host_blocks)
+
+    def let_go(self) -> None:
+        """Have them be nodes like others, which may leave the host."""
+        for replica in self._nodes.values():
+            if replica.node.host is replica.copy:
+                self._tiers.host.tier.unpin(replica.node.key)
+        self.clear()
 
     def clear(self) -> None:
         self._nodes.clear()

@@ -59,19 +59,28 @@ class StepAttention(Protocol):
 
 
 class PagedLayers:
-    """A pool's views for each layer."""
+    """A pool's views for each layer, as it is now."""
 
     def __init__(self, pool: BlockPool) -> None:
-        shape = pool.shape
-        rows = pool.kv.view(-1, shape.kv_heads, shape.head_dim)
-        size = shape.block_size
-        # The pool's rows from a layer's first on: a token's row has the same index in each of these.
-        self.key_rows = [rows[2 * layer * size :] for layer in range(shape.layers)]
-        self.value_rows = [rows[(2 * layer + 1) * size :] for layer in range(shape.layers)]
-        self.key_caches = [pool.key_cache(layer) for layer in range(shape.layers)]
-        self.value_caches = [pool.value_cache(layer) for layer in range(shape.layers)]
-        self.block_size = size
-        self.block_rows = 2 * shape.layers * size
+        self._pool = pool
+        self.block_size = pool.shape.block_size
+        self.block_rows = 2 * pool.shape.layers * pool.shape.block_size
+
+    @property
+    def key_rows(self) -> list[torch.Tensor]:
+        return self._pool.views.key_rows
+
+    @property
+    def value_rows(self) -> list[torch.Tensor]:
+        return self._pool.views.value_rows
+
+    @property
+    def key_caches(self) -> list[torch.Tensor]:
+        return self._pool.views.key_caches
+
+    @property
+    def value_caches(self) -> list[torch.Tensor]:
+        return self._pool.views.value_caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,15 +13,16 @@ from typing import Any, Self
 
 import torch
 
-from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
+from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.budgeted import Relief, StreamedMemory, StreamedModel
 from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
-from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.idle import IdleBuilder
 from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
+from ragorder.kernels.engine.pools import cache_maker
 from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
@@ -30,10 +32,12 @@ from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.scoring import Scorer
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine.streamed import load_streamed
 from ragorder.kernels.engine.updates import UpdateQueues
 from ragorder.kernels.engine.validation import RequestValidator
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
+from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["TieredEngine"]
@@ -59,12 +63,20 @@ class TieredEngine:
     A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
     `max_retries` times for a request, and until its deadline (RAGCache section 6).
 
+    With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
+    from the model's files (RAGDoll 4.2, 4.3): answers are those of the whole model.
+
     Raises UnsupportedModelError, or ValueError for an invalid device, length or pool; DeviceLostError, from each step
     and `add`, once only another process can use the device.
     """
 
-    def __init__(self, model: Any, tokenizer: Any | None = None, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, model: Any | StreamedModel, tokenizer: Any | None = None, settings: EngineSettings | None = None
+    ) -> None:
         self.settings = settings = settings or EngineSettings()
+        streamed = model if isinstance(model, StreamedModel) else None
+        if settings.device_bytes is not None and streamed is None:
+            raise ValueError("device_bytes is for weights that stream from files: use TieredEngine.load, or give none")
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = RLock()
@@ -73,20 +85,26 @@ class TieredEngine:
         self._sequences: dict[int, Sequence] = {}
         self._updates = UpdateQueues()
         self._closed = False
-        self._model = PatchedModel(model, settings)
+        self._streamer = None if streamed is None else streamed.streamer
+        self._model = PatchedModel(model if streamed is None else streamed.model, settings, self._streamer)
         self.model_name = self._model.name
         try:
-            self._set_up(settings, self._model)
+            memory = None if streamed is None else StreamedMemory(self._model, streamed, settings)
+            self._set_up(settings if memory is None else memory.settings, self._model, memory)
         except BaseException:
             self._model.restore()
             raise
 
-    def _set_up(self, settings: EngineSettings, model: PatchedModel) -> None:
+    def _set_up(self, settings: EngineSettings, model: PatchedModel, memory: StreamedMemory | None) -> None:
         shape = model.shape
         rotation = self._rotation(model) if settings.reuse == "fused" else None
         blocks = device_blocks(shape, model.device, settings.device_tokens, model.longest, settings.device_share)
+        if memory is not None:
+            memory.place_layers()
         self.profile = settings.prefill_profile(lambda: engine_profile(model, settings, blocks))
-        self.device_tokens = blocks * shape.block_size
+        make = cache_maker(model, settings, self.profile, self._streamer)
+        self._cache = make(blocks, settings.host_bytes) if memory is None else memory.make_cache(make)
+        self.device_tokens = self._cache.pool.blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
         self._validator = RequestValidator(
             model.vocabulary,
@@ -99,19 +117,6 @@ class TieredEngine:
             settings.deadline_s,
             settings.max_cached_documents,
             settings.fusion,
-        )
-        self._cache = KnowledgeCache(
-            shape,
-            device_blocks=blocks,
-            host_blocks=settings.host_bytes // shape.block_bytes,
-            disk=None if settings.disk_path is None else DiskSettings(settings.disk_path, settings.disk_bytes),
-            policy=settings.policy,
-            history=settings.history,
-            profile=self.profile,
-            device=model.device,
-            # Reads all weights, so only for KV that outlives the process.
-            identity="" if settings.disk_path is None else identity(model.model, shape),
-            replicate_nodes=settings.replicate_nodes,
         )
         layers = PagedLayers(self._cache.pool)
         fuser = None
@@ -133,6 +138,7 @@ class TieredEngine:
             fuser,
         )
         self._runner = ModelRunner(model.forward, layers, model.device, rotation)
+        self._relief = Relief(self._scheduler, self._cache, self._streamer)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
@@ -146,10 +152,18 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError."""
+        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError; with `device_bytes`
+        BudgetError if these are less than a layer and a request."""
         settings = settings or EngineSettings()
-        model = load_model(name, settings)
-        return cls(model, load_tokenizer(name), settings)
+        if settings.device_bytes is None:
+            return cls(load_model(name, settings), load_tokenizer(name), settings)
+        tokenizer = load_tokenizer(name)
+        streamed = load_streamed(name, settings)
+        try:
+            return cls(streamed, tokenizer, settings)
+        except BaseException:
+            streamed.streamer.close()
+            raise
 
     @property
     def has_unfinished(self) -> bool:
@@ -170,6 +184,7 @@ class TieredEngine:
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
+                self._hold(sequence)
             except RequestRefusedError:
                 self._counters.refused += 1
                 raise
@@ -230,7 +245,37 @@ class TieredEngine:
             scheduler = self._scheduler
             running = set(_requests(scheduler.running))
             waiting = sum(sequence not in running for sequence in scheduler.waiting)
-            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted)
+            stream = None if self._streamer is None else self._streamer.stats
+            return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
+
+    def relieve(self) -> bool:
+        """Give memory back between two steps: a smaller step, else KV down a tier and a smaller pool, else layers out.
+        No request is lost; some may wait for their turn again. False if nothing is left to give back."""
+        with self._lock:
+            self._failures.check_device()
+            if self._closed:
+                return False
+            self._forget_work()
+            return self._relieve(self._scheduler.step_tokens)
+
+    def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
+        """Have KV pools of so many tokens and bytes from the next step on; what does not fit leaves by the policy.
+
+        Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
+        with self._lock:
+            self._failures.check_device()
+            self._forget_work()
+            self._relief.resize(device_tokens, host_bytes, self._sequences.values())
+            self._pool_changed()
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+
+    def move_layers(self, residency: Residency) -> Residency:
+        """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
+        that does not stream, LayerReadError."""
+        with self._lock:
+            if self._streamer is None:
+                raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
+            return self._streamer.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
@@ -259,6 +304,8 @@ class TieredEngine:
                 self._cache.close()
             finally:
                 self._model.restore()
+                if self._streamer is not None:
+                    self._streamer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -299,12 +346,16 @@ class TieredEngine:
         try:
             chunks = scheduler.plan()
         except OutOfBlocksError:
+            if self._relief.make_blocks():
+                self._pool_changed()
+                return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
             return [self._end(first, "error", "the pool has no room for it: give the engine more device_tokens")]
         except Exception as error:
             # Any of them may be the cause.
             sequences = _requests(scheduler.with_turns or scheduler.waiting)
-            return self._ended_all(self._failures.recover(sequences, error, "the step could not be planned"))
+            shrink = partial(self._relieve, 0, failed=True)
+            return self._ended_all(self._failures.recover(sequences, error, "the step could not be planned", shrink))
         if not chunks:
             if scheduler.waiting:
                 sleep(_IDLE_S)
@@ -314,7 +365,7 @@ class TieredEngine:
         try:
             logits, choices = self._runner.compute(chunks)
         except Exception as error:
-            shrink = partial(self._shrink, tokens)
+            shrink = partial(self._relieve, tokens, failed=True)
             return self._ended_all(self._failures.recover(sequences, error, _FORWARD_FAILED, shrink))
         except BaseException as error:
             self._updates.put(self._ended_all(self._failures.fail(sequences, error, _FORWARD_FAILED)))
@@ -328,6 +379,8 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
+        if self._relief.step_succeeded():
+            self._pool_changed()
         return updates
 
     def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
@@ -357,13 +410,23 @@ class TieredEngine:
             self._ended(update)
         return update
 
-    def _shrink(self, tokens: int) -> bool:
-        """After a step of `tokens` tokens without memory have all requests wait for smaller ones; False if these cannot
-        be."""
-        if not self._scheduler.shrink(tokens):
-            return False
-        self._scheduler.requeue()
-        return True
+    def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
+        given = self._relief.give(tokens, self._sequences.values(), failed=failed)
+        self._pool_changed()
+        return given
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Raises RequestRefusedError if memory was short, and still is."""
+        needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
+        if needed > self.device_tokens:
+            if not self._relief.hold(needed):
+                raise RequestRefusedError(
+                    f"the request needs KV of {needed} tokens, and memory is short now: try again later, or give less"
+                )
+            self._pool_changed()
+
+    def _pool_changed(self) -> None:
+        self.device_tokens = self._cache.pool.blocks * self.block_size
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Update:
         # Nothing of a lost device is given back.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 from ragorder.kernels.engine.attention import STEP, StepAttention
+from ragorder.kernels.offload.stream import LayerStreamer
 
 __all__ = ["Forward", "ForwardEnded"]
 
@@ -18,10 +19,12 @@ class ForwardEnded(Exception):  # noqa: N818
 
 
 class Forward:
-    """Calls a causal language model with the step's attention; logits are scaled and capped as by its own forward."""
+    """Calls a causal language model with the step's attention; logits are scaled and capped as by its own forward.
+    `streamer`: of its layers' weights, if they stream."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
         self._model = model
+        self._streamer = streamer
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(
@@ -31,7 +34,8 @@ class Forward:
         arguments = {STEP: attention}
         if self._selects:
             arguments["logits_to_keep"] = kept
-        with torch.inference_mode():
+        streaming = nullcontext() if self._streamer is None else self._streamer.step(len(token_ids))
+        with streaming, torch.inference_mode():
             logits: torch.Tensor = self._model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]

@@ -7,12 +7,13 @@ from concurrent.futures import Executor
 from enum import Enum
 from functools import partial
 from hashlib import sha256
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
 import transformers
 
+from ragorder.kernels.offload.store import StoredParameter
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
@@ -29,8 +30,9 @@ _DIGESTED_ELSEWHERE = frozenset({"_parameters", "_buffers", "_modules", "config"
 _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initialized"})
 
 
-def identity(model: Any, shape: KVShape) -> str:
+def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] = MappingProxyType({})) -> str:
     """Digest of parameters, buffers, modules' other attributes, configuration, KV layout, device and versions.
+    `stored`: parameters that are not in memory, by name.
 
     About a second per GB and thread. Raises ValueError for unreadable weights.
     """
@@ -45,7 +47,7 @@ def identity(model: Any, shape: KVShape) -> str:
             "config": model.config,
             # A shared module or tensor counts under each of its names, as it matters which ones share it.
             "modules": {name: _attributes(module) for name, module in model.named_modules(remove_duplicate=False)},
-            "parameters": dict(model.named_parameters(remove_duplicate=False)),
+            "parameters": dict(model.named_parameters(remove_duplicate=False)) | dict(stored),
             "buffers": dict(model.named_buffers(remove_duplicate=False)),
         }
         digest = sha256()
@@ -67,6 +69,12 @@ class _Serializer:
     def parts(self, value: Any) -> Iterator[str]:
         if isinstance(value, _SCALARS):
             yield f"{type(value).__name__} {value!r}"
+        elif isinstance(value, StoredParameter):
+            # As if it were in memory, and read when its turn comes.
+            yield f"{torch.nn.Parameter.__module__}.{torch.nn.Parameter.__qualname__}"
+            yield f"{tuple(value.shape)} {value.dtype}"
+            yield from self.parts({})
+            yield self._digest(value.read())
         elif id(value) in self._above:
             yield "something that this is a part of"
         else:
@@ -151,7 +159,7 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
     for name, entry in vars(module).items():
         if name.endswith("_hooks"):
             # Hooks' keys count all hooks of the process.
-            kept[name] = list(entry.values())
+            kept[name] = [hook for hook in entry.values() if not getattr(hook, "without_effect", False)]
         elif "_hooks_" not in name and name not in _DIGESTED_ELSEWHERE | _WITHOUT_EFFECT:
             kept[name] = entry
     return [type(module), kept]

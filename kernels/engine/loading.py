@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
 
-__all__ = ["ModelLoadError", "load_model", "load_tokenizer", "may_be_on_hub", "pick_device"]
+__all__ = [
+    "ModelLoadError",
+    "check_loaded",
+    "first_line",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "may_be_on_hub",
+    "pick_device",
+]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
@@ -44,10 +54,8 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """A causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError, and ValueError for an
-    absent device."""
-    device = pick_device(settings.device)
+def load_config(name: str | Path) -> Any:
+    """The configuration of a causal language model. Raises ModelLoadError, UnsupportedModelError."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} is not a model: it has no config.json")
@@ -59,7 +67,7 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        why = _first_line(error)
+        why = first_line(error)
         if not folder.is_dir():
             raise ModelLoadError(
                 f"there is no folder {name}, and it cannot be downloaded from the Hub: {why}"
@@ -67,21 +75,34 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
         raise ModelLoadError(f"{name}: its configuration cannot be read: {why}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model of transformers")
+    return config
+
+
+def load_model(name: str | Path, settings: EngineSettings) -> Any:
+    """A causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError, and ValueError for an
+    absent device."""
+    device = pick_device(settings.device)
+    config = load_config(name)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=settings.dtype or "auto", output_loading_info=True
         )
     except OSError as error:
-        raise ModelLoadError(f"{name}: its weights cannot be read: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name}: its weights cannot be read: {first_line(error)}") from error
     except Exception as error:
-        raise ModelLoadError(f"{name} cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+    check_loaded(name, report)
+    return model.to(device)
+
+
+def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError if, by `report` of transformers, weights are missing or of another shape."""
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ModelLoadError(f"{name} lacks {len(missing)} of its weights: {shown}")
     if report.get("mismatched_keys"):
         raise ModelLoadError(f"{name}: {len(report['mismatched_keys'])} of its weights are not of the configured shape")
-    return model.to(device)
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
@@ -93,7 +114,7 @@ def load_tokenizer(name: str | Path) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:
-        raise ModelLoadError(f"{name}: its tokenizer cannot be read: {_first_line(error)}") from error
+        raise ModelLoadError(f"{name}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -104,5 +125,5 @@ def may_be_on_hub(name: str) -> bool:
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -15,9 +15,10 @@ from ragorder.kernels.engine.loading import pick_device
 from ragorder.kernels.engine.probe import observe, verify
 from ragorder.kernels.engine.support import check_model, longest_exact_length
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape
 
-__all__ = ["PatchedModel", "device_blocks"]
+__all__ = ["PatchedModel", "device_blocks", "wanted_tokens"]
 
 _CPU_PROMPTS = 4
 _CPU_SHARE = 0.25
@@ -31,22 +32,24 @@ _lock = Lock()
 
 class PatchedModel:
     """A model with the engine's attention until its last engine calls `restore`. `longest`: in tokens, or None.
+    `streamer`: of its layers' weights, if they stream; the model is on its device then.
 
     Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
     """
 
-    def __init__(self, model: Any, settings: EngineSettings) -> None:
+    def __init__(self, model: Any, settings: EngineSettings, streamer: LayerStreamer | None = None) -> None:
         check_model(model)
         self.model = model
         self.name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        if settings.device is not None:
+        # Streamed weights are made for a device and a dtype.
+        if settings.device is not None and streamer is None:
             model.to(pick_device(settings.device))
-        if settings.dtype is not None:
+        if settings.dtype is not None and streamer is None:
             model.to(getattr(torch, settings.dtype))
         self.device = pick_device(str(model.device))
         self.longest = self._longest(settings.max_model_len)
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self.forward = Forward(model)
+        self.forward = Forward(model, streamer)
         register()
         self._patch()
         try:
@@ -92,6 +95,11 @@ class PatchedModel:
         return wanted or exact
 
 
+def wanted_tokens(longest: int | None) -> int:
+    """KV beyond which more is hardly of use on a CPU: that of four longest prompts."""
+    return _CPU_PROMPTS * (longest or _CPU_TOKENS)
+
+
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
@@ -105,7 +113,7 @@ def device_blocks(
         room = f"{gpu_share:.0%} of the {free} free bytes of {device}"
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        wanted = shape.blocks_for(_CPU_PROMPTS * (longest or _CPU_TOKENS))
+        wanted = shape.blocks_for(wanted_tokens(longest))
         blocks = min(wanted, int(memory * _CPU_SHARE) // shape.block_bytes)
         room = f"{_CPU_SHARE:.0%} of the {memory} bytes of memory"
     if blocks < 1:

@@ -110,7 +110,7 @@ def profile_identity(model: PatchedModel, settings: EngineSettings, longest: int
         "longest_tokens": longest,
         "max_batch_tokens": settings.max_batch_tokens,
         "disk": None if settings.disk_path is None else str(settings.disk_path.absolute()),
-    }
+    } | ({} if settings.device_bytes is None else {"streamed": [settings.device_bytes, settings.host_bytes]})
 
 
 class _PrefillTimer:

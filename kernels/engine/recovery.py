@@ -9,12 +9,14 @@ from typing import Literal
 
 import torch
 
+from ragorder.kernels.offload.checkpoint import LayerReadError
+
 __all__ = ["DeviceLostError", "Fault", "describe", "fault_of"]
 
 Fault = Literal["memory", "device", "other"]
 """Too little memory for the step; a failed device; an error that would come again."""
 
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED")
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't start new thread")
 
 
 class DeviceLostError(RuntimeError):
@@ -32,5 +34,8 @@ def fault_of(error: Exception) -> Fault:
 
 def describe(error: BaseException, what: str) -> str:
     """`what` failed and where: the message of an error may quote a prompt, the place where it was raised does not."""
+    if isinstance(error, LayerReadError):
+        # It names a file.
+        return f"{what}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"

@@ -161,6 +161,11 @@ class Scheduler:
             # What helpers were to compute is computed in place.
             sequence.helpers.clear()
 
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of the next step."""
+        return self._step_tokens
+
     def shrink(self, tokens: int) -> bool:
         """Halve the next steps: the memory did not suffice for `tokens`. False if they cannot be smaller."""
         smaller = min(tokens, self._step_tokens) // 2

@@ -11,6 +11,7 @@ from operator import add
 from ragorder.kernels.cache import CacheStats, TierTokens
 from ragorder.kernels.engine.request import Completion
 from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.offload.stream import StreamStats
 
 __all__ = ["TBT_BOUNDS_S", "EngineCounters", "EngineStats"]
 
@@ -23,7 +24,8 @@ class EngineStats:
     """`finished` by finish reason; prompt, cached, fused and recomputed tokens are of requests with a first token;
     `retries` of requests after failed steps. `tbt_counts`: times between tokens by bucket, the last one above
     `TBT_BOUNDS_S`. `questions_kept` of warm-ups, `questions_used` by fused requests. Built in idle steps:
-    `idle_documents`, with `idle_tokens` computed; `idle_aborted`: ended for due work."""
+    `idle_documents`, with `idle_tokens` computed; `idle_aborted`: ended for due work. `stream`: of a model whose layers
+    stream."""
 
     cache: CacheStats
     running: int
@@ -49,6 +51,7 @@ class EngineStats:
     idle_documents: int
     idle_tokens: int
     idle_aborted: int
+    stream: StreamStats | None = None
 
 
 @dataclass(slots=True)
@@ -89,9 +92,13 @@ class EngineCounters:
     def end(self, completion: Completion) -> None:
         self.finished[completion.finish_reason] += 1
 
-    def snapshot(self, cache: CacheStats, running: int, waiting: int, preemptions: int) -> EngineStats:
+    def snapshot(
+        self, cache: CacheStats, running: int, waiting: int, preemptions: int, stream: StreamStats | None = None
+    ) -> EngineStats:
         counted = {each.name: getattr(self, each.name) for each in fields(self)} | {
             "finished": dict(self.finished),
             "tbt_counts": tuple(self.tbt_counts),
         }
-        return EngineStats(cache=cache, running=running, waiting=waiting, preemptions=preemptions, **counted)
+        return EngineStats(
+            cache=cache, running=running, waiting=waiting, preemptions=preemptions, stream=stream, **counted
+        )

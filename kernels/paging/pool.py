@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ragorder.kernels.paging.shape import KVShape
+from ragorder.kernels.paging.views import LayerViews
 
 __all__ = ["BlockPool", "OutOfBlocksError"]
 
@@ -36,13 +37,9 @@ class BlockPool:
         self.shape = shape
         self.blocks = blocks
         self.device = torch.device(device)
-        size = (blocks, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
-        try:
-            self.kv = torch.zeros(size, dtype=shape.dtype, device=self.device, pin_memory=pinned and blocks > 0)
-        except RuntimeError as error:
-            raise MemoryError(
-                f"{self.device} has no room for {blocks} blocks of {shape.block_bytes} bytes: give the pool fewer"
-            ) from error
+        self._pinned = pinned
+        self.kv = self._make(blocks)
+        self._views: LayerViews | None = None
         self._references = [0] * blocks
         # A stack: the last one is taken first.
         self._free = list(range(blocks - 1, -1, -1))
@@ -62,6 +59,13 @@ class BlockPool:
     @property
     def capacity_bytes(self) -> int:
         return self.blocks * self.shape.block_bytes
+
+    @property
+    def views(self) -> LayerViews:
+        """Void after `resize`."""
+        if self._views is None:
+            self._views = LayerViews.of(self.kv, self.shape)
+        return self._views
 
     def key_cache(self, layer: int) -> torch.Tensor:
         """One layer's view (blocks, block_size, kv_heads, head_dim)."""
@@ -114,3 +118,64 @@ class BlockPool:
 
     def copy(self, source: int, target: int) -> None:
         self.kv[target].copy_(self.kv[source])
+
+    def resize(self, blocks: int) -> dict[int, int]:
+        """Have so many blocks in all; returns the new numbers of the blocks in use that had to move.
+
+        Both memories are there for a moment, unless no block is in use. Raises OutOfBlocksError if more are in use, and
+        MemoryError, changing nothing; ValueError if `blocks` is negative.
+        """
+        if blocks < 0:
+            raise ValueError(f"blocks is {blocks}: give 0 or more")
+        used = [block for block, references in enumerate(self._references) if references]
+        if len(used) > blocks:
+            raise OutOfBlocksError(f"{len(used)} blocks are in use, and the pool is to have {blocks}")
+        moves = self._moves(used, blocks)
+        kv = self._make(blocks) if used else self._replaced(blocks)
+        for first, into, count in _runs(used, moves):
+            kv[into : into + count].copy_(self.kv[first : first + count])
+        references = [0] * blocks
+        for block in used:
+            references[moves.get(block, block)] = self._references[block]
+        self.kv, self._views, self.blocks = kv, None, blocks
+        self._references = references
+        self._free = [block for block in range(blocks - 1, -1, -1) if not references[block]]
+        return moves
+
+    def _moves(self, used: Sequence[int], blocks: int) -> dict[int, int]:
+        spare = (block for block in range(blocks) if block >= self.blocks or not self._references[block])
+        return {block: next(spare) for block in used if block >= blocks}
+
+    def _replaced(self, blocks: int) -> torch.Tensor:
+        before = self.blocks
+        self._views = None
+        self.kv = self.kv.new_empty(0)
+        try:
+            return self._make(blocks)
+        except MemoryError:
+            self.kv = self._make(before)
+            raise
+
+    def _make(self, blocks: int) -> torch.Tensor:
+        shape = self.shape
+        size = (blocks, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
+        try:
+            # Written by other threads, which are in no inference mode.
+            with torch.inference_mode(False):
+                return torch.zeros(size, dtype=shape.dtype, device=self.device, pin_memory=self._pinned and blocks > 0)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"{self.device} has no room for {blocks} blocks of {shape.block_bytes} bytes: give the pool fewer"
+            ) from error
+
+
+def _runs(used: Sequence[int], moves: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Blocks that are adjacent before and after, as (first before, first after, count)."""
+    begin = 0
+    for end in range(1, len(used) + 1):
+        count, first = end - begin, used[begin]
+        after = moves.get(first, first)
+        adjacent = end < len(used) and used[end] == first + count and moves.get(used[end], used[end]) == after + count
+        if not adjacent:
+            yield first, after, count
+            begin = end

@@ -19,7 +19,7 @@ class AwaitedNodes:
     """
 
     def __init__(self, room: int) -> None:
-        self._room = room
+        self._total = self._room = room
         self._requests: dict[Key, int] = {}
         self._sizes: dict[Key, int] = {}
 
@@ -28,6 +28,11 @@ class AwaitedNodes:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def resize(self, room: int) -> None:
+        """What is awaited already stays, beyond a smaller room too."""
+        self._room += room - self._total
+        self._total = room
 
     def add(self, path: Iterable[tuple[Key, int]]) -> tuple[Key, ...]:
         """The nodes (key, size) of a request, root first, as far as there is room. Remove what is returned, once."""

@@ -45,6 +45,7 @@ __all__ = [
     "build",
     "events_address",
     "given",
+    "in_options",
     "kv_events",
     "option",
     "options_from",
@@ -388,10 +389,16 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
         raise click.UsageError("; ".join(_in_options(each["loc"], each["msg"], model) for each in problems)) from None
 
 
-def _in_options(location: tuple[int | str, ...], message: str, model: type[Any]) -> str:
+def in_options(message: str, model: type[Any]) -> str:
+    """A message with options in the place of the model's fields."""
+
     def option_of(found: re.Match[str]) -> str:
         return spelling(found[0]) if found[0] in _fields_of(model) else found[0]
 
     # Fields of one word are ordinary words, too.
-    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message.removeprefix("Value error, "))
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message)
+
+
+def _in_options(location: tuple[int | str, ...], message: str, model: type[Any]) -> str:
+    message = in_options(message.removeprefix("Value error, "), model)
     return ": ".join([*(spelling(str(part)) for part in location[:1]), message])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ragorder.cli.options import ProfileSource, build, given, option, options_from, spelling, together
+from ragorder.cli.options import ProfileSource, build, given, in_options, option, options_from, spelling, together
 from ragorder.cli.output import log_shown
 from ragorder.kernels.engine_settings import EngineSettings
 
@@ -32,6 +32,7 @@ _RANDOM = "random"
 _NOWHERE = "http://embedded"
 
 _SETTINGS = (
+    "device_bytes",
     "device_tokens",
     "host_bytes",
     "disk_path",
@@ -150,6 +151,7 @@ def embedded(
 
 def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
     from ragorder.kernels.engine import TieredEngine
+    from ragorder.kernels.offload import BudgetError
 
     options = {"profile": "auto"} | given(options)
     model = options["model"]
@@ -161,6 +163,8 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
             return TieredEngine.load(model, build(EngineSettings, options))
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
+    except BudgetError as error:
+        raise click.ClickException(in_options(str(error), EngineSettings)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(f"--model {model}: {error}") from None
 

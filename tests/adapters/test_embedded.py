@@ -1541,6 +1541,31 @@ class TestServer:
         assert mine == [f"0100007F:{port:04X}"]
 
 
+class TestStreamedWeights:
+    def test_answers_are_those_of_the_whole_model(
+        self, model: Path, served: Served, launch: Callable[..., Served]
+    ) -> None:
+        from transformers import AutoConfig
+
+        from ragorder.kernels.offload import footprint
+
+        size = footprint(AutoConfig.from_pretrained(model), "float32")
+        # One of the two layers, with room to align it.
+        budget = size.outside + max(size.layers) + (1 << 15) + size.workspace(64) + 2048 * size.kv_token
+        sizes = ["--device-bytes", str(budget), "--host-bytes", "0", "--device-tokens", "2048", "--dtype", "float32"]
+        streamed = launch(*sizes)
+        texts = []
+        for each in (served, streamed):
+            with each.openai() as client:
+                answer = client.completions.create(
+                    model=each.model, prompt="the quick brown fox " * 9, max_tokens=20, temperature=0
+                )
+                texts.append(answer.choices[0].text)
+        assert texts[0] == texts[1] != ""
+        assert streamed.metric("ragorder_engine_streamed_bytes_total") > 0
+        assert streamed.stop() == ""
+
+
 class TestEnd:
     def test_streams_in_flight_may_end(self, launch: Callable[..., Served]) -> None:
         served = launch("--device-tokens", "4096")
@@ -1797,6 +1822,10 @@ class TestOptions:
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),
             (None, ["--host-bytes", "many"], "'many' is no size"),
+            (None, ["--device-bytes", "-6GiB"], "'-6GiB' is no size"),
+            (None, ["--device-bytes", "64KiB"], "bytes are missing: the weights outside the layers take"),
+            (None, ["--device-bytes", "64KiB"], "Give --device-bytes"),
+            (["--upstream", "http://x"], ["--device-bytes", "6GiB"], "--device-bytes requires --engine torch"),
             (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'forecast', 'gdsf', 'lfu', 'lru', 'pgdsf'"),
             (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
             (None, ["--device", "abacus"], "abacus"),

@@ -555,7 +555,7 @@ class TestWhatLeavesTheDevice:
         at.serve(A)
         (copy,) = at.cache._copies._transfers.waiting
         lease = at.cache.acquire([])
-        at.cache.extend(lease, 8 * BLOCK)
+        at.cache.extend(lease, 6 * BLOCK)
         assert not copy.done
         # Whoever needs the blocks waits for the copy that is under way, and makes no other.
         at.cache.extend(lease, 8 * BLOCK)
@@ -1072,6 +1072,70 @@ class TestADeviceThatFails:
         assert at.serve(E).total == 0
 
 
+class TestPoolsThatChange:
+    def test_a_smaller_one_lets_go_what_the_policy_evicts(self, engine: Made) -> None:
+        at = engine(policy="lru", host_blocks=8)
+        at.serve(A)
+        at.serve(B, E)
+        at.serve(A)
+        assert at.cache.pool.used_blocks == 5
+        at.cache.resize(device_blocks=3)
+        assert (at.cache.pool.blocks, at.cache.pool.used_blocks) == (3, 3)
+        assert at.serve(A) == (8, 0, 0)
+        at.cache.resize(device_blocks=9)
+        assert at.serve(B, E) == (0, 12, 0)
+        check_accounts(at.cache)
+
+    def test_blocks_in_use_stay_with_what_is_in_them(self, engine: Made) -> None:
+        at = engine(device_blocks=12)
+        first, second = Request([A, B], [1, 2, 3]), Request([E], [4])
+        for request in (first, second):
+            at.acquire(request)
+            at.schedule(request)
+            at.step()
+        before = [*second.lease.block_table]
+        at.release(first)
+        at.cache.resize(device_blocks=3)
+        assert sorted(second.lease.block_table) == [0, 1, 2] != before
+        at.check(second, len(second.tokens))
+        with pytest.raises(OutOfBlocksError, match="in use"):
+            at.cache.resize(device_blocks=2)
+        assert at.cache.pool.blocks == 3
+        at.check(second, len(second.tokens))
+        at.cache.resize(device_blocks=6)
+        second.tokens += range(1000, 1009)
+        at.schedule(second)
+        at.step()
+        check_accounts(at.cache)
+
+    def test_replicas_make_way_in_a_smaller_host(self, engine: Made) -> None:
+        at = engine(host_blocks=8, replicate_nodes=2)
+        for _ in range(3):
+            at.serve(A)
+        at.cache.poll()
+        at.cache._tiers.drain()
+        assert at.cache._host.pool.used_blocks == 2
+        at.cache.resize(host_blocks=1)
+        assert at.cache._host.pool.used_blocks == 0
+        assert at.serve(A) == (8, 0, 0)
+        check_accounts(at.cache)
+
+    def test_replaced_the_device_is_empty_and_the_host_has_what_it_held(self, engine: Made) -> None:
+        at = engine(host_blocks=8)
+        at.serve(A, B)
+        at.cache.replace_device(5)
+        assert (at.cache.pool.blocks, at.cache.pool.used_blocks) == (5, 0)
+        assert at.serve(A, B) == (0, 11, 0)
+        lease = at.acquire(Request([A]))
+        with pytest.raises(ValueError, match="leases hold blocks"):
+            at.cache.replace_device(4)
+        at.cache.release(lease)
+
+    def test_no_device_is_refused(self, engine: Made) -> None:
+        with pytest.raises(ValueError, match="give 1 or more"):
+            engine().cache.resize(device_blocks=0)
+
+
 class TestInTheBackground:
     def test_a_lease_without_room_leaves_the_device_as_it_is(self, engine: Made) -> None:
         at = engine(device_blocks=8)
@@ -1416,6 +1480,24 @@ class Machine(RuleBasedStateMachine):
         self.cache.pool.kv.fill_(float("nan"))
         self.cache.forget_device()
         assert not self.cache.pool.used_blocks
+
+    @rule(device=st.integers(1, 20), host=st.none() | st.integers(0, 20))
+    def resize(self, device: int, host: int | None) -> None:
+        held = [SHAPE.blocks_for(len(request.tokens)) for request in self.requests if request.lease is not None]
+        device = max([device, *held])
+        before = self.cache.pool.blocks
+        try:
+            self.cache.resize(device_blocks=device)
+        except OutOfBlocksError:
+            assert self.cache._leases, "nothing is in use, and the pool cannot be smaller"
+            device = before
+        assert self.cache.pool.blocks == device
+        if host is not None:
+            self.cache.resize(host_blocks=host)
+            assert self.cache._host.pool.blocks == host
+        for request in self.idle():
+            if request.lease.ready:
+                self.engine.check(request, request.computed or request.lease.cached_tokens)
 
     @rule()
     def restart(self) -> None:

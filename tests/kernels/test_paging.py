@@ -367,3 +367,59 @@ class TestStreamsInOrder:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="take cuda or cpu"):
         make_transfers("mps")
+
+
+class TestResize:
+    @given(st.data())
+    def test_blocks_in_use_keep_contents_and_references(self, data: st.DataObject) -> None:
+        pool = filled(data.draw(st.integers(1, 12)))
+        held = data.draw(st.lists(st.integers(0, pool.blocks - 1), unique=True))
+        pool.allocate(pool.blocks)
+        pool.release([block for block in range(pool.blocks) if block not in held])
+        twice = held[: len(held) // 2]
+        pool.retain(twice)
+        contents = {block: pool.kv[block].clone() for block in held}
+        blocks = data.draw(st.integers(0, 16))
+        if blocks < len(held):
+            with pytest.raises(OutOfBlocksError, match="in use"):
+                pool.resize(blocks)
+            assert all(torch.equal(pool.kv[block], contents[block]) for block in held)
+            return
+        moves = pool.resize(blocks)
+        assert set(moves) == {block for block in held if block >= blocks}
+        now = {block: moves.get(block, block) for block in held}
+        assert len(set(now.values())) == len(held) == pool.used_blocks
+        assert (pool.blocks, len(pool.kv)) == (blocks, blocks)
+        for block, there in now.items():
+            assert torch.equal(pool.kv[there], contents[block])
+            assert pool.references(there) == 1 + (block in twice)
+        assert sorted([*pool.allocate(pool.free_blocks), *now.values()]) == list(range(blocks))
+
+    def test_views_are_those_of_the_new_memory(self) -> None:
+        pool = filled(4)
+        old = pool.views
+        pool.allocate(2)
+        pool.resize(9)
+        assert pool.views is not old
+        assert [len(cache) for cache in pool.views.key_caches] == [9] * SHAPE.layers
+        pool.kv[1, 2, 0, 3] = 7
+        assert (pool.views.key_caches[2][1, 3] == 7).all()
+        assert (pool.views.key_rows[2][1 * 2 * SHAPE.layers * SHAPE.block_size + 3] == 7).all()
+
+    def test_without_memory_nothing_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = filled(4)
+        taken = pool.allocate(2)
+        before = pool.kv[taken].clone()
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        monkeypatch.setattr(torch, "zeros", full)
+        with pytest.raises(MemoryError, match="no room for 3 blocks"):
+            pool.resize(3)
+        assert (pool.blocks, pool.used_blocks) == (4, 2)
+        assert torch.equal(pool.kv[taken], before)
+
+    def test_a_negative_size_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="give 0 or more"):
+            filled(2).resize(-1)

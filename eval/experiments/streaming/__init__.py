@@ -1,0 +1,1 @@
+"""Streamed weights on a throttled source: suite doll-streaming."""

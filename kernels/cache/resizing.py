@@ -1,0 +1,66 @@
+"""Pools that shrink and grow between steps (RAGDoll 4.2: KV by share of device and host)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ragorder.kernels.cache.hierarchy import Hierarchy
+from ragorder.kernels.cache.lease import KVLease
+from ragorder.kernels.cache.replicas import Replicas
+from ragorder.kernels.paging import OutOfBlocksError
+
+__all__ = ["PoolSizes"]
+
+
+class PoolSizes:
+    """Numbers of blocks of the pools of a cache. What a smaller pool cannot hold leaves it by the policy, as when room
+    is needed; nodes and leases keep their KV, in blocks that may have other numbers."""
+
+    def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:
+        self._tiers = tiers
+        self._replicas = replicas
+        self._leases = leases
+
+    def resize_device(self, blocks: int) -> None:
+        """Raises OutOfBlocksError if leases use more, MemoryError, both without a smaller pool."""
+        tiers = self._tiers
+        pool = tiers.device.pool
+        # Loads and copies hold blocks by their numbers.
+        tiers.drain()
+        if blocks < pool.blocks:
+            tiers.make_room(pool.blocks - blocks)
+            tiers.drain()
+        moves = pool.resize(blocks)
+        if moves:
+            for node in tiers.nodes.values():
+                if node.device is not None:
+                    node.device.blocks = [moves.get(block, block) for block in node.device.blocks]
+            for lease in self._leases.values():
+                lease.block_table = [moves.get(block, block) for block in lease.block_table]
+
+    def replace_device(self, blocks: int) -> None:
+        """The same without leases: all nodes move down a tier, and the old pool is gone before the new one is made.
+        Raises ValueError if there are leases, MemoryError."""
+        if self._leases:
+            raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
+        self._tiers.compact(())
+        self._tiers.drain()
+        self._tiers.device.pool.resize(blocks)
+
+    def resize_host(self, blocks: int) -> None:
+        """Raises OutOfBlocksError if loads hold more, MemoryError, both without a smaller pool."""
+        tiers = self._tiers
+        pool = tiers.host.pool
+        tiers.drain()
+        if blocks < pool.blocks:
+            self._replicas.let_go()
+            if not tiers.make_host_room(pool.blocks - blocks):
+                raise OutOfBlocksError(f"{pool.used_blocks} blocks of the host are in use, and {blocks} are to be left")
+            tiers.drain()
+        moves = pool.resize(blocks)
+        self._replicas.resize(blocks)
+        tiers.awaited.resize(blocks * pool.shape.block_size // 2)
+        if moves:
+            for node in tiers.nodes.values():
+                if node.host is not None:
+                    node.host.blocks = [moves.get(block, block) for block in node.host.blocks]

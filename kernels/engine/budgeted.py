@@ -1,0 +1,240 @@
+"""Engine within memory budgets: its plan, its layers placed by it, and memory given back under pressure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.kernels.cache import KnowledgeCache
+from ragorder.kernels.engine.model import PatchedModel, wanted_tokens
+from ragorder.kernels.engine.recovery import fault_of
+from ragorder.kernels.engine.scheduler import Scheduler
+from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine.support import longest_exact_length
+from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.offload.budget import MemoryNeeds, MemoryPlan, plan_memory
+from ragorder.kernels.offload.checkpoint import LayerReadError
+from ragorder.kernels.offload.footprint import Footprint
+from ragorder.kernels.offload.residency import Place, Residency
+from ragorder.kernels.offload.stream import LayerStreamer
+from ragorder.kernels.paging import KVShape, OutOfBlocksError
+
+__all__ = ["Relief", "StreamedMemory", "StreamedModel", "plan_streamed"]
+
+_logger = logging.getLogger("ragorder.kernels.engine")
+
+# While there is more to give back than the size of a step, steps stay at least as large.
+_LEAST_STEP = 64
+# Steps without a shortage of memory before a part of what was given back is taken again.
+_STEPS_TO_GROW = 256
+# Pinned buffers through which layers pass from the disk to a GPU.
+_STAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedModel:
+    """A model whose decoder layers have no weights but those that `streamer` gives them. `weights`: all of them."""
+
+    model: Any
+    streamer: LayerStreamer
+    weights: Footprint
+
+
+def plan_streamed(
+    model: Any, settings: EngineSettings, weights: Footprint, shape: KVShape | None = None, slot: int = 0
+) -> MemoryPlan:
+    """The plan for a model (which may be on the meta device) within `device_bytes` and `host_bytes`. `shape` of its KV
+    and bytes of a `slot`, once known. Raises BudgetError."""
+    assert settings.device_bytes is not None
+    gpu = str(settings.device or "").startswith("cuda")
+    layers = [max(slot, each) for each in weights.layers]
+    block = settings.block_size * weights.kv_token if shape is None else shape.block_bytes
+    longest = settings.max_model_len or longest_exact_length(model)
+    return plan_memory(
+        settings.device_bytes,
+        settings.host_bytes,
+        MemoryNeeds(
+            outside=weights.outside,
+            layers=layers,
+            block=block,
+            block_tokens=settings.block_size,
+            workspace=lambda tokens: weights.workspace(tokens, settings.max_requests),
+            staging=_STAGES * max(layers) if gpu else 0,
+        ),
+        longest=longest,
+        device_tokens=settings.device_tokens,
+        wanted_tokens=None if gpu else wanted_tokens(longest),
+        max_batch_tokens=settings.max_batch_tokens,
+    )
+
+
+class StreamedMemory:
+    """The memory of an engine whose layers stream: `plan`, and the settings that follow from it. Raises BudgetError."""
+
+    def __init__(self, model: PatchedModel, streamed: StreamedModel, settings: EngineSettings) -> None:
+        self.streamer = streamer = streamed.streamer
+        self.weights = streamed.weights
+        on_device = settings.model_copy(update={"device": str(model.device)})
+        self.plan = plan_streamed(model.model, on_device, self.weights, model.shape, streamer.store.slot_bytes)
+        self.settings = settings.model_copy(
+            update={
+                "device_tokens": self.plan.blocks * settings.block_size,
+                "host_bytes": self.plan.host_kv_bytes,
+                "max_batch_tokens": self.plan.step_tokens,
+            }
+        )
+
+    def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
+        """`make(blocks, host bytes)` with as much of the planned pools as there is memory for. Raises MemoryError."""
+        blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
+        while True:
+            try:
+                return make(blocks, host_bytes)
+            except (MemoryError, RuntimeError) as error:
+                if fault_of(error) != "memory":
+                    raise
+                if self.streamer.shed():
+                    _logger.warning("no memory for %d KV blocks beside the planned layers: some go out", blocks)
+                elif blocks == 1:
+                    raise
+                else:
+                    _logger.warning("there is no memory for %d KV blocks: half as many are made", blocks)
+                    blocks, host_bytes = (blocks + 1) // 2, host_bytes // 2
+
+    def place_layers(self) -> None:
+        """As planned, as far as there is memory. Raises LayerReadError."""
+        plan, streamer = self.plan, self.streamer
+        layers = len(streamer.store)
+        if plan.streams:
+            streamer.resize(plan.slots)
+        reached = streamer.move(Residency.spread(layers, plan.device_layers, plan.host_layers))
+        if reached.count(Place.DEVICE) < plan.device_layers:
+            _logger.warning(
+                "there is memory for %d of the %d layers that the budget has room for: the others stream",
+                reached.count(Place.DEVICE),
+                plan.device_layers,
+            )
+        elif plan.streams:
+            streamer.room = self._room
+
+    def _room(self, tokens: int) -> int:
+        # What a small step leaves of the workspace of the largest one holds layers ahead (RAGDoll 4.3).
+        most, rows = self.plan.step_tokens, self.settings.max_requests
+        spare = self.weights.workspace(most, rows) - self.weights.workspace(min(tokens, most), rows)
+        return self.plan.slots * self.streamer.store.slot_bytes + spare
+
+
+class Relief:
+    """Memory given back between steps, what costs least first (RAGDoll 4.2): smaller steps, then KV that moves down a
+    tier and a smaller pool, then layers. Without a streamer only steps become smaller. After many steps without a
+    shortage pool and layers come back."""
+
+    def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._streamer = streamer
+        # As planned.
+        self._blocks = cache.pool.blocks
+        self._residency = None if streamer is None else streamer.residency
+        self._calm = 0
+
+    def give(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
+        """After a step of `tokens` tokens; the pool keeps room for each of the `unfinished` requests. `failed`: the
+        step did, so its blocks are of no use. False if nothing is left to give back."""
+        self._calm = 0
+        if failed:
+            self._scheduler.requeue()
+        if self._streamer is None:
+            return self._scheduler.shrink(tokens)
+        if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
+            return True
+        return self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
+
+    def hold(self, tokens: int) -> bool:
+        """Have a pool that holds a request of so many tokens, as large as planned at most; False without the memory."""
+        blocks = self._cache.shape.blocks_for(tokens)
+        while self._cache.pool.blocks < min(blocks, self._blocks):
+            try:
+                self._cache.resize(device_blocks=min(blocks, self._blocks))
+            except MemoryError:
+                if self._streamer is None or not self._streamer.shed():
+                    return False
+        return True
+
+    def step_succeeded(self) -> bool:
+        """Whether pool or layers have come back by a part."""
+        if self._streamer is None or self._residency is None:
+            return False
+        self._calm += 1
+        if self._calm < _STEPS_TO_GROW:
+            return False
+        self._calm = 0
+        pool = self._cache.pool
+        try:
+            if pool.blocks >= self._blocks:
+                return self._streamer.regain(self._residency)
+            self._cache.resize(device_blocks=min(2 * pool.blocks, self._blocks))
+        except (MemoryError, LayerReadError):
+            # Nothing needs it now.
+            return False
+        return True
+
+    def make_blocks(self) -> bool:
+        """Have layers go out, and a larger pool in their place: there were too few blocks for the only request that
+        runs. False if there are none, or no memory."""
+        if self._streamer is None:
+            return False
+        before = self._streamer.held_bytes
+        if not self._streamer.shed():
+            return False
+        more = (before - self._streamer.held_bytes) // self._cache.shape.block_bytes
+        try:
+            self._cache.resize(device_blocks=self._cache.pool.blocks + more)
+        except MemoryError:
+            return False
+        return True
+
+    def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
+        """Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
+        shape, needed = self._cache.shape, _needed_tokens(unfinished)
+        blocks = None if device_tokens is None else device_tokens // shape.block_size
+        if blocks is not None and blocks < shape.blocks_for(needed):
+            raise OutOfBlocksError(f"device_tokens is {device_tokens}, and a request needs {needed}: wait for its end")
+        self._forget_tables()
+        self._cache.resize(
+            device_blocks=blocks, host_blocks=None if host_bytes is None else host_bytes // shape.block_bytes
+        )
+        self._blocks = self._cache.pool.blocks
+
+    def _shrink_pool(self, unfinished: Collection[Sequence]) -> bool:
+        pool = self._cache.pool
+        blocks = max(1, self._cache.shape.blocks_for(_needed_tokens(unfinished)), pool.blocks // 2)
+        if blocks >= pool.blocks:
+            return False
+        _logger.warning("memory is short: the KV pool shrinks from %d blocks to %d", pool.blocks, blocks)
+        self._forget_tables()
+        try:
+            self._cache.resize(device_blocks=blocks)
+        except (OutOfBlocksError, MemoryError):
+            # Requests wait for their turn again, and find on other tiers what is cached.
+            self._scheduler.requeue()
+            try:
+                self._cache.replace_device(blocks)
+            except MemoryError:
+                return False
+        return True
+
+    def _forget_tables(self) -> None:
+        """Have no copies of block tables, whose numbers a pool of another size changes."""
+        turns = self._scheduler.with_turns
+        if any(sequence.selecting is not None for sequence in turns):
+            self._scheduler.requeue()
+        for sequence in turns:
+            sequence.forget_table()
+
+
+def _needed_tokens(unfinished: Collection[Sequence]) -> int:
+    """Of the longest request and its answer."""
+    return max((each.prompt_tokens + each.request.sampling.max_tokens for each in unfinished), default=1)

@@ -1,0 +1,33 @@
+"""Weights that stream: the decoder layers of a model over device, host and disk (RAGDoll 4.2, 4.3)."""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    message = f"streamed weights need {error.name}: pip install 'ragorder[torch]'"
+    raise ImportError(message, name=error.name) from error
+
+from ragorder.kernels.offload.budget import BudgetError, MemoryPlan, plan_memory
+from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
+from ragorder.kernels.offload.footprint import Footprint, footprint
+from ragorder.kernels.offload.residency import Place, Residency
+from ragorder.kernels.offload.store import LayerStore
+from ragorder.kernels.offload.stream import LayerStreamer, StreamStats
+
+__all__ = [
+    "BudgetError",
+    "Checkpoint",
+    "CheckpointError",
+    "Footprint",
+    "LayerReadError",
+    "LayerStore",
+    "LayerStreamer",
+    "MemoryPlan",
+    "Place",
+    "Residency",
+    "StreamStats",
+    "footprint",
+    "plan_memory",
+]

@@ -1,0 +1,137 @@
+"""Plan of a memory budget: what of it goes to weights, KV and workspace (RAGDoll Equations 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["BudgetError", "MemoryNeeds", "MemoryPlan", "format_bytes", "plan_memory"]
+
+# Tokens of a request that any budget must have room for, and of the smallest step that is planned.
+_REQUEST_TOKENS = 2048
+_LEAST_STEP = 64
+# Of what is left beside the workspace, at least for KV while weights stream.
+_KV_SHARE = 0.25
+# Of the budget, for the workspace of the largest step while weights stream: a larger step costs layers in each step.
+_WORKSPACE_SHARE = 0.125
+# Slots of the ring in the largest step: one layer is computed, the next is ready, one more is read.
+_SLOTS = 3
+# Of the host budget, for layers if not all fit: they are read in every step, KV only where documents come again.
+_HOST_LAYERS_SHARE = 0.75
+
+
+class BudgetError(ValueError):
+    """A budget below one layer and one request; the message says what is missing, in bytes, and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes that a model needs: `outside` its layers, each of `layers` in a buffer, a KV `block` of `block_tokens`
+    tokens, `workspace` of a step by its tokens, and `staging` in pinned host memory once layers stream."""
+
+    outside: int
+    layers: Sequence[int]
+    block: int
+    block_tokens: int
+    workspace: Callable[[int], int]
+    staging: int = 0
+
+    @property
+    def slot(self) -> int:
+        return max(self.layers)
+
+    def kv(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens) * self.block
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Tokens of the largest step, KV blocks on the device, layers that stay there, slots of the ring for the others,
+    layers in host memory, and the bytes of it that are left for KV. `device_bytes`: used at most."""
+
+    step_tokens: int
+    blocks: int
+    device_layers: int
+    slots: int
+    host_layers: int
+    host_kv_bytes: int
+    device_bytes: int
+
+    @property
+    def streams(self) -> bool:
+        return self.slots > 0
+
+
+def plan_memory(
+    device_bytes: int,
+    host_bytes: int,
+    needs: MemoryNeeds,
+    *,
+    longest: int | None,
+    device_tokens: int | None = None,
+    wanted_tokens: int | None = None,
+    max_batch_tokens: int = 8192,
+) -> MemoryPlan:
+    """The plan within the budgets: the whole model, if it fits beside the workspace and one request; else a ring, and
+    as many layers that stay as fit beside it. `longest`: tokens of a request; `device_tokens`: exactly so much KV;
+    `wanted_tokens`: no more KV than that is of use. Raises BudgetError."""
+    request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
+    least_kv, least_step = needs.kv(request), min(_LEAST_STEP, max_batch_tokens)
+    least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
+    if device_bytes < least:
+        raise BudgetError(
+            f"device_bytes is {device_bytes}, and {least - device_bytes} bytes are missing: the weights outside the "
+            f"layers take {needs.outside} bytes, one layer {needs.slot}, a step of {least_step} tokens "
+            f"{needs.workspace(least_step)}, the KV of one request of {request} tokens {least_kv}. Give device_bytes "
+            f"{format_bytes(least)} or more, or a smaller device_tokens or max_model_len"
+        )
+    step = max_batch_tokens
+    whole = needs.outside + sum(needs.layers) + least_kv
+    if device_bytes >= whole + needs.workspace(least_step):
+        while step > least_step and whole + needs.workspace(step) > device_bytes:
+            step //= 2
+        left = device_bytes - whole + least_kv - needs.workspace(step)
+        blocks = _blocks(needs, left, least_kv, device_tokens, wanted_tokens)
+        used = whole - least_kv + blocks * needs.block + needs.workspace(step)
+        return MemoryPlan(step, blocks, len(needs.layers), 0, 0, host_bytes, used)
+    beside = needs.outside + needs.slot + least_kv
+    while step > least_step and (
+        needs.workspace(step) > _WORKSPACE_SHARE * device_bytes or beside + needs.workspace(step) > device_bytes
+    ):
+        step = max(least_step, step // 2)
+    left = device_bytes - needs.outside - needs.workspace(step)
+    kv = max(least_kv, min(int(left * _KV_SHARE), left - needs.slot))
+    blocks = _blocks(needs, kv, least_kv, device_tokens, wanted_tokens)
+    fitting = min((left - blocks * needs.block) // needs.slot, len(needs.layers))
+    slots = min(fitting, _SLOTS)
+    staying = min(fitting - slots, len(needs.layers) - slots)
+    used = needs.outside + needs.workspace(step) + blocks * needs.block + (slots + staying) * needs.slot
+    in_host, kv_bytes = _host(host_bytes - needs.staging, needs, len(needs.layers) - staying)
+    return MemoryPlan(step, blocks, staying, slots, in_host, kv_bytes, used)
+
+
+def _blocks(needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | None, wanted_tokens: int | None) -> int:
+    if device_tokens is not None:
+        return max(1, device_tokens // needs.block_tokens)
+    most = nbytes // needs.block
+    if wanted_tokens is not None:
+        most = min(most, -(-wanted_tokens // needs.block_tokens))
+    return max(most, least // needs.block)
+
+
+def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
+    """Layers in the host, and bytes for KV there."""
+    if nbytes <= 0:
+        return 0, 0
+    if streamed * needs.slot <= nbytes:
+        return streamed, nbytes - streamed * needs.slot
+    layers = min(streamed, int(nbytes * _HOST_LAYERS_SHARE) // needs.slot)
+    return layers, nbytes - layers * needs.slot
+
+
+def format_bytes(nbytes: int) -> str:
+    """Rounded up, so that the size as text suffices: 6GiB, 850MiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= 4 * size:
+            return f"{-(-nbytes // size)}{unit}"
+    return str(nbytes)

@@ -1,0 +1,102 @@
+"""Feeder: brings layers into buffers on the device, from host memory or from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from ragorder.kernels.offload.buffers import allocate
+from ragorder.kernels.offload.store import LayerStore
+
+__all__ = ["Feeder"]
+
+_READERS = 2
+# Pinned host memory through which layers pass from the disk to a GPU: one is read while the other is copied.
+_STAGES = 2
+
+
+def _never() -> bool:
+    return False
+
+
+class Feeder:
+    """Threads that read chunks of a layer side by side, and for a GPU a stream that copies it there. `bytes`: read from
+    the checkpoint so far. One thread calls `fill`."""
+
+    def __init__(self, store: LayerStore, device: torch.device, readers: int = _READERS) -> None:
+        self.bytes = 0
+        self._store = store
+        self._device = device
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ragorder-layer-reader") if readers > 1 else None
+        self._gpu = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._gpu else None
+        stages = [_Stage(store.slot_bytes) for _ in range(_STAGES)] if self._gpu else []
+        self._stages = cycle(stages)
+
+    def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = _never) -> None:
+        """Into host memory. Raises LayerReadError; gives up once `stale()`."""
+
+        def read(chunk: Any) -> int:
+            return 0 if stale() else self._store.read(chunk, into)
+
+        chunks = self._store.chunks(layer)
+        if self._readers is None:
+            self.bytes += sum(map(read, chunks))
+            return
+        reads = [self._readers.submit(read, chunk) for chunk in chunks]
+        # All of them: after an error, too, nothing may write into the buffer any more.
+        wait(reads)
+        self.bytes += sum(each.result() for each in reads)
+
+    def fill(
+        self,
+        layer: int,
+        into: torch.Tensor,
+        host: torch.Tensor | None,
+        fence: Any = None,
+        stale: Callable[[], bool] = _never,
+    ) -> Any:
+        """Have a layer in `into`, from its copy in `host` or else from the disk, once `fence` has ended; returns the
+        fence behind which it is there. Raises LayerReadError."""
+        size = self._store.nbytes(layer)
+        if not self._gpu:
+            if host is None:
+                self.read(layer, into, stale)
+            else:
+                into[:size].copy_(host[:size])
+            return None
+        stage = None
+        if host is None:
+            stage = next(self._stages)
+            stage.wait()
+            self.read(layer, stage.bytes, stale)
+            host = stage.bytes
+        with torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            into[:size].copy_(host[:size], non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+        if stage is not None:
+            stage.copied = copied
+        return copied
+
+    def close(self) -> None:
+        if self._readers is not None:
+            self._readers.shutdown()
+        if self._gpu:
+            self._stream.synchronize()
+
+
+class _Stage:
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = allocate(nbytes, torch.device("cpu"), pinned=True)
+        self.copied: Any = None
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()

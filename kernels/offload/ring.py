@@ -1,0 +1,217 @@
+"""Ring of buffers that a thread fills with the layers of the steps to come (RAGDoll 4.3, Figure 2b)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ragorder.kernels.offload.buffers import LayerBuffer
+
+__all__ = ["LayerRing", "Slot"]
+
+
+class Slot:
+    """A buffer of the ring. `layer`: the one that it holds or is being filled with; `fence`: what must have ended on
+    the device before it is read or written again."""
+
+    __slots__ = ("abandoned", "buffer", "error", "fence", "filled", "layer")
+
+    def __init__(self, buffer: LayerBuffer) -> None:
+        self.buffer = buffer
+        self.layer = -1
+        self.filled = self.abandoned = False
+        self.error: Exception | None = None
+        self.fence: Any = None
+
+
+class LayerRing:
+    """Layers in the order of their use, read ahead as far as there are slots.
+
+    The order has no end: behind the last layer comes the first one, of the next step. A layer that is taken out of turn
+    (a forward that ended early, or began anew) drops what is ahead of it. `fill(slot, stale)` brings `slot.layer` on
+    the ring's thread, and may give up once `stale()`. One thread makes all calls.
+
+        ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])
+        ring.order(range(24))
+        slot = ring.take(0)
+        ring.give_back(slot)
+    """
+
+    def __init__(self, fill: Callable[[Slot, Callable[[], bool]], None], buffers: Sequence[LayerBuffer]) -> None:
+        self.hits = self.waits = 0
+        self.waits_s = 0.0
+        self._fill = fill
+        # A slot is free, in the queue, or abandoned while it is being filled.
+        self._free = [Slot(buffer) for buffer in buffers]
+        self._slots = len(self._free)
+        self._queue: deque[Slot] = deque()
+        # Those of them to be filled; the first one is under way.
+        self._jobs: deque[Slot] = deque()
+        self._layers: tuple[int, ...] = ()
+        # The number of the next layer to read, in the endless order.
+        self._place = 0
+        # Slots to be let go of once they are free.
+        self._surplus = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="ragorder-layers", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return self._slots
+
+    @property
+    def ahead(self) -> list[int]:
+        """Layers that are there or on their way, in the order of their use."""
+        with self._changed:
+            return [slot.layer for slot in self._queue]
+
+    def order(self, layers: Sequence[int]) -> None:
+        """Read these from now on, over and over. What is ahead is dropped, and no longer filled on return."""
+        with self._changed:
+            self._drop_all()
+            while any(slot.abandoned for slot in self._jobs):
+                self._changed.wait()
+            self._layers = tuple(layers)
+            self._place = 0
+            self._top_up()
+
+    def take(self, layer: int) -> Slot:
+        """The slot with this layer, waited for. Raises what `fill` has raised; ValueError for a layer not in order."""
+        with self._changed:
+            slot, waited = self._await(layer)
+            if slot.error is not None and not waited:
+                # It was read ahead, maybe long ago: the fault may be over.
+                self._drop_all()
+                slot, _ = self._await(layer)
+            if slot.error is not None:
+                error = slot.error
+                self._drop_all()
+                raise error
+            return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The slot may be filled again, behind its `fence`."""
+        with self._changed:
+            if self._queue and self._queue[0] is slot:
+                self._release(self._queue.popleft())
+                self._top_up()
+
+    def grow(self, buffer: LayerBuffer) -> None:
+        with self._changed:
+            self._slots += 1
+            self._free.append(Slot(buffer))
+            self._top_up()
+
+    def shrink(self, slots: int) -> None:
+        """Let slots go, those read furthest ahead if none is free, until `slots` are left. None may be taken."""
+        with self._changed:
+            self._surplus = max(0, self._slots - slots)
+            while self._surplus and self._free:
+                self._free.pop()
+                self._let_go()
+            while self._surplus > sum(slot.abandoned for slot in self._jobs) and self._queue:
+                self._place -= 1
+                self._drop(self._queue.pop())
+            while self._surplus:
+                self._changed.wait()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._drop_all()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _await(self, layer: int) -> tuple[Slot, bool]:
+        """The slot, filled, and whether that took time."""
+        slot = self._seek(layer)
+        if slot.filled:
+            self.hits += 1
+            return slot, False
+        before_s = time.perf_counter()
+        while not slot.filled:
+            self._changed.wait()
+        self.waits += 1
+        self.waits_s += time.perf_counter() - before_s
+        return slot, True
+
+    def _seek(self, layer: int) -> Slot:
+        if layer not in self._layers:
+            raise ValueError(f"layer {layer} is not streamed")
+        if not self._slots:
+            raise MemoryError("there is no buffer for streamed layers")
+        if any(slot.layer == layer for slot in self._queue):
+            while self._queue[0].layer != layer:
+                self._drop(self._queue.popleft())
+        else:
+            self._drop_all()
+            self._place = self._layers.index(layer)
+        self._top_up()
+        while not self._queue:
+            # The only buffer is still being filled with what is of no use.
+            self._changed.wait()
+            self._top_up()
+        return self._queue[0]
+
+    def _top_up(self) -> None:
+        while self._free and len(self._queue) < len(self._layers) and not self._closed:
+            slot = self._free.pop()
+            slot.layer = self._layers[self._place % len(self._layers)]
+            slot.filled = slot.abandoned = False
+            slot.error = None
+            self._place += 1
+            self._queue.append(slot)
+            self._jobs.append(slot)
+            self._changed.notify_all()
+
+    def _drop_all(self) -> None:
+        while self._queue:
+            self._drop(self._queue.popleft())
+
+    def _drop(self, slot: Slot) -> None:
+        if slot not in self._jobs:
+            self._release(slot)
+        elif slot is self._jobs[0]:
+            # It may be under way: the thread releases it.
+            slot.abandoned = True
+        else:
+            self._jobs.remove(slot)
+            self._release(slot)
+
+    def _release(self, slot: Slot) -> None:
+        slot.layer = -1
+        if self._surplus:
+            self._let_go()
+        else:
+            self._free.append(slot)
+        self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        self._surplus -= 1
+        self._slots -= 1
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                slot = self._jobs[0]
+            try:
+                if not slot.abandoned:
+                    self._fill(slot, lambda slot=slot: slot.abandoned)  # type: ignore[misc]
+            except Exception as error:
+                slot.error = error
+            with self._changed:
+                self._jobs.popleft()
+                slot.filled = True
+                if slot.abandoned:
+                    self._release(slot)
+                self._changed.notify_all()
+            # It must not keep a buffer alive that was let go of.
+            del slot

@@ -1,0 +1,146 @@
+"""Decoder layers of a checkpoint, read into buffers; never written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from ragorder.kernels.offload.checkpoint import Checkpoint, LayerReadError, TensorEntry
+from ragorder.kernels.offload.layout import CheckpointMap, LayerLayout, Parameter, Piece
+
+__all__ = ["LayerStore", "Source", "StoredParameter"]
+
+# A read that threads share, and after which an abandoned layer is given up.
+_CHUNK = 8 << 20
+
+
+class Source(Protocol):
+    """The bytes of a checkpoint's tensors."""
+
+    def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
+        """From byte `start` of the tensor on. Any thread may call. Raises LayerReadError."""
+
+
+class LayerStore:
+    """The layers of a model, each as one buffer of `nbytes(layer)` bytes.
+
+        store = LayerStore(checkpoint, layouts)
+        buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
+        for chunk in store.chunks(3):
+            store.read(chunk, buffer)
+
+    `source`: another reader of the same checkpoint, such as a throttled one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layouts: Sequence[LayerLayout], source: Source | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.layouts = tuple(layouts)
+        self._source = source or checkpoint
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None) -> LayerStore:
+        """The layers of a model whose parameters have their final dtypes."""
+        layouts = [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)]
+        return cls(checkpoint, layouts, source)
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def slot_bytes(self) -> int:
+        """A buffer that holds any of the layers."""
+        return max(layout.nbytes for layout in self.layouts)
+
+    def nbytes(self, layer: int) -> int:
+        return self.layouts[layer].nbytes
+
+    def stored_bytes(self, layer: int) -> int:
+        """Bytes that one read of the layer takes from the checkpoint."""
+        pieces = (piece for parameter in self.layouts[layer].parameters for piece in parameter.pieces)
+        return sum(piece.entry.length for piece in pieces)
+
+    def chunks(self, layer: int) -> list[_Chunk]:
+        """Reads that make up a layer, in the order of its buffer; threads may share them."""
+        return [
+            _Chunk(layer, parameter, piece, start, min(_CHUNK, piece.entry.length - start))
+            for parameter in self.layouts[layer].parameters
+            for piece in parameter.pieces
+            for start in range(0, piece.entry.length, _CHUNK)
+        ]
+
+    def read(self, chunk: _Chunk, buffer: torch.Tensor) -> int:
+        """Fill a part of a layer's buffer in host memory; returns the bytes read. Raises LayerReadError."""
+        entry, parameter = chunk.piece.entry, chunk.parameter
+        try:
+            if entry.dtype == parameter.dtype:
+                begin = parameter.offset + chunk.piece.begin * int(entry.dtype.itemsize) + chunk.start
+                target = memoryview(buffer.numpy())[begin : begin + chunk.length]
+                self._source.read(entry, chunk.start, target)
+            else:
+                self._read_converted(chunk, buffer)
+        except LayerReadError as error:
+            raise LayerReadError(f"layer {chunk.layer} cannot be read: {error}") from error
+        return chunk.length
+
+    def read_layer(self, layer: int, buffer: torch.Tensor) -> int:
+        """All of a layer; returns the bytes read. Raises LayerReadError."""
+        return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
+
+    def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
+        """Those of all layers of the list `prefix`, by their names in the model."""
+        for layer, layout in enumerate(self.layouts):
+            for parameter in layout.parameters:
+                yield f"{prefix}.{layer}.{parameter.name}", StoredParameter(self, layer, parameter)
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+    def _read_converted(self, chunk: _Chunk, buffer: torch.Tensor) -> None:
+        entry, parameter = chunk.piece.entry, chunk.parameter
+        stored = torch.empty(chunk.length, dtype=torch.uint8)
+        self._source.read(entry, chunk.start, memoryview(stored.numpy()))
+        numbers = stored.view(entry.dtype)
+        begin = chunk.piece.begin + chunk.start // int(entry.dtype.itemsize)
+        parameter.view(buffer).view(-1)[begin : begin + len(numbers)].copy_(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Bytes of a piece from `start` on."""
+
+    layer: int
+    parameter: Parameter
+    piece: Piece
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParameter:
+    """A parameter that is not in memory."""
+
+    store: LayerStore
+    layer: int
+    parameter: Parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    def read(self) -> torch.Tensor:
+        """In memory of its own. Raises LayerReadError."""
+        parameter = self.parameter
+        alone = Parameter(parameter.name, parameter.dtype, parameter.shape, 0, parameter.pieces)
+        buffer = torch.empty(prod(parameter.shape) * int(parameter.dtype.itemsize), dtype=torch.uint8)
+        for chunk in self.store.chunks(self.layer):
+            if chunk.parameter is parameter:
+                self.store.read(_Chunk(chunk.layer, alone, chunk.piece, chunk.start, chunk.length), buffer)
+        return alone.view(buffer)

@@ -1,0 +1,340 @@
+"""Streamed decoder layers: weights that lie on the device only while they are computed with (RAGDoll 4.2, 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragorder.kernels.offload.buffers import LayerBuffer, allocate
+from ragorder.kernels.offload.feeder import Feeder
+from ragorder.kernels.offload.residency import Place, Residency
+from ragorder.kernels.offload.ring import LayerRing, Slot
+from ragorder.kernels.offload.store import LayerStore
+
+__all__ = ["LayerStreamer", "StreamStats"]
+
+# Small steps in a row before slots are added: a prefill among decoding steps does not have them made each time.
+_CALM_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStats:
+    """Streamed layers that were there when they were needed (`hits`), and those waited for, for `waits_s` in all;
+    `bytes` read from the checkpoint; layers by place; `slots` of the ring."""
+
+    hits: int
+    waits: int
+    waits_s: float
+    bytes: int
+    slots: int
+    device_layers: int
+    host_layers: int
+    disk_layers: int
+
+
+class LayerStreamer:
+    """Gives the decoder layers of a model their weights from a store, one forward after the other.
+
+        streamer = LayerStreamer(model.model.layers, store, torch.device("cuda"))
+        streamer.resize(4)
+        streamer.move(Residency.spread(len(store), device=20, host=4))
+        with streamer.step(tokens=1):
+            model(...)
+        streamer.close()
+
+    Layers on the device keep their weights. The others get them from the next slot of a ring, which a thread fills with
+    the layers ahead, those of the next step included. With n slots it is n - 1 layers ahead: 1 slot is accelerate's way
+    (read, then compute), 2 are FlexGen's (the next layer while one is computed). `room`: bytes for slots in a step of
+    so many tokens; with it the ring is as deep as that allows, few in prefill and many in decoding, and at least as
+    `resize` says.
+
+    On a CPU a layer in host memory is computed where it lies; `in_place=False` copies it as a GPU does.
+
+    One thread makes all calls. Raises MemoryError without room for the first slot.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        store: LayerStore,
+        device: torch.device,
+        *,
+        slots: int = 1,
+        in_place: bool | None = None,
+    ) -> None:
+        if len(layers) != len(store):
+            raise ValueError(f"the store has {len(store)} layers, and the model {len(layers)}")
+        self.room: Callable[[int], int] | None = None
+        self.store = store
+        self.device = device
+        self.residency = Residency((Place.DISK,) * len(store))
+        self._gpu = device.type == "cuda"
+        self._in_place = not self._gpu if in_place is None else in_place
+        self._targets = [_targets(layer, store, place) for place, layer in enumerate(layers)]
+        self._placeholders = [_placeholders(store, place, device) for place in range(len(store))]
+        for layer, placeholders in enumerate(self._placeholders):
+            self._bind(layer, placeholders)
+        # Of layers that keep their weights, and copies of streamed ones in host memory.
+        self._resident: dict[int, LayerBuffer] = {}
+        self._host: dict[int, torch.Tensor] = {}
+        self._feeder = Feeder(store, device)
+        self._least = 0
+        self._calm = 0
+        self._taken: tuple[int, Slot] | None = None
+        self._ring = LayerRing(self._fill, [self._buffer() for _ in range(max(1, slots))])
+        self._least = len(self._ring)
+        self._hooks: list[Any] = []
+        for layer, module in enumerate(layers):
+            self._hooks += [
+                module.register_forward_pre_hook(_Before(self, layer)),
+                module.register_forward_hook(_After(self, layer)),
+            ]
+        self._ring.order(self.streamed)
+
+    @property
+    def streamed(self) -> list[int]:
+        """Layers that keep no weights on the device."""
+        return [layer for layer in range(len(self.store)) if layer not in self._resident]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of layers and slots on the device."""
+        return sum(map(self.store.nbytes, self._resident)) + len(self._ring) * self.store.slot_bytes
+
+    @property
+    def slots(self) -> int:
+        return len(self._ring)
+
+    @property
+    def stats(self) -> StreamStats:
+        ring, count = self._ring, self.residency.count
+        places = (count(Place.DEVICE), count(Place.HOST), count(Place.DISK))
+        return StreamStats(ring.hits, ring.waits, ring.waits_s, self._feeder.bytes, len(ring), *places)
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """A forward of so many tokens. It may end anywhere."""
+        self._adapt(tokens)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def resize(self, slots: int) -> int:
+        """Have at least so many slots in every step, 1 or more; returns those that there is memory for."""
+        if slots < 1:
+            raise ValueError(f"slots is {slots}: give 1 or more")
+        self._end()
+        self._set_slots(slots)
+        self._least = len(self._ring)
+        return self._least
+
+    def move(self, residency: Residency) -> Residency:
+        """Have the layers lie there, between two steps; returns where they lie: what there is no memory for stays
+        where it is, or goes to the disk. Raises LayerReadError if one cannot be read; it stays, too."""
+        if len(residency) != len(self.store):
+            raise ValueError(f"the residency is of {len(residency)} layers, the model has {len(self.store)}")
+        self._end()
+        self._ring.order(())
+        if all(place is Place.DEVICE or (self._in_place and place is Place.HOST) for place in residency.places):
+            # The ring makes room for the last layers.
+            self._set_slots(0)
+        reached = list(self.residency.places)
+        try:
+            # Out first: it makes room for what comes in.
+            moves = [layer for layer in range(len(reached)) if residency[layer] is not reached[layer]]
+            for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
+                reached[layer] = self._move(layer, reached[layer], residency[layer])
+        finally:
+            if not self.streamed or not len(self._ring):
+                # Without streamed layers there is no ring.
+                self._set_slots(self._least if self.streamed else 0)
+            while self._resident and self.streamed and not len(self._ring):
+                # One layer makes way for the buffer that the others need.
+                layer = max(self._resident)
+                self._forget(layer)
+                reached[layer] = Place.DISK
+                self._set_slots(1)
+            self.residency = Residency(tuple(reached))
+            self._ring.order(self.streamed)
+        return self.residency
+
+    def shed(self) -> bool:
+        """Give memory back: a quarter of the layers on the device or in the host go out, or else half of the slots.
+        False if nothing is left but one slot."""
+        if self.room is not None:
+            self.room = None
+            self._end()
+            self._set_slots(self._least)
+        kept = [layer for layer, place in enumerate(self.residency.places) if place is not Place.DISK]
+        if kept:
+            places = list(self.residency.places)
+            for layer in kept[:: -(-len(kept) // max(1, len(kept) // 4))]:
+                places[layer] = Place.DISK
+            self.move(Residency(tuple(places)))
+            return True
+        if len(self._ring) <= 1:
+            return False
+        self.resize(max(1, len(self._ring) // 2))
+        return True
+
+    def regain(self, residency: Residency) -> bool:
+        """Bring back a quarter of the layers that lie on the disk and not as in `residency`; False if none came."""
+        now = list(self.residency.places)
+        missing = [layer for layer, place in enumerate(now) if place is Place.DISK and residency[layer] is not place]
+        for layer in missing[: -(-len(missing) // 4)]:
+            now[layer] = residency[layer]
+        before = self.residency
+        return bool(missing) and self.move(Residency(tuple(now))) != before
+
+    def close(self) -> None:
+        """Stop the threads, and release all weights and the checkpoint's files."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._end()
+        for layer in range(len(self.store)):
+            self._forget(layer)
+        self._ring.close()
+        self._feeder.close()
+        self.store.close()
+
+    def _before(self, layer: int) -> None:
+        # A forward before this one may have ended inside a layer.
+        self._end()
+        if layer in self._resident:
+            return
+        slot = self._ring.take(layer)
+        self._taken = layer, slot
+        if slot.fence is not None:
+            torch.cuda.current_stream(self.device).wait_event(slot.fence)
+        self._bind(layer, slot.buffer.parameters(self.store.layouts[layer]))
+
+    def _after(self, layer: int) -> None:
+        if self._taken is not None and self._taken[0] == layer:
+            self._end()
+
+    def _end(self) -> None:
+        if self._taken is None:
+            return
+        layer, slot = self._taken
+        self._taken = None
+        self._bind(layer, self._placeholders[layer])
+        if self._gpu:
+            slot.fence = torch.cuda.Event()
+            slot.fence.record(torch.cuda.current_stream(self.device))
+        self._ring.give_back(slot)
+
+    def _fill(self, slot: Slot, stale: Callable[[], bool]) -> None:
+        host = self._host.get(slot.layer)
+        slot.fence = self._feeder.fill(slot.layer, slot.buffer.bytes, host, slot.fence, stale)
+
+    def _bind(self, layer: int, parameters: dict[str, torch.nn.Parameter]) -> None:
+        for name, (owner, attribute) in self._targets[layer].items():
+            owner[attribute] = parameters[name]
+
+    def _buffer(self) -> LayerBuffer:
+        return LayerBuffer(self.store.slot_bytes, self.device)
+
+    def _adapt(self, tokens: int) -> None:
+        if self.room is None or not self.streamed:
+            return
+        wanted = max(self._least, min(len(self.streamed), self.room(tokens) // self.store.slot_bytes))
+        self._calm = self._calm + 1 if wanted > len(self._ring) else 0
+        if wanted < len(self._ring) or self._calm >= _CALM_STEPS:
+            self._calm = 0
+            self._set_slots(wanted)
+
+    def _set_slots(self, slots: int) -> None:
+        self._ring.shrink(slots)
+        with suppress(MemoryError):
+            while len(self._ring) < slots:
+                self._ring.grow(self._buffer())
+
+    def _move(self, layer: int, source: Place, target: Place) -> Place:
+        try:
+            if target is Place.DISK:
+                self._forget(layer)
+            elif self._in_place and source is not Place.DISK:
+                # Host memory is the device's.
+                pass
+            elif target is Place.DEVICE or self._in_place:
+                self._bring(layer)
+            else:
+                self._to_host(layer)
+        except MemoryError:
+            if source is Place.DEVICE:
+                self._forget(layer)
+                return Place.DISK
+            return source
+        return target
+
+    def _bring(self, layer: int) -> None:
+        buffer = LayerBuffer(self.store.nbytes(layer), self.device)
+        fence = self._feeder.fill(layer, buffer.bytes, self._host.get(layer))
+        if fence is not None:
+            fence.synchronize()
+        self._host.pop(layer, None)
+        self._resident[layer] = buffer
+        self._bind(layer, buffer.parameters(self.store.layouts[layer]))
+
+    def _to_host(self, layer: int) -> None:
+        copy = allocate(self.store.nbytes(layer), torch.device("cpu"), pinned=self._gpu)
+        resident = self._resident.get(layer)
+        if resident is None:
+            self._feeder.read(layer, copy)
+        else:
+            copy.copy_(resident.bytes)
+        self._forget(layer)
+        self._host[layer] = copy
+
+    def _forget(self, layer: int) -> None:
+        self._bind(layer, self._placeholders[layer])
+        self._resident.pop(layer, None)
+        self._host.pop(layer, None)
+
+
+# From the least memory to the most.
+_ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
+
+
+class _Hook:
+    """Gives weights, and changes no result: a model's identity leaves it out."""
+
+    without_effect = True
+
+    def __init__(self, streamer: LayerStreamer, layer: int) -> None:
+        self._streamer = streamer
+        self._layer = layer
+
+
+class _Before(_Hook):
+    def __call__(self, module: Any, arguments: Any) -> None:
+        self._streamer._before(self._layer)
+
+
+class _After(_Hook):
+    def __call__(self, module: Any, arguments: Any, result: Any) -> None:
+        self._streamer._after(self._layer)
+
+
+def _targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
+    """The dictionary and the key under which a module keeps each parameter."""
+    found = {}
+    for parameter in store.layouts[number].parameters:
+        module, _, attribute = parameter.name.rpartition(".")
+        found[parameter.name] = layer.get_submodule(module)._parameters, attribute
+    return found
+
+
+def _placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
+    """Parameters of the right shape and dtype in no memory."""
+    found = {}
+    for each in store.layouts[layer].parameters:
+        number = torch.zeros((), dtype=each.dtype, device=device)
+        found[each.name] = torch.nn.Parameter(number.expand(each.shape), requires_grad=False)
+    return found

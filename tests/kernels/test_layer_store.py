@@ -1,0 +1,292 @@
+"""Checkpoints read by layer: the bytes are those of the whole model's weights, or the error says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.families import FAMILIES, family, make_model
+from support.rings import grid
+from support.streamed import saved
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ragorder.kernels.offload import (
+    Checkpoint,
+    CheckpointError,
+    LayerReadError,
+    LayerStore,
+    Place,
+    Residency,
+    footprint,
+)
+from ragorder.kernels.offload.footprint import decoder_layers, skeleton
+from ragorder.kernels.offload.layout import CheckpointMap
+from ragorder.kernels.unsupported import UnsupportedModelError
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "gpt-neox": ("GPTNeoX", {}),
+}
+
+
+def model_of(name: str) -> Any:
+    if name in FAMILIES:
+        return family(name)
+    kind, settings = MORE[name]
+    return make_model(kind, **settings)
+
+
+def opened(folder: Path, dtype: Any = None) -> tuple[LayerStore, CheckpointMap]:
+    empty = skeleton(transformers.AutoConfig.from_pretrained(folder), dtype)
+    prefix, layers = decoder_layers(empty)
+    checkpoint = Checkpoint(folder)
+    found = CheckpointMap(empty, prefix, layers, checkpoint)
+    return LayerStore.of(checkpoint, found, layers), found
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 17))
+    def test_hold_the_weights_of_the_whole_model(self, name: str, tmp_path: Path) -> None:
+        model = model_of(name)
+        store, _ = opened(saved(model, tmp_path / "model", max_shard_size="100KB"))
+        assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        prefix, layers = decoder_layers(loaded)
+        assert len(store) == len(layers) == 3
+        for number, layer in enumerate(layers):
+            buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
+            assert store.read_layer(number, buffer) == store.stored_bytes(number)
+            expected = dict(layer.named_parameters())
+            parameters = store.layouts[number].parameters
+            assert {each.name for each in parameters} == set(expected)
+            for each in parameters:
+                assert torch.equal(each.view(buffer), expected[each.name]), each.name
+                assert not each.view(buffer).data_ptr() % 64
+        for name_, stored in store.parameters(prefix):
+            assert torch.equal(stored.read(), loaded.get_parameter(name_))
+        store.close()
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+    def test_are_converted_as_transformers_converts_them(self, dtype: str, tmp_path: Path) -> None:
+        folder = saved(family("mixtral"), tmp_path / "model")
+        kind = getattr(torch, dtype)
+        store, _ = opened(folder, kind)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        _, layers = decoder_layers(loaded)
+        buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
+        store.read_layer(1, buffer)
+        for each in store.layouts[1].parameters:
+            assert torch.equal(each.view(buffer), layers[1].get_parameter(each.name))
+        assert store.stored_bytes(1) == sum(each.numel() * 4 for each in layers[1].parameters())
+        store.close()
+
+    def test_everything_else_is_the_rest(self, tmp_path: Path) -> None:
+        store, found = opened(saved(family("llama"), tmp_path / "model"))
+        assert found.rest == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+        store.close()
+
+    def test_weights_that_two_layers_share_are_refused_by_name(self, tmp_path: Path) -> None:
+        folder = saved(family("llama"), tmp_path / "model")
+        empty = skeleton(transformers.AutoConfig.from_pretrained(folder))
+        prefix, layers = decoder_layers(empty)
+        layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+        checkpoint = Checkpoint(folder)
+        with pytest.raises(
+            UnsupportedModelError, match=r"LlamaForCausalLM cannot be streamed: .*0.*and.*2.*same weights"
+        ):
+            CheckpointMap(empty, prefix, layers, checkpoint)
+        checkpoint.close()
+
+    def test_weights_that_are_turned_when_they_are_loaded_are_refused_by_name(self, tmp_path: Path) -> None:
+        folder = saved(family("llama"), tmp_path / "model")
+        empty = skeleton(transformers.AutoConfig.from_pretrained(folder))
+        prefix, layers = decoder_layers(empty)
+        from transformers import conversion_mapping
+        from transformers.core_model_loading import Transpose, WeightConverter
+
+        turned = WeightConverter(".mlp.up_proj.weight", ".mlp.up_proj.weight", [Transpose(0, 1)])
+        checkpoint = Checkpoint(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda _: [turned])
+            with pytest.raises(UnsupportedModelError, match=r"up_proj.*converted when it is loaded \(Transpose\)"):
+                CheckpointMap(empty, prefix, layers, checkpoint)
+        checkpoint.close()
+
+
+class TestFootprint:
+    @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 6))
+    def test_is_that_of_the_weights(self, name: str) -> None:
+        model = model_of(name)
+        size = footprint(model.config, torch.float32)
+        assert size.weights == sum(each.numel() * 4 for each in model.parameters())
+        _, layers = decoder_layers(model)
+        assert size.layers == tuple(sum(each.numel() * 4 for each in layer.parameters()) for layer in layers)
+        assert size.embedding == model.get_input_embeddings().weight.numel() * 4
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert size.head == (0 if tied else size.embedding)
+        assert footprint(model.config, "bfloat16").weights * 2 == size.weights
+
+    def test_kv_and_workspace_grow_with_tokens(self) -> None:
+        size = footprint(family("llama").config, "float32")
+        assert size.kv_token == 3 * 2 * 2 * 16 * 4
+        assert 0 < size.workspace(1) < size.workspace(64) < size.workspace(8192)
+
+    def test_a_model_without_one_list_of_layers_is_refused(self) -> None:
+        config = family("llama").config
+        model = skeleton(config)
+        model.model.layers = model.model.layers[:2]
+        with pytest.raises(UnsupportedModelError, match="it has 0 lists of 3 layers"):
+            decoder_layers(model)
+
+
+class TestBadFolders:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return saved(family("llama"), tmp_path / "model", max_shard_size="100KB")
+
+    def test_without_weights(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"no weights that can be streamed: model.safetensors, or"):
+            Checkpoint(tmp_path)
+
+    def test_of_another_format(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+        with pytest.raises(CheckpointError, match=r"pytorch_model.bin is of another format"):
+            Checkpoint(tmp_path)
+
+    def test_with_files_missing(self, folder: Path) -> None:
+        first = min(folder.glob("model-*.safetensors"))
+        first.unlink()
+        with pytest.raises(CheckpointError, match=rf"lacks 1 of the \d+ files with its weights: {first.name}"):
+            Checkpoint(folder)
+
+    def test_with_an_index_that_is_none(self, folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text("{}", "utf-8")
+        with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
+            Checkpoint(folder)
+
+    def test_with_a_file_that_is_cut_short(self, folder: Path) -> None:
+        last = max(folder.glob("model-*.safetensors"))
+        with last.open("r+b") as file:
+            file.truncate(last.stat().st_size - 100)
+        with pytest.raises(CheckpointError, match=r"cut short: it has \d+ bytes, and .* ends at \d+"):
+            Checkpoint(folder)
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"12345678", (10**12).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
+    )
+    def test_with_a_file_that_is_no_safetensors(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="no file of safetensors"):
+            Checkpoint(tmp_path)
+
+    def test_with_weights_missing(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        from safetensors.torch import load_file, save_file
+
+        weights: dict[str, Any] = {}
+        for file in folder.glob("model-*.safetensors"):
+            weights |= load_file(file)
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        index.unlink()
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"lacks 1 of its weights: model.layers.1.mlp.up_proj.weight"):
+            opened(folder)
+
+    def test_with_weights_of_another_shape(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}), "utf-8")
+        with pytest.raises(CheckpointError, match=r"is \(192, 64\) in the configuration, and \(128, 64\) in the"):
+            opened(folder)
+
+    def test_with_weights_that_are_turned(self, folder: Path, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights: dict[str, Any] = {}
+        for file in folder.glob("model-*.safetensors"):
+            weights |= load_file(file)
+        name = "model.layers.1.mlp.up_proj.weight"
+        weights[name] = weights[name].T.contiguous()
+        (folder / "model.safetensors.index.json").unlink()
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(
+            CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, and \(64, 128\)"
+        ):
+            opened(folder)
+
+
+class TestFaults:
+    def test_a_file_that_changes_is_refused(self, tmp_path: Path) -> None:
+        folder = saved(family("llama"), tmp_path / "model")
+        store, _ = opened(folder)
+        buffer = torch.empty(store.slot_bytes, dtype=torch.uint8)
+        store.read_layer(0, buffer)
+        file = folder / "model.safetensors"
+        with file.open("r+b") as opened_:
+            opened_.truncate(2000)
+        with pytest.raises(LayerReadError, match=r"layer 2 cannot be read: .*model.safetensors has changed"):
+            store.read_layer(2, buffer)
+        store.close()
+
+    def test_a_file_that_is_replaced_by_name_is_not_the_one_that_is_read(self, tmp_path: Path) -> None:
+        folder = saved(family("llama"), tmp_path / "model")
+        store, _ = opened(folder)
+        buffer, again = (torch.empty(store.slot_bytes, dtype=torch.uint8) for _ in range(2))
+        store.read_layer(0, buffer)
+        shutil.copy(folder / "model.safetensors", tmp_path / "other")
+        (folder / "model.safetensors").unlink()
+        os.replace(tmp_path / "other", folder / "model.safetensors")
+        store.read_layer(0, again)
+        nbytes = store.layouts[0].parameters[0].nbytes
+        assert torch.equal(buffer[:nbytes], again[:nbytes])
+        store.close()
+
+    def test_an_error_of_the_disk_names_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, _ = opened(saved(family("llama"), tmp_path / "model"))
+
+        def broken(*_: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(LayerReadError, match=r"layer 1 cannot be read: .*model.safetensors.*Input/output error"):
+            store.read_layer(1, torch.empty(store.slot_bytes, dtype=torch.uint8))
+        store.close()
+
+    def test_after_closing_nothing_is_read(self, tmp_path: Path) -> None:
+        store, _ = opened(saved(family("llama"), tmp_path / "model"))
+        store.close()
+        with pytest.raises(LayerReadError, match="closed"):
+            store.read_layer(0, torch.empty(store.slot_bytes, dtype=torch.uint8))
+
+
+class TestResidency:
+    @pytest.mark.parametrize(("layers", "device", "host"), [(24, 0, 0), (24, 24, 0), (24, 6, 6), (5, 2, 3), (7, 3, 1)])
+    def test_layers_that_stay_are_spread(self, layers: int, device: int, host: int) -> None:
+        residency = Residency.spread(layers, device, host)
+        counts = [residency.count(place) for place in Place]
+        assert counts == [device, host, layers - device - host]
+        held = [layer for layer in range(layers) if residency[layer] is Place.DEVICE]
+        gaps = [
+            after - before for before, after in zip(held, [*held[1:], *(held[:1] and [held[0] + layers])], strict=True)
+        ]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+    @pytest.mark.parametrize(("device", "host"), [(-1, 0), (3, -1), (4, 2)])
+    def test_more_than_all_is_refused(self, device: int, host: int) -> None:
+        with pytest.raises(ValueError, match="not within 5 layers"):
+            Residency.spread(5, device, host)

@@ -1,0 +1,555 @@
+"""The embedded engine on a model that streams: answers are those of the whole model, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+from support.families import FAMILIES, VOCABULARY, family, make_model
+from support.rings import grid, length
+from support.streamed import STEP, TOKENS, room_for, saved, streaming, whole
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ragorder.kernels.engine import (
+    Completion,
+    EngineSettings,
+    ModelLoadError,
+    Request,
+    Sampling,
+    TieredEngine,
+    UnsupportedModelError,
+)
+from ragorder.kernels.engine.identity import identity
+from ragorder.kernels.offload import BudgetError, LayerReadError, Place, Residency
+from ragorder.kernels.offload.checkpoint import Checkpoint
+from ragorder.kernels.paging import OutOfBlocksError
+
+pytestmark = pytest.mark.merge
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+}
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    if name in FAMILIES:
+        kind, settings = FAMILIES[name]
+    else:
+        kind, settings = MORE[name]
+    return make_model(kind, **settings | changes)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+def ask(documents: Sequence[Sequence[int]], question: Sequence[int], **sampling: Any) -> Request:
+    prompt = [token for document in documents for token in document]
+    ends = [sum(map(len, documents[: place + 1])) for place in range(len(documents))]
+    return Request([*prompt, *question], ends, Sampling(**{"max_tokens": 6} | sampling), keep_logits=True)
+
+
+def requests(seed: int = 0) -> list[Request]:
+    shared = tokens(41, seed)
+    return [
+        ask([shared, tokens(30, seed + 1)], tokens(7, seed + 2)),
+        ask([shared, tokens(23, seed + 3)], tokens(9, seed + 4)),
+        ask([], tokens(90, seed + 5)),
+        ask([tokens(17, seed + 6), shared], tokens(5, seed + 7), temperature=1.0, seed=seed),
+    ]
+
+
+def check_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None, one.error
+        assert one.token_ids == other.token_ids
+        assert one.cached == other.cached
+        assert one.logits is not None and other.logits is not None
+        assert torch.equal(one.logits, other.logits)
+
+
+def answers(folder: Path, seeds: Sequence[int] = (0, 0, 50), **settings: Any) -> list[list[Completion]]:
+    """Of the whole model: the first requests, the same again, others."""
+    with TieredEngine.load(folder, whole(**settings)) as engine:
+        return [engine.generate(requests(seed)) for seed in seeds]
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("name", grid([*FAMILIES, *MORE], 17))
+    def test_are_those_of_the_whole_model_on_every_family(self, name: str, tmp_path: Path) -> None:
+        folder = saved(model_of(name), tmp_path / "model", max_shard_size="100KB")
+        expected = answers(folder)
+        with TieredEngine.load(folder, streaming(folder, 2)) as engine:
+            stream = engine.stats().stream
+            assert stream is not None
+            assert stream.disk_layers == 3
+            for seed, completions in zip((0, 0, 50), expected, strict=True):
+                check_same(engine.generate(requests(seed)), completions)
+            stream = engine.stats().stream
+            assert stream is not None
+            assert stream.bytes > 0 and stream.hits + stream.waits > 0
+
+    @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 9])
+    @pytest.mark.parametrize("host", [0, 1 << 20])
+    def test_are_the_same_with_any_budget(self, layers: int, host: int, tmp_path: Path) -> None:
+        folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
+        expected = answers(folder)
+        with TieredEngine.load(folder, streaming(folder, layers, host_bytes=host)) as engine:
+            stream = engine.stats().stream
+            assert stream is not None
+            placed = (stream.device_layers, stream.host_layers, stream.disk_layers)
+            assert sum(placed) == 6
+            assert (placed == (6, 0, 0)) == (layers == 9)
+            # A megabyte holds all.
+            assert (stream.host_layers > 0) == (host > 0 and layers < 9)
+            for seed, completions in zip((0, 0, 50), expected, strict=True):
+                found = engine.generate(requests(seed))
+                for one, other in zip(found, completions, strict=True):
+                    assert torch.equal(one.logits, other.logits)
+                    assert one.token_ids == other.token_ids
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_are_the_same_in_another_dtype_than_the_files(self, dtype: str, tmp_path: Path) -> None:
+        folder = saved(model_of("llama"), tmp_path / "model")
+        expected = answers(folder, (0, 0), dtype=dtype)
+        with TieredEngine.load(folder, streaming(folder, 2, dtype=dtype, device_bytes=room_for(folder, 2))) as engine:
+            engine.move_layers(Residency.spread(3, 0))
+            for completions in expected:
+                check_same(engine.generate(requests()), completions)
+
+    @pytest.mark.parametrize("reuse", ["fused"])
+    def test_are_the_same_where_documents_are_reused_anywhere(self, reuse: str, tmp_path: Path) -> None:
+        folder = saved(model_of("llama"), tmp_path / "model")
+        options = {"reuse": reuse, "select": "query", "select_rounds": 2}
+        expected = answers(folder, (0, 0), **options)
+        with TieredEngine.load(folder, streaming(folder, 2, **options)) as engine:
+            for completions in expected:
+                check_same(engine.generate(requests()), completions)
+
+    def test_are_the_same_after_layers_moved_while_requests_ran(self, tmp_path: Path) -> None:
+        folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
+        expected = answers(folder, range(0, 800, 100))
+        random = Random(1)
+        with TieredEngine.load(folder, streaming(folder, 3)) as engine:
+            for seed, completions in zip(range(0, 800, 100), expected, strict=True):
+                asked = requests(seed)
+                ids = [engine.add(request) for request in asked]
+                done: dict[int, Completion] = {}
+                while engine.has_unfinished:
+                    for update in engine.step():
+                        if update.completion is not None:
+                            done[update.request_id] = update.completion
+                    device = random.randrange(7)
+                    host = random.randrange(7 - device)
+                    wanted = Residency.spread(6, device, host)
+                    assert engine.move_layers(wanted) == wanted
+                check_same([done[each] for each in ids], completions)
+
+    def test_are_the_same_with_copies_in_host_memory(self, tmp_path: Path) -> None:
+        """As on a GPU, where a layer in host memory is copied before it is computed with."""
+        folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
+        expected = answers(folder, (0, 50))
+        with TieredEngine.load(folder, streaming(folder, 3)) as engine:
+            streamer = engine._streamer
+            assert streamer is not None
+            streamer._in_place = False
+            for seed, completions, layers in zip((0, 50), expected, ((1, 4), (0, 6)), strict=True):
+                engine.move_layers(Residency.spread(6, *layers))
+                before = streamer.stats.bytes
+                check_same(engine.generate(requests(seed)), completions)
+                assert (streamer.stats.bytes > before) == (sum(layers) < 6)
+
+
+class TestStream:
+    def test_reads_each_layer_once_a_step_and_ahead_of_its_use(self, tmp_path: Path) -> None:
+        folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
+        with TieredEngine.load(folder, streaming(folder, 3, verify=False)) as engine:
+            streamer = engine._streamer
+            assert streamer is not None
+            streamer.room = None
+            engine.move_layers(Residency.spread(6, 0))
+            engine.generate([ask([], tokens(9, 1), max_tokens=1)])
+            before, steps = streamer.stats, engine.stats().steps
+            engine.generate([ask([], tokens(9, 1), max_tokens=8)])
+            after, steps = streamer.stats, engine.stats().steps - steps
+            assert steps == 8
+            assert after.hits + after.waits - before.hits - before.waits == 6 * steps
+            layer = streamer.store.stored_bytes(0)
+            # Those that are ahead when the requests have ended, and when they begin, are counted at most once.
+            assert 6 * steps - 3 <= (after.bytes - before.bytes) / layer <= 6 * steps + 3
+
+    def test_is_deeper_in_small_steps(self, tmp_path: Path) -> None:
+        """Few slots in prefill, many in decoding (RAGDoll 4.3)."""
+        folder = saved(model_of("llama", num_hidden_layers=12, hidden_size=32, head_dim=8), tmp_path / "model")
+        with TieredEngine.load(folder, streaming(folder, 3, verify=False)) as engine:
+            streamer = engine._streamer
+            assert streamer is not None
+            size = streamer.store.slot_bytes
+            streamer.room = lambda count: (2 if count > 8 else 7) * size
+            streamer.resize(2)
+            slots = []
+            engine.add(ask([], tokens(STEP - 1, 1), max_tokens=9))
+            while engine.has_unfinished:
+                engine.step()
+                slots.append(streamer.slots)
+            assert slots[0] == 2 and slots[-1] == 7
+            engine.add(ask([], tokens(STEP - 1, 2), max_tokens=1))
+            engine.step()
+            assert streamer.slots == 2
+
+    def test_finds_the_kv_that_the_whole_model_left_on_the_disk(self, tmp_path: Path) -> None:
+        folder = saved(model_of("llama"), tmp_path / "model")
+        disk = {"disk_path": tmp_path / "kv", "disk_bytes": 1 << 24, "device_tokens": 256}
+        request = ask([tokens(100, 1)], tokens(9, 2))
+        with TieredEngine.load(folder, whole(**disk)) as engine:
+            [expected] = engine.generate([request])
+            for seed in range(4):
+                engine.generate([ask([tokens(200, 10 + seed)], tokens(9, 2), max_tokens=1)])
+            name = identity(engine._model.model, engine._model.shape)
+        with TieredEngine.load(folder, streaming(folder, 2, **disk)) as engine:
+            [found] = engine.generate([request])
+            assert found.cached == (0, 0, 100)
+            assert found.token_ids == expected.token_ids
+        other = saved(make_model("Llama", seed=1), tmp_path / "other")
+        with TieredEngine.load(other, streaming(other, 2, **disk)) as engine:
+            [found] = engine.generate([request])
+            assert found.cached.total == 0
+            store = engine._streamer.store
+            stored = dict(store.parameters("model.layers"))
+            assert identity(engine._model.model, engine._model.shape, stored) != name
+
+
+class TestFaults:
+    @pytest.fixture
+    def engine(self, tmp_path: Path) -> Iterator[TieredEngine]:
+        folder = saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
+        with TieredEngine.load(folder, streaming(folder, 2)) as engine:
+            engine.move_layers(Residency.spread(6, 0))
+            yield engine
+
+    def test_of_the_disk_are_errors_of_the_step_and_the_engine_goes_on(
+        self, engine: TieredEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        expected = engine.generate(requests())
+        read = os.preadv
+        broken = True
+
+        def preadv(*arguments: Any) -> int:
+            if broken:
+                raise OSError(5, "Input/output error")
+            return read(*arguments)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        ids = [engine.add(request) for request in requests()]
+        done: dict[int, Completion] = {}
+        with caplog.at_level(logging.DEBUG, "ragorder"):
+            while engine.has_unfinished:
+                for update in engine.step():
+                    if update.completion is not None:
+                        assert update.request_id not in done
+                        done[update.request_id] = update.completion
+                        broken = False
+        failed = [done[each] for each in ids if done[each].finish_reason == "error"]
+        assert failed
+        for completion in failed:
+            assert " cannot be read: " in (completion.error or "")
+            assert "model.safetensors" in (completion.error or "")
+            assert "Input/output error" in (completion.error or "")
+        again = engine.generate(requests())
+        assert [each.token_ids for each in again] == [each.token_ids for each in expected]
+
+    def test_of_a_file_that_is_cut_short_name_it(self, engine: TieredEngine) -> None:
+        streamer = engine._streamer
+        assert streamer is not None
+        file = next(iter(streamer.store.checkpoint.entries.values())).file
+        whole_file = file.read_bytes()
+        stat = file.stat()
+        os.truncate(file, 3000)
+        [failed] = engine.generate([ask([], tokens(9, 1))])
+        assert failed.finish_reason == "error"
+        assert "has changed since the model was loaded" in (failed.error or "")
+        file.write_bytes(whole_file)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        [served] = engine.generate([ask([], tokens(9, 1))])
+        assert served.finish_reason == "length"
+
+    def test_in_any_read_lose_no_request_and_answer_none_twice(
+        self, engine: TieredEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Failed reads and failed allocations at random."""
+        random = Random(3)
+        expected = {seed: engine.generate(requests(seed)) for seed in (0, 50)}
+        read, compute = Checkpoint.read, engine._runner.compute
+        injected = 0
+
+        def faulty(self: Checkpoint, *arguments: Any) -> None:
+            nonlocal injected
+            if random.random() < 0.003:
+                injected += 1
+                raise LayerReadError("broken")
+            read(self, *arguments)
+
+        def short(chunks: Any) -> Any:
+            nonlocal injected
+            if random.random() < 0.03:
+                injected += 1
+                raise torch.OutOfMemoryError("x")
+            return compute(chunks)
+
+        monkeypatch.setattr(Checkpoint, "read", faulty)
+        monkeypatch.setattr(engine._runner, "compute", short)
+        ended: dict[str, int] = {}
+        for turn in range(length(600, 16)):
+            seed = (0, 50)[turn % 2]
+            ids = [engine.add(request) for request in requests(seed)]
+            done: dict[int, Completion] = {}
+            while engine.has_unfinished:
+                for update in engine.step():
+                    if update.completion is not None:
+                        assert update.request_id not in done
+                        done[update.request_id] = update.completion
+            assert sorted(done) == sorted(ids)
+            for each, other in zip((done[each] for each in ids), expected[seed], strict=True):
+                ended[each.finish_reason] = ended.get(each.finish_reason, 0) + 1
+                if each.finish_reason != "error":
+                    assert len(each.token_ids) == len(other.token_ids)
+        assert injected > 5
+        assert ended.get("length", 0) > 0
+
+
+class TestPoolsAndRelief:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return saved(model_of("llama", num_hidden_layers=6), tmp_path / "model")
+
+    def test_pools_that_change_between_steps_change_no_answer(self, folder: Path) -> None:
+        expected = answers(folder, (0, 100, 200, 300))
+        random = Random(5)
+        refused = 0
+        with TieredEngine.load(folder, streaming(folder, 3, host_bytes="1MiB")) as engine:
+            for seed, completions in zip((0, 100, 200, 300), expected, strict=True):
+                ids = [engine.add(request) for request in requests(seed)]
+                done: dict[int, Completion] = {}
+                while engine.has_unfinished:
+                    for update in engine.step():
+                        if update.completion is not None:
+                            done[update.request_id] = update.completion
+                    try:
+                        engine.resize(device_tokens=random.randrange(64, 2000), host_bytes=random.randrange(1 << 20))
+                    except OutOfBlocksError:
+                        refused += 1
+                for each, other in zip((done[each] for each in ids), completions, strict=True):
+                    assert each.error is None, each.error
+                    assert each.token_ids == other.token_ids
+                    assert each.logits is not None and other.logits is not None
+                    assert float((each.logits - other.logits).abs().max()) <= 1e-4
+            assert refused
+            assert engine.device_tokens == engine._cache.pool.blocks * 16
+
+    def test_relief_gives_steps_then_kv_then_layers_and_says_when_nothing_is_left(self, folder: Path) -> None:
+        expected = answers(folder, (0, 0))
+        settings = streaming(folder, 5, max_batch_tokens=4 * STEP, host_bytes="1MiB", device_bytes=room_for(folder, 8))
+        with TieredEngine.load(folder, settings) as engine:
+            streamer, scheduler = engine._streamer, engine._scheduler
+            assert streamer is not None
+            ids = [engine.add(request) for request in requests()]
+            engine.step()
+            seen = []
+            while engine.relieve():
+                kept = len(streamer.store) - len(streamer.streamed)
+                seen.append((scheduler.step_tokens, engine.device_tokens, kept, streamer.slots))
+                assert len(seen) < 100
+            # Each stage begins when the one before has nothing left to give.
+            steps, pools, kept_, slots = zip(*seen, strict=True)
+            assert steps[-1] == 1 and kept_[-1] == 0 and slots[-1] == 1
+            assert list(pools) == sorted(pools, reverse=True) and list(kept_) == sorted(kept_, reverse=True)
+            first_pool = next(place for place, each in enumerate(pools) if each < TOKENS)
+            first_layer = next(place for place, each in enumerate(kept_) if each < kept_[0])
+            assert steps[first_pool] == STEP
+            assert pools[first_layer] == pools[-1] < TOKENS
+            done: dict[int, Completion] = {}
+            while engine.has_unfinished:
+                for update in engine.step():
+                    if update.completion is not None:
+                        done[update.request_id] = update.completion
+            for each, other in zip((done[each] for each in ids), expected[0], strict=True):
+                assert each.error is None, each.error
+                assert each.token_ids == other.token_ids
+            assert engine.device_tokens >= max(len(each.token_ids) for each in requests())
+
+    def test_layers_make_way_for_a_request_without_blocks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = answers(folder, (0,))
+        with TieredEngine.load(folder, streaming(folder, 6)) as engine:
+            plan = engine._scheduler.plan
+            planned = 0
+
+            def without_blocks() -> Any:
+                nonlocal planned
+                planned += 1
+                if planned <= 2:
+                    raise OutOfBlocksError("none")
+                return plan()
+
+            monkeypatch.setattr(engine._scheduler, "plan", without_blocks)
+            before, streamer = engine.device_tokens, engine._streamer
+            assert streamer is not None
+            kept = streamer.stats.device_layers
+            found = engine.generate(requests())
+            assert engine.device_tokens > before
+            assert streamer.stats.device_layers < kept
+            for each, other in zip(found, expected[0], strict=True):
+                assert each.error is None, each.error
+                assert each.token_ids == other.token_ids
+
+    def test_what_was_given_back_returns_after_many_steps(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = answers(folder, range(0, 400, 100))
+        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            streamer = engine._streamer
+            assert streamer is not None
+            placed = streamer.residency
+            assert placed.count(Place.DEVICE) == 2
+            while engine.relieve():
+                pass
+            assert engine.device_tokens < TOKENS and len(streamer.streamed) == 6
+            # More than the pool has: it grows for the request.
+            engine.generate([ask([], tokens(400, 1))])
+            assert engine.device_tokens >= 400
+            for seed, completions in zip(range(0, 400, 100), expected, strict=True):
+                for each, other in zip(engine.generate(requests(seed)), completions, strict=True):
+                    assert each.error is None, each.error
+                    assert each.token_ids == other.token_ids
+            assert engine.device_tokens == TOKENS
+            assert streamer.residency == placed
+
+    def test_a_shortage_that_lasts_is_an_error_of_its_requests_alone(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            compute = engine._runner.compute
+
+            def short(chunks: Any) -> Any:
+                if any(len(chunk.sequence.tokens) > 60 for chunk in chunks):
+                    raise torch.OutOfMemoryError("x")
+                return compute(chunks)
+
+            monkeypatch.setattr(engine._runner, "compute", short)
+            asked = [ask([], tokens(count, count)) for count in (20, 70, 30)]
+            reasons = [each.finish_reason for each in engine.generate(asked)]
+            assert reasons == ["length", "error", "length"]
+            streamer = engine._streamer
+            assert streamer is not None
+            assert streamer.slots == 1 and len(streamer.streamed) == 6
+
+    def test_a_layer_that_finds_no_memory_streams(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.kernels.offload import stream
+
+        expected = answers(folder, (0,))
+        buffer, live = stream.LayerBuffer, WeakSet[Any]()
+
+        def scarce(nbytes: int, device: Any) -> Any:
+            if len(live) >= 3:
+                raise MemoryError("no room")
+            made = buffer(nbytes, device)
+            live.add(made)
+            return made
+
+        monkeypatch.setattr(stream, "LayerBuffer", scarce)
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            found = engine.stats().stream
+            assert found is not None
+            assert found.device_layers + found.slots <= 3
+            check_same(engine.generate(requests()), expected[0])
+
+
+class TestRefusals:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return saved(model_of("llama"), tmp_path / "model")
+
+    def test_budgets_below_one_layer_and_one_request(self, folder: Path) -> None:
+        enough = room_for(folder, 1)
+        with pytest.raises(BudgetError) as refused:
+            TieredEngine.load(folder, streaming(folder, 1, device_bytes=enough // 2))
+        text = str(refused.value)
+        assert "bytes are missing" in text and "one layer" in text and "one request of 1024 tokens" in text
+        least = int(text.split("and ")[1].split(" bytes")[0]) + enough // 2
+        with TieredEngine.load(folder, streaming(folder, 1, device_bytes=least + 64 * 512)) as engine:
+            assert engine.generate([ask([], tokens(9, 1))])[0].finish_reason == "length"
+
+    def test_folders_without_weights(self, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ModelLoadError, match=r"has no weights that can be streamed"):
+            TieredEngine.load(folder, streaming(folder, 1, device_bytes="1GiB"))
+
+    def test_quantised_weights_by_name(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        (folder / "config.json").write_text(json.dumps(quantised), "utf-8")
+        with pytest.raises(UnsupportedModelError, match=r"cannot be streamed: its weights are quantised \(gptq\)"):
+            TieredEngine.load(folder, streaming(folder, 1, device_bytes="1GiB"))
+
+    def test_models_that_the_engine_does_not_serve(self, tmp_path: Path) -> None:
+        other = saved(make_model("GptOss", head_dim=16, num_local_experts=4), tmp_path / "other")
+        with pytest.raises(UnsupportedModelError, match="attention sinks"):
+            TieredEngine.load(other, EngineSettings(device_bytes="1GiB"))
+
+    def test_models_in_memory(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match=r"use TieredEngine\.load"):
+            TieredEngine(family("llama"), settings=streaming(folder, 1))
+
+    @pytest.mark.parametrize("size", ["-6GiB", "six", "6 GigaB", "", "0", -1, 0, 1.5])
+    def test_sizes_that_are_none(self, size: Any) -> None:
+        for name in ("device_bytes", "disk_bytes"):
+            with pytest.raises(ValueError, match=f"{name}"):
+                EngineSettings(**{name: size})
+
+    @pytest.mark.parametrize(("size", "count"), [("6GiB", 6 << 30), ("1.5 MB", 1_500_000), ("4096", 4096), (17, 17)])
+    def test_sizes_are_text_or_numbers(self, size: Any, count: int) -> None:
+        settings = EngineSettings(device_bytes=size, host_bytes=size, disk_bytes=size)
+        assert (settings.device_bytes, settings.host_bytes, settings.disk_bytes) == (count, count, count)
+
+    def test_moves_of_a_model_that_does_not_stream(self, folder: Path) -> None:
+        with TieredEngine.load(folder, whole()) as engine:
+            assert engine.stats().stream is None
+            with pytest.raises(ValueError, match="load the engine with device_bytes"):
+                engine.move_layers(Residency.spread(3, 1))
+
+    def test_a_residency_of_another_model(self, folder: Path) -> None:
+        with TieredEngine.load(folder, streaming(folder, 2)) as engine:
+            with pytest.raises(ValueError, match="is of 5 layers, the model has 3"):
+                engine.move_layers(Residency.spread(5, 1))
+            assert Residency.spread(5, 1).count(Place.DEVICE) == 1
+
+
+def test_the_threads_and_files_of_a_closed_engine_are_gone(tmp_path: Path) -> None:
+    import threading
+
+    folder = saved(model_of("llama"), tmp_path / "model")
+    engine = TieredEngine.load(folder, streaming(folder, 2))
+    engine.generate([ask([], tokens(9, 1))])
+    engine.close()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("ragorder-layer")]
+    opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    assert not [each for each in opened if each.startswith(str(folder))]

@@ -1,0 +1,197 @@
+"""Memory plans, and an engine in a process that may have less memory than it asks for: it serves, slower."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder.cli.options import Size
+from ragorder.kernels.offload.budget import BudgetError, MemoryNeeds, MemoryPlan, format_bytes, plan_memory
+
+WORKSPACE = 100
+
+
+def needs(layers: int, layer: int = 1000, outside: int = 500, block: int = 64, staging: int = 0) -> MemoryNeeds:
+    return MemoryNeeds(outside, [layer] * layers, block, 16, lambda tokens: WORKSPACE * tokens, staging)
+
+
+def plan(device: int, host: int, of: MemoryNeeds, **options: Any) -> MemoryPlan:
+    return plan_memory(device, host, of, **{"longest": 256, "max_batch_tokens": 64} | options)
+
+
+def taken(made: MemoryPlan, of: MemoryNeeds) -> int:
+    layers = made.device_layers + made.slots
+    return of.outside + layers * of.slot + made.blocks * of.block + of.workspace(made.step_tokens)
+
+
+class TestPlan:
+    @given(
+        device=st.integers(9_000, 60_000),
+        host=st.integers(0, 60_000),
+        layers=st.integers(1, 30),
+        layer=st.integers(1, 3000),
+        step=st.sampled_from([16, 64, 256, 8192]),
+        tokens=st.none() | st.integers(16, 300),
+    )
+    def test_never_takes_more_than_the_budgets(
+        self, device: int, host: int, layers: int, layer: int, step: int, tokens: int | None
+    ) -> None:
+        of = needs(layers, layer, staging=2 * layer)
+        try:
+            made = plan(device, host, of, max_batch_tokens=step, device_tokens=tokens)
+        except BudgetError:
+            request = tokens or 256
+            assert device < 500 + layer + of.workspace(min(step, 64)) + of.kv(request)
+            return
+        assert taken(made, of) == made.device_bytes <= device
+        assert made.blocks * 16 >= (256 if tokens is None else tokens - tokens % 16)
+        assert made.streams == (made.device_layers < layers)
+        assert made.device_layers + made.host_layers <= layers
+        assert made.host_kv_bytes + made.host_layers * of.slot + of.staging * made.streams <= max(host, 2 * layer)
+        assert made.host_kv_bytes >= 0
+
+    def test_keeps_the_whole_model_where_it_fits(self) -> None:
+        of = needs(10)
+        made = plan(10 * 1000 + 500 + 6400 + of.kv(256), 5000, of)
+        assert (made.device_layers, made.slots, made.streams, made.host_kv_bytes) == (10, 0, False, 5000)
+        smaller = plan(10 * 1000 + 499 + 6400 + of.kv(256), 5000, of)
+        assert smaller.streams and smaller.slots == 3 and smaller.device_layers < 10
+
+    def test_one_layer_and_one_request_suffice_and_a_byte_less_says_what_is_missing(self) -> None:
+        of = needs(10)
+        least = 500 + 1000 + 6400 + of.kv(256)
+        made = plan(least, 0, of)
+        assert (made.slots, made.device_layers, made.blocks, made.host_layers) == (1, 0, 16, 0)
+        with pytest.raises(BudgetError, match=rf"device_bytes is {least - 1}, and 1 bytes are missing.*one layer 1000"):
+            plan(least - 1, 0, of)
+        with pytest.raises(BudgetError, match=r"is 3072, .*Give device_bytes"):
+            plan(3072, 0, of)
+
+    def test_more_budget_is_more_layers_that_stay(self) -> None:
+        of = needs(40)
+        kept = [plan(budget, 0, of).device_layers for budget in range(15_000, 60_000, 500)]
+        assert kept == sorted(kept) and kept[-1] == 40 > kept[0]
+
+    def test_host_memory_holds_layers_first_and_kv_from_the_rest(self) -> None:
+        of = needs(10)
+        least = 500 + 1000 + 6400 + of.kv(256)
+        assert [plan(least, host, of).host_layers for host in (0, 999, 4000, 10_000, 99_000)] == [0, 0, 3, 10, 10]
+        assert plan(least, 12_345, of).host_kv_bytes == 2345
+
+    def test_large_steps_are_given_up_for_layers(self) -> None:
+        of = needs(40)
+        assert plan(60_000, 0, of, max_batch_tokens=8192).step_tokens < 8192
+        assert plan(10**7, 0, of, max_batch_tokens=8192).step_tokens == 8192
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5000, 10**6, 7 << 30, 123_456_789_012])
+    def test_sizes_in_messages_suffice_and_are_read_back(self, nbytes: int) -> None:
+        size = Size().convert(format_bytes(nbytes), None, None)
+        assert nbytes <= size <= 1.25 * nbytes
+
+
+SCRIPT = """
+import json, os, resource, sys
+import torch, transformers
+torch.set_num_threads(1)
+from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
+folder, device_bytes, more, ballast = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "ballast"
+transformers.LlamaForCausalLM
+prompts = [[(7 * place + seed) % 300 for place in range(300)] for seed in range(3)]
+requests = [Request(prompt, [100, 200], Sampling(max_tokens=5)) for prompt in prompts]
+# What the process takes before it has a model, and what torch takes with its first product.
+torch.ones(512, 512) @ torch.ones(512, 512)
+taken = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+if more:
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
+settings = EngineSettings(
+    device_bytes=device_bytes, host_bytes=0, device_tokens=1024, max_batch_tokens=512, verify=False
+)
+engine = TieredEngine.load(folder, settings)
+first = engine.generate(requests)
+held = []
+if ballast:
+    # Someone else takes the rest, but for a megabyte.
+    size = 64 << 20
+    while size >= 1 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8))
+        except RuntimeError:
+            size //= 2
+second = engine.generate([Request(prompt[50:], [100], Sampling(max_tokens=5)) for prompt in prompts])
+stream = engine.stats().stream
+del held
+print(json.dumps({
+    "tokens": [[*each.token_ids] for each in (*first, *second)],
+    "errors": [each.error for each in (*first, *second) if each.error],
+    "layers": [stream.device_layers, stream.disk_layers, stream.slots],
+    "failed_steps": engine.stats().failed_steps,
+}))
+engine.close()
+"""
+
+
+@pytest.mark.merge
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+class TestLessMemoryThanAsked:
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """160 MB of weights in 16 layers."""
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=300,
+            hidden_size=512,
+            intermediate_size=1280,
+            num_hidden_layers=16,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        folder = tmp_path_factory.mktemp("models") / "llama"
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        return folder
+
+    def run(self, folder: Path, more: int, ballast: str = "") -> dict[str, Any]:
+        # Each arena of the allocator reserves 64 MB of addresses, which count although nothing is there.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(folder), str(1 << 30), str(more), ballast],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    def test_it_serves_with_the_layers_that_fit(self, folder: Path) -> None:
+        whole = self.run(folder, 0)
+        assert whole["layers"] == [16, 0, 0]
+        less = self.run(folder, 160 << 20)
+        assert less["errors"] == []
+        assert less["tokens"] == whole["tokens"]
+        device, disk, slots = less["layers"]
+        assert 0 < disk <= 16 and device + disk == 16 and slots >= 1
+
+    def test_it_goes_on_when_others_take_the_rest(self, folder: Path) -> None:
+        whole = self.run(folder, 0)
+        less = self.run(folder, 320 << 20, "ballast")
+        assert less["errors"] == []
+        assert less["tokens"] == whole["tokens"]
+        assert less["failed_steps"] > 0
