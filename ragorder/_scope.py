@@ -31,7 +31,7 @@ from ragorder.trie.residency import (
 from ragorder.trie.search import PrefixSearch, Rest, ranks_on_path, searches
 from ragorder.trie.search.base import Permits
 from ragorder.trie.tail import Tail, Waiting, tails
-from ragorder.trie.tree import Key, KnowledgeTree, Node
+from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
@@ -141,6 +141,12 @@ class Scope:
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens, answer_tokens)
+
+    def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None) -> None:
+        """A request that was served elsewhere, in the order of its guards."""
+        self.residency.refresh(request)
+        self.tail.observe(request)
+        self._begin(request, permutation, 0, suffix_tokens, 0).confirm()
 
     def finish(
         self,
@@ -254,7 +260,6 @@ class Scope:
             token_ids = [token_ids[rank] for rank in kept]
         lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids, answer_tokens)
         documents = request.documents
-        expected_uses = partial(self._expected_uses, keys, permutation)
         ordering = Ordering(
             [documents[rank] for rank in permutation],
             permutation,
@@ -266,7 +271,8 @@ class Scope:
             else partial(self.finish, fused=fused, documents_end=path[-1].end + behind_tokens),
             lease,
             path[-1].end + behind_tokens,
-            expected_uses,
+            self.tail,
+            keys,
         )
         if fused is not None and self.fused is not None:
             ordering.fused, ordering.exact_documents = fused.taken_over, fused.exact_documents
@@ -277,11 +283,8 @@ class Scope:
                 host, disk = self.places.loads(node)
                 ordering.host_tokens += host * self.tree.block_size
                 ordering.disk_tokens += disk * self.tree.block_size
-            self.places.serve(path, lease, expected_uses)
+            self.places.serve(path, lease, lambda: ordering.expected_uses)
         return ordering
-
-    def _expected_uses(self, keys: Sequence[Key], permutation: list[int]) -> Sequence[float]:
-        return self.tail.expected_uses([keys[rank] for rank in permutation])
 
 
 class _DetachedOwner:

@@ -47,7 +47,7 @@ def explanation(
             "These times are estimates from sizes and usual rates, not measurements: `ragorder profile --placement` "
             "measures."
         )
-    elif placement.step_tokens < costs.step_tokens:
+    elif placement.step_tokens < min(costs.step_tokens, placement.batch * costs.workload.prompt_tokens):
         lines.append(
             f"Times were measured with steps of {costs.step_tokens:,} tokens: with shorter ones prefill takes longer."
         )

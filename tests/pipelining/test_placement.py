@@ -13,6 +13,7 @@ from ragorder.pipelining.batching.budgets import Budgets
 from ragorder.pipelining.batching.costs import mean_latency_s
 from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
 from ragorder.pipelining.batching.footprint import Footprint
+from ragorder.pipelining.batching.kv import Context, TrieKV
 from ragorder.pipelining.batching.placement import Placement, Spread
 from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
 from ragorder.pipelining.batching.shared_tokens import shared_tokens
@@ -266,6 +267,12 @@ class TestSharedTokens:
         requests = [{1, 2}, {1, 2}, {3, 4}, {5, 6}]
         points = shared_tokens(requests, lambda batch: 10 * len(set.union(*batch)), [1, 2, 4, 8])
         assert points == ((1, 20), (2, 40), (4, 60))
+
+    def test_counts_the_trie_of_a_batch(self) -> None:
+        contexts = [Context(f"question {number}", ["shared", f"own {number}"]) for number in range(4)]
+        kv: TrieKV[str, str] = TrieKV(key=str, tokens=lambda _: 100, own_tokens=lambda _: 10)
+        # A shared document counts once: 100 + B * (100 + 10).
+        assert shared_tokens(contexts, kv, [1, 2, 4]) == ((1, 210), (2, 320), (4, 540))
 
     def test_never_falls(self) -> None:
         assert shared_tokens([1, 2, 3, 4], lambda batch: 8 // len(batch), [1, 2, 4]) == ((1, 8), (2, 8), (4, 8))
