@@ -2,7 +2,8 @@
 
     {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "expected": [requests to
     come that will contain all documents up to this one], "tenant": "<digest>", "cost": seconds per new token, "prefix":
-    tokens in front of the first document, "question": true}}}; each may be missing or null.
+    tokens in front of the first document, "exact": leading documents to compute exactly, "question": true}}}; each may
+    be missing or null.
 
 Standard library only: vLLM's processes load this module.
 """
@@ -18,6 +19,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 __all__ = [
+    "EXACT",
     "FACTS",
     "FIELD",
     "PREFIX",
@@ -38,6 +40,8 @@ FACTS = "ragorder"
 """The key of the facts in that field."""
 PREFIX = "prefix"
 """The key, in the facts, of the tokens in front of the first document: for the embedded engine."""
+EXACT = "exact"
+"""Likewise: the leading documents that are computed exactly even if they could be taken over."""
 QUESTION = "question"
 """Likewise: true for a warm-up, whose prompt is a system prompt, as its only document, and a question to keep."""
 
@@ -120,6 +124,7 @@ def request_facts(
     prefix_tokens: int = 0,
     expected_uses: Sequence[float] = (),
     *,
+    exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
     """Without unknown facts."""
@@ -130,6 +135,8 @@ def request_facts(
             facts["expected"] = [min(round(uses, 3), _MAX_EXPECTED) for uses in expected_uses]
         if prefix_tokens:
             facts[PREFIX] = prefix_tokens
+        if exact_documents:
+            facts[EXACT] = exact_documents
         if keep_question:
             facts[QUESTION] = True
     if (tenant := tenant_digest(scope)) is not None:
@@ -144,6 +151,7 @@ def with_facts(
     expected_uses: Sequence[float] = (),
     *,
     prefix_tokens: int = 0,
+    exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
     """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's own
@@ -153,7 +161,14 @@ def with_facts(
     params = {} if params is None else params
     own = params.get(FACTS, {}) if isinstance(params, Mapping) else None
     if isinstance(params, Mapping) and isinstance(own, Mapping):
-        known = request_facts(document_ends, scope, prefix_tokens, expected_uses, keep_question=keep_question)
+        known = request_facts(
+            document_ends,
+            scope,
+            prefix_tokens,
+            expected_uses,
+            exact_documents=exact_documents,
+            keep_question=keep_question,
+        )
         facts = _behind(own, known)
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
@@ -166,6 +181,7 @@ def add_facts(
     scope: Hashable,
     prefix_tokens: int = 0,
     expected_uses: Sequence[float] = (),
+    exact_documents: int = 0,
 ) -> None:
     """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte, malformed ones for the
     server to refuse."""
@@ -177,13 +193,15 @@ def add_facts(
         own = msgspec.json.decode(params[FACTS], type=raw_fields) if FACTS in params else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    facts = _behind(own, request_facts(document_ends, scope, prefix_tokens, expected_uses))
+    known = request_facts(document_ends, scope, prefix_tokens, expected_uses, exact_documents=exact_documents)
+    facts = _behind(own, known)
     if facts:
         fields[FIELD] = msgspec.Raw(msgspec.json.encode(params | {FACTS: facts}))
 
 
 def _behind(own: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     if "documents" in own:
-        # The forecast is of our documents.
+        # These are of our documents.
         facts.pop("expected", None)
+        facts.pop(EXACT, None)
     return facts | dict(own)

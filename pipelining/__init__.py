@@ -23,7 +23,7 @@ from ragorder.pipelining.sync import SyncPipeline, SyncStream
 from ragorder.pipelining.warmup import Prefix, WarmUp
 
 if TYPE_CHECKING:
-    from ragorder.pipelining.search import ContinuousIVF
+    from ragorder.pipelining.search import ContinuousIVF, PartitionedSearch
     from ragorder.pipelining.staged import Stage, StagedHNSW, StagedIVF, StagedSearch
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "ContinuousIVF",
     "EngineLoad",
     "EngineRequest",
+    "PartitionedSearch",
     "Pipeline",
     "PipelineTrace",
     "PipelinedStream",
@@ -60,7 +61,7 @@ __all__ = [
 
 # Loaded on first use: numpy and FAISS are not part of the core.
 _LAZY = {
-    "ContinuousIVF": "ragorder.pipelining.search",
+    **dict.fromkeys(("ContinuousIVF", "PartitionedSearch"), "ragorder.pipelining.search"),
     **dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged"),
 }
 

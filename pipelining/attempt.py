@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
 from ragorder.pipelining.speculation import Speculation, counted
 
@@ -44,9 +44,15 @@ class Attempt(Generic[Q, D, R]):
         self._aborted: list[Speculation[R]] = []
 
     async def speculate(
-        self, question: Q, documents: Sequence[D], load: EngineLoad, worthwhile: Callable[[], bool]
+        self,
+        question: Q,
+        documents: Sequence[D],
+        load: EngineLoad,
+        worthwhile: Callable[[], bool],
+        admit: Callable[[], Admission | None] | None = None,
     ) -> bool:
-        """Algorithm 2, lines 6-10. False: try again after the next stage."""
+        """Algorithm 2, lines 6-10. False: try again after the next stage. `admit`: the place of one that was admitted
+        before (default: of `load`); its caller ends what is not taken."""
         trace = self._trace
         try:
             request = self._prompts.preview(question, documents)
@@ -57,15 +63,17 @@ class Attempt(Generic[Q, D, R]):
         if self._speculation is not None and self._speculation.request == request:
             return True
         await self.abort()
-        if not load.has_room:
+        admission = load.admit() if admit is None else admit()
+        if admission is None:
             trace.refused += 1
             return False
         if not worthwhile():
+            admission.end()
             trace.declined += 1
             return False
         trace.speculations += 1
         trace.speculated_stage = trace.stages
-        self._speculation = Speculation(self._engine, request, load, at_s=self._elapsed_s())
+        self._speculation = Speculation(self._engine, request, load, admission, at_s=self._elapsed_s())
         return True
 
     async def abort(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ragorder.pipelining.running_mean import RunningMean
 
-__all__ = ["EngineLoad", "prefill_batch"]
+__all__ = ["Admission", "EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
@@ -23,7 +23,8 @@ class EngineLoad:
         load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
     A speculation is admitted while fewer than `max_prefill_bs` are pending. `reported` may return the engine's own
-    count, other clients included (None: unknown): the larger number counts. Raises ValueError for `max_prefill_bs` < 1.
+    count, other clients included (None: unknown): the larger number counts, and what has been admitted but not sent
+    is added. Raises ValueError for `max_prefill_bs` < 1.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class EngineLoad:
         if max_prefill_bs < 1:
             raise ValueError(f"max_prefill_bs must be at least 1, got {max_prefill_bs}")
         self.max_prefill_bs = max_prefill_bs
+        self.admitted = 0
         self._reported = reported
         self._pending = 0
         self._clock = clock
@@ -47,11 +49,15 @@ class EngineLoad:
     @property
     def pending(self) -> int:
         reported = self._reported() if self._reported is not None else None
-        return max(self._pending, reported or 0)
+        return max(self._pending, reported or 0) + self.admitted
 
     @property
     def has_room(self) -> bool:
         return self.pending < self.max_prefill_bs
+
+    def admit(self) -> Admission | None:
+        """A place for a request that is sent soon. None: there is no room."""
+        return Admission(self) if self.has_room else None
 
     @contextmanager
     def prefilling(self) -> Iterator[Callable[[], None]]:
@@ -75,3 +81,19 @@ class EngineLoad:
             yield started
         finally:
             ended()
+
+
+class Admission:
+    """The place of a request that has not been sent: it counts as pending until `end`."""
+
+    __slots__ = ("_load",)
+
+    def __init__(self, load: EngineLoad) -> None:
+        self._load: EngineLoad | None = load
+        load.admitted += 1
+
+    def end(self) -> None:
+        """The request is sent now, or never will be. May be called again."""
+        load, self._load = self._load, None
+        if load is not None:
+            load.admitted -= 1

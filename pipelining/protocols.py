@@ -29,10 +29,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """The text since the previous chunk, possibly empty; the last chunk has the usage."""
+    """The text since the previous chunk, possibly empty, of so many `tokens` if it is not; the last chunk has the
+    usage."""
 
     text: str
     usage: Usage | None = None
+    tokens: int = 1
 
 
 class EngineRequest(Protocol):
@@ -66,6 +68,9 @@ class CommittedRequest(Protocol[R_co]):
 
 
 class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
+    """May also have `lengths(question, documents)`: a function that predicts the `CachedLengths` of the request at each
+    call, or None where they are not known. A `WorkflowServer` with `max_generations` reads it."""
+
     def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
         """The request that `commit` would make now. Nothing is recorded."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 from operator import attrgetter
@@ -81,17 +82,22 @@ class CacheAwareQueue(Generic[T]):
     def leave(self, ticket: Ticket[T]) -> None:
         self._waiting.pop(ticket._number, None)
 
-    def take(self) -> Ticket[T]:
-        """Raises IndexError if the queue is empty."""
+    def peek(self) -> Ticket[T]:
+        """The item that is next, which stays in the queue. Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
-        candidates = list(islice(self._waiting.values(), self.window + 1))
-        chosen = candidates[0]
-        if len(candidates) > 1 and chosen.overtaken < self.window:
-            for ticket in candidates:
-                ticket._priority = self._priority_of(ticket)
-            # Among equals the oldest.
-            chosen = max(candidates, key=attrgetter("_priority"))
+        candidates = self._candidates()
+        if len(candidates) == 1 or candidates[0].overtaken >= self.window:
+            return candidates[0]
+        for ticket in candidates:
+            ticket._priority = self._priority_of(ticket)
+        # Among equals the oldest.
+        return max(candidates, key=attrgetter("_priority"))
+
+    def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
+        """`chosen`: what `peek` has just returned. Raises IndexError if the queue is empty."""
+        chosen = self.peek() if chosen is None else chosen
+        candidates = self._candidates()
         for ticket in candidates:
             if ticket is chosen:
                 break
@@ -100,10 +106,20 @@ class CacheAwareQueue(Generic[T]):
         del self._waiting[chosen._number]
         return chosen
 
+    def put_back(self, ticket: Ticket[T]) -> None:
+        """What was taken waits again, in its old place."""
+        later = [number for number in self._waiting if number > ticket._number]
+        self._waiting[ticket._number] = ticket
+        for number in later:
+            self._waiting.move_to_end(number)
+
     def upcoming(self, count: int) -> list[T]:
         """At most `count` items, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
+
+    def _candidates(self) -> list[Ticket[T]]:
+        return list(islice(self._waiting.values(), self.window + 1))
 
     def _priority_of(self, ticket: Ticket[T]) -> float:
         if ticket._lengths is None:
@@ -115,6 +131,16 @@ class CacheAwareQueue(Generic[T]):
                 self._failed = True
                 _logger.warning("a request counts as not cached: %s; later ones are not logged", type(error).__name__)
             return 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival(Generic[T]):
+    """A request that waits for `place`, with a `ticket` once it is in the queue."""
+
+    item: T
+    lengths: Callable[[], CachedLengths] | None
+    place: asyncio.Future[None]
+    ticket: Ticket[T] | None = None
 
 
 class ConcurrencyLimiter(Generic[T]):
@@ -137,35 +163,58 @@ class ConcurrencyLimiter(Generic[T]):
         self.max_waiting = max_waiting
         self.in_flight = 0
         self._places: dict[Ticket[T], asyncio.Future[None]] = {}
+        self._patient: deque[_Arrival[T]] = deque()
         self._waking = False
 
     @asynccontextmanager
-    async def slot(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> AsyncIterator[None]:
+    async def slot(
+        self, item: T, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
+    ) -> AsyncIterator[None]:
         """A slot until the block ends. Code before the block's first `await` runs before the next choice. Raises
-        QueueFullError."""
-        if self.in_flight < self.limit and not self.queue:
+        QueueFullError; a `patient` request waits in front of a full queue instead, in the order of arrival."""
+        if self.in_flight < self.limit and not self.queue and not self._patient:
             self.in_flight += 1
         else:
-            await self._wait(item, lengths)
+            await self._wait(_Arrival(item, lengths, asyncio.get_running_loop().create_future()), patient=patient)
         try:
             yield
         finally:
             self._release()
 
-    async def _wait(self, item: T, lengths: Callable[[], CachedLengths] | None) -> None:
-        if self.max_waiting is not None and len(self.queue) >= self.max_waiting:
+    async def _wait(self, arrival: _Arrival[T], *, patient: bool) -> None:
+        if not self._full:
+            self._enter(arrival)
+        elif patient:
+            self._patient.append(arrival)
+        else:
             raise QueueFullError(f"{len(self.queue)} requests are already waiting")
-        ticket = self.queue.enter(item, lengths)
-        place = self._places[ticket] = asyncio.get_running_loop().create_future()
         try:
-            await place
+            await arrival.place
         except BaseException:
-            if self._places.pop(ticket, None) is not None:
-                self.queue.leave(ticket)
-            else:
-                # Admitted at the very moment of its cancellation.
-                self._release()
+            self._give_up(arrival)
             raise
+
+    @property
+    def _full(self) -> bool:
+        return self.max_waiting is not None and len(self.queue) >= self.max_waiting
+
+    def _enter(self, arrival: _Arrival[T]) -> None:
+        arrival.ticket = self.queue.enter(arrival.item, arrival.lengths)
+        self._places[arrival.ticket] = arrival.place
+
+    def _give_up(self, arrival: _Arrival[T]) -> None:
+        if arrival.ticket is None:
+            self._patient.remove(arrival)
+        elif self._places.pop(arrival.ticket, None) is None:
+            # Admitted at the very moment of its cancellation.
+            self._release()
+        else:
+            self.queue.leave(arrival.ticket)
+            self._move_up()
+
+    def _move_up(self) -> None:
+        while self._patient and not self._full:
+            self._enter(self._patient.popleft())
 
     def _release(self) -> None:
         self.in_flight -= 1
@@ -176,8 +225,12 @@ class ConcurrencyLimiter(Generic[T]):
         """Admit one request, and others only after it has woken up: the next choice sees what it puts into the
         cache."""
         self._waking = False
-        while self.queue and self.in_flight < self.limit:
+        while self.in_flight < self.limit and (self.queue or self._patient):
+            if not self.queue:
+                # A queue without any place.
+                self._enter(self._patient.popleft())
             ticket = self.queue.take()
+            self._move_up()
             if self._places[ticket].done():
                 # Cancelled, but still in the queue.
                 continue

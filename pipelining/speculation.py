@@ -8,7 +8,7 @@ from contextlib import aclosing
 from itertools import count
 from typing import Generic, TypeVar
 
-from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.load import Admission, EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, StreamingEngine
 from ragorder.pipelining.running_mean import RunningMean
 
@@ -30,12 +30,18 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    def __init__(self, engine: StreamingEngine[R], request: R, load: EngineLoad, *, at_s: float) -> None:
+    """A request sent ahead of need, in the place of its `admission`."""
+
+    def __init__(
+        self, engine: StreamingEngine[R], request: R, load: EngineLoad, admission: Admission, *, at_s: float
+    ) -> None:
         self.request = request
         self.at_s = at_s
         self._chunks: asyncio.Queue[AnswerChunk | None] = asyncio.Queue()
         self._error: Exception | None = None
-        self._task = asyncio.create_task(self._generate(engine, load))
+        self._task = asyncio.create_task(self._generate(engine, load, admission))
+        # A task that is cancelled at once never begins.
+        self._task.add_done_callback(lambda _: admission.end())
 
     @property
     def failed(self) -> bool:
@@ -61,8 +67,10 @@ class Speculation(Generic[R]):
             self.cancel()
             await self.ended()
 
-    async def _generate(self, engine: StreamingEngine[R], load: EngineLoad) -> None:
+    async def _generate(self, engine: StreamingEngine[R], load: EngineLoad, admission: Admission) -> None:
         try:
+            # From here on it is counted as sent; in between nothing else runs.
+            admission.end()
             async with aclosing(counted(engine, self.request, load)) as stream:
                 async for chunk in stream:
                     self._chunks.put_nowait(chunk)

@@ -27,7 +27,13 @@ _Requests = Sequence[OrderRequest[Any]]
 _Plan = Callable[["_DryRun", _Requests], None]
 
 
-def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
+def plan_batch(
+    scope: Scope,
+    requests: _Requests,
+    max_wait: int | None,
+    suffix_tokens: int | None = None,
+    answer_tokens: int = 0,
+) -> list[Step]:
     """The steps of the best plan, in serving order, none more than `max_wait` places late. `scope` is a copy of the
     batch's own. Time is near-linear in the number of requests, and proportional to `max_wait` up to 64."""
     as_they_come = [Step(number) for number in range(len(requests))]
@@ -35,7 +41,7 @@ def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_t
         return as_they_come
 
     def dry_run(plan: _Plan) -> _DryRun:
-        run = _DryRun(scope.copy(), suffix_tokens)
+        run = _DryRun(scope.copy(), suffix_tokens, answer_tokens)
         plan(run, requests)
         return run
 
@@ -49,17 +55,17 @@ def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_t
 
 
 class _DryRun:
-    def __init__(self, scope: Scope, suffix_tokens: int | None) -> None:
+    def __init__(self, scope: Scope, suffix_tokens: int | None, answer_tokens: int = 0) -> None:
         self.scope = scope
         self.steps: list[Step] = []
         self.cached_tokens = 0
-        self._suffix_tokens = suffix_tokens
+        self._suffix = suffix_tokens, answer_tokens
 
     def order(self, number: int, request: OrderRequest[Any], waiting: Sequence[frozenset[Any]] = ()) -> None:
-        self._serve(number, self.scope.order(request, waiting, self._suffix_tokens))
+        self._serve(number, self.scope.order(request, waiting, *self._suffix))
 
     def start(self, number: int, request: OrderRequest[Any], permutation: list[int]) -> None:
-        self._serve(number, self.scope.start(request, permutation, self._suffix_tokens))
+        self._serve(number, self.scope.start(request, permutation, *self._suffix))
 
     def _serve(self, number: int, ordering: Any) -> None:
         self.steps.append(Step(number, list(ordering.permutation)))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
-from ragorder._fused import FusedReuse
+from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
 from ragorder.ordering import Ordering, RequestOutcome
@@ -31,7 +31,7 @@ from ragorder.trie.residency import (
 from ragorder.trie.search import PrefixSearch, Rest, ranks_on_path, searches
 from ragorder.trie.search.base import Permits
 from ragorder.trie.tail import Tail, Waiting, tails
-from ragorder.trie.tree import Key, KnowledgeTree, Node
+from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
@@ -72,7 +72,6 @@ class Scope:
         self._cold_by_rank = settings.cold == "rank"
         fuses = settings.reuse == "fused"
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
-        self.fused = FusedReuse(settings, self.tree) if fuses else None
         self.mirror = _make_mirror(name, self.tree, pool, contents, owner.tiers)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
@@ -80,6 +79,7 @@ class Scope:
         self.priced = owner.tiers.priced(self.places)
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.tail].from_settings(settings)
+        self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
 
     @property
     def whole(self) -> bool:
@@ -90,11 +90,13 @@ class Scope:
     def whole(self, whole: bool) -> None:
         self.mirror.whole = whole
 
-    def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
+    def order(
+        self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None, answer_tokens: int = 0
+    ) -> Ordering[D]:
         self.residency.refresh(request)
         self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
-        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
+        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, answer_tokens)
 
     def copy(self) -> Scope:
         """An independent scope that continues from here; nothing corrects its mirror."""
@@ -105,8 +107,8 @@ class Scope:
         # A dry run finds the blocks where they are now, and moves none.
         copy.places = None
         copy.tree = copy.mirror.tree
-        copy.fused = None if self.fused is None else self.fused.copy(copy.tree)
         copy.tail = self.tail.copy()
+        copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
 
     def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
@@ -131,14 +133,28 @@ class Scope:
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
-    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
+    def start(
+        self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None, answer_tokens: int = 0
+    ) -> Ordering[D]:
         self.residency.refresh()
         self.tail.observe(request)
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
-        return self._begin(request, planned, 0, suffix_tokens)
+        return self._begin(request, planned, 0, suffix_tokens, answer_tokens)
 
-    def finish(self, lease: Lease, outcome: RequestOutcome, documents_end: int | None = None) -> None:
+    def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None) -> None:
+        """A request that was served elsewhere, in the order of its guards."""
+        self.residency.refresh(request)
+        self.tail.observe(request)
+        self._begin(request, permutation, 0, suffix_tokens, 0).confirm()
+
+    def finish(
+        self,
+        lease: Lease,
+        outcome: RequestOutcome,
+        documents_end: int | None = None,
+        fused: FusedPlaces | None = None,
+    ) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
         reported: Sequence[float | None]
         served, *reported = outcome
@@ -148,12 +164,17 @@ class Scope:
         except Exception as error:
             reported = ()
             wrong = error
-        self._owner.defer(partial(self._end, lease, served, reported, documents_end))
+        self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
         if wrong is not None:
             run_or_defer(partial(self._owner.report, wrong))
 
     def _end(
-        self, lease: Lease, served: bool, reported: Sequence[float | None], documents_end: int | None = None
+        self,
+        lease: Lease,
+        served: bool,
+        reported: Sequence[float | None],
+        documents_end: int | None = None,
+        fused: FusedPlaces | None = None,
     ) -> None:
         # A forgotten or half changed scope has no requests any more.
         if self.mirror.closed or not self.whole:
@@ -169,6 +190,8 @@ class Scope:
                 reported = [cached_tokens, lease.path[-1].end]
             self.residency.release(lease, *reported)
         else:
+            if self.fused is not None and fused is not None and lease.open:
+                self.fused.investment.cancel(lease.path, fused.invested)
             self.residency.cancel(lease)
         self._owner.changed()
         self.whole = True
@@ -211,49 +234,57 @@ class Scope:
         if self._cold_by_rank and not prefix:
             return rest
         if self.fused is not None:
-            rest, taken_over = self.fused.split(request.keys, rest)
-            return prefix + self.tail.arrange(request, prefix, rest, waiting) + taken_over
+            invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix, rest)
+            exact = prefix + invested
+            return exact + self.tail.arrange(request, exact, rest, waiting) + taken_over
         return prefix + self.tail.arrange(request, prefix, rest, waiting)
 
     def _begin(
-        self, request: OrderRequest[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
+        self,
+        request: OrderRequest[D],
+        permutation: list[int],
+        guard_cost_tokens: int,
+        suffix_tokens: int | None,
+        answer_tokens: int,
     ) -> Ordering[D]:
         keys, tokens = request.keys, self._tokens(request)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
-        kept, behind_tokens, taken_over = permutation, 0, None
+        kept, behind_tokens, fused = permutation, 0, None
         if self.fused is not None:
-            exact, taken_over = self.fused.places(keys, permutation)
-            kept, behind_tokens = permutation[:exact], sum(tokens[rank] for rank in permutation[exact:])
+            fused = self.fused.places(request, tokens, permutation)
+            kept = permutation[: fused.exact]
+            behind_tokens = sum(tokens[rank] for rank in permutation[fused.exact :])
         path = self.tree.insert(keys, tokens, kept)
         token_ids = request.token_ids
         if token_ids:
             token_ids = [token_ids[rank] for rank in kept]
-        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids)
+        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids, answer_tokens)
         documents = request.documents
-        expected_uses = partial(self._expected_uses, keys, permutation)
         ordering = Ordering(
             [documents[rank] for rank in permutation],
             permutation,
             lease.cached_documents,
             lease.cached_tokens,
             guard_cost_tokens,
-            self.finish if self.fused is None else partial(self.finish, documents_end=path[-1].end + behind_tokens),
+            self.finish
+            if fused is None
+            else partial(self.finish, fused=fused, documents_end=path[-1].end + behind_tokens),
             lease,
             path[-1].end + behind_tokens,
-            expected_uses,
+            self.tail,
+            keys,
         )
-        if taken_over:
-            ordering.fused = taken_over
+        if fused is not None and self.fused is not None:
+            ordering.fused, ordering.exact_documents = fused.taken_over, fused.exact_documents
+            copied = sum(tokens[permutation[place]] for place in fused.taken_over)
+            self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
         if self.places is not None:
             for node in path[1 : 1 + lease.cached_documents]:
                 host, disk = self.places.loads(node)
                 ordering.host_tokens += host * self.tree.block_size
                 ordering.disk_tokens += disk * self.tree.block_size
-            self.places.serve(path, lease, expected_uses)
+            self.places.serve(path, lease, lambda: ordering.expected_uses)
         return ordering
-
-    def _expected_uses(self, keys: Sequence[Key], permutation: list[int]) -> Sequence[float]:
-        return self.tail.expected_uses([keys[rank] for rank in permutation])
 
 
 class _DetachedOwner:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
 
-__all__ = ["Ordering", "RequestOutcome", "Reuse"]
+__all__ = ["Forecast", "Ordering", "RequestOutcome", "Reuse"]
 
 D = TypeVar("D")
 
@@ -23,6 +23,11 @@ class RequestOutcome(NamedTuple):
     cached_tokens: float | None = None
     total_tokens: float | None = None
     prompt_tokens: float | None = None
+
+
+class Forecast(Protocol):
+    def expected_uses(self, keys: Sequence[Hashable]) -> Sequence[float]:
+        """Requests to come that will contain the first document, the first two, …; empty without a forecast."""
 
 
 class Ordering(Generic[D]):
@@ -40,18 +45,21 @@ class Ordering(Generic[D]):
     - `guard_cost_tokens`: cached tokens that the guards cost
     - `index`: position of the request in its batch
     - `fused`: places of the documents to be taken over from elsewhere (`reuse="fused"`)
+    - `exact_documents`: leading documents that the engine computes exactly even if it could take them over
     - `fallback`: an internal error left retrieval order
     """
 
     __slots__ = (
-        "_expected_uses",
         "_finish",
+        "_forecast",
+        "_keys",
         "_lease",
         "_observers",
         "cached_tokens",
         "disk_tokens",
         "documents",
         "documents_end",
+        "exact_documents",
         "fallback",
         "fused",
         "guard_cost_tokens",
@@ -71,17 +79,21 @@ class Ordering(Generic[D]):
         finish: Callable[[Any, RequestOutcome], None] | None = None,
         lease: object = None,
         documents_end: int = 0,
-        expected_uses: Callable[[], Sequence[float]] = tuple,
+        forecast: Forecast | None = None,
+        keys: Sequence[Hashable] = (),
     ) -> None:
         self.documents = documents
         self.permutation = permutation
         self.prefix_documents = prefix_documents
         self.cached_tokens = cached_tokens
         self.documents_end = documents_end
-        self._expected_uses = expected_uses
+        # Not a closure of them: callers keep many orderings, and the garbage collector visits each object.
+        self._forecast = forecast
+        self._keys = keys
         self.guard_cost_tokens = guard_cost_tokens
         self.host_tokens = self.disk_tokens = 0
         self.fused: Sequence[int] = ()
+        self.exact_documents = 0
         self.index = 0
         self.fallback = False
         self._finish = finish
@@ -104,7 +116,10 @@ class Ordering(Generic[D]):
     def expected_uses(self) -> Sequence[float]:
         """For each place, the requests to come that will contain all documents up to it, by what is known now; empty
         without a forecast."""
-        return self._expected_uses()
+        if self._forecast is None:
+            return ()
+        keys = self._keys
+        return self._forecast.expected_uses([keys[rank] for rank in self.permutation])
 
     @property
     def reuse(self) -> list[Reuse]:
@@ -144,9 +159,11 @@ class Ordering(Generic[D]):
 
     def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
+        finish = self._finish
         try:
-            if self._finish is not None:
-                self._finish(self._lease, outcome)
+            if finish is not None:
+                finish(self._lease, outcome)
+                self._finish = None
         finally:
             for observer in observers:
                 run_or_defer(partial(observer, outcome))

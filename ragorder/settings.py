@@ -80,6 +80,11 @@ class Settings(BaseSettings):
         "served",
         description="Documents that can be taken over: those in the engine's cache, or all (of `ragorder fuse build`).",
     )
+    invest: bool = Field(
+        True,
+        description="Where all documents can be taken over (`copies`): whether those of many requests are computed "
+        "exactly all the same, so that later requests find them in an exact prefix.",
+    )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
     feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")
     partial_blocks_first: bool = Field(
@@ -184,6 +189,7 @@ class OrdererOptions(TypedDict, total=False):
     reuse: Literal["exact", "fused"]
     recompute: float
     copies: Literal["served", "all"]
+    invest: bool
     residency: Literal["lru", "none"]
     feedback: bool
     partial_blocks_first: bool

@@ -85,6 +85,20 @@ class ExpectedUses:
             expected.append(self.per_vote * votes.bit_count() + burst)
         return expected
 
+    def joined(self, keys: Sequence[Key], placed: Sequence[int], candidates: Sequence[int]) -> list[float]:
+        """Expected uses of the documents `placed` together with each of `candidates`, all given by rank in `keys`.
+
+        Of the requests learnt so far: the request observed last does not count.
+        """
+        masks, kept, votes, burst = self.cohorts.masks, self.kept, self.voters, self.burst
+        for rank in placed:
+            votes &= masks.get(keys[rank], 0)
+            burst *= kept[min(rank, _RANKS - 1)]
+        return [
+            self.per_vote * (votes & masks.get(keys[rank], 0)).bit_count() + burst * kept[min(rank, _RANKS - 1)]
+            for rank in candidates
+        ]
+
     def in_the_long_run(self, keys: Sequence[Key]) -> list[float]:
         """Expected uses of the first document, the first two, … by as many requests as are remembered, and by the one
         observed last.

@@ -31,6 +31,11 @@ class EmbeddedStreams:
         """Requests of all clients, waiting or running."""
         return self._worker.unfinished
 
+    def relieve(self) -> bool:
+        """Give memory of the engine back: see `Relief`. False for an engine that has none to give."""
+        relieve = getattr(self._worker.engine, "relieve", None)
+        return relieve is not None and bool(relieve())
+
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The last chunk has the usage. Raises the worker's errors, TypeError for an option that `Sampling` does not
         have, and ValueError for messages and for a scope that cannot be a salt."""
@@ -45,6 +50,7 @@ class EmbeddedStreams:
             checked_salt(request.scope) if isinstance(request.scope, str) else None,
             expected_uses=request.expected_uses,
             prefix_tokens=request.prefix_tokens,
+            exact_documents=request.exact_documents,
             keep_question=request.keep_question,
         )
         sent_s = time.perf_counter()

@@ -18,7 +18,7 @@ from ragorder.adapters.embedded.protocol import (
 )
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.endpoint import checked_salt
-from ragorder.adapters.request_facts import FACTS, PREFIX, QUESTION, RequestFacts, read_facts
+from ragorder.adapters.request_facts import EXACT, FACTS, PREFIX, QUESTION, RequestFacts, read_facts
 from ragorder.kernels.engine import Fusion, Request, Sampling
 from ragorder.tokens import PLACEHOLDER
 
@@ -115,6 +115,7 @@ class RequestTranslator:
                 "document_ends": facts.documents,
                 "prefix_tokens": self._prefix_tokens(body, prompts[0]),
                 "expected_uses": facts.expected,
+                "exact_documents": _whole(body.kv_transfer_params[FACTS].get(EXACT)),
                 "keep_question": body.kv_transfer_params[FACTS].get(QUESTION) is True,
             }
         fusion = self._fusion_of(body)
@@ -202,6 +203,11 @@ def _facts_of(body: CommonRequest) -> tuple[RequestFacts | None, bool]:
         return read_facts(body.kv_transfer_params), True
     except ValueError:
         return None, False
+
+
+def _whole(given: object) -> int:
+    """A count among the facts; 0 for anything else."""
+    return given if type(given) is int and given > 0 else 0
 
 
 def _salt(body: CommonRequest) -> str | None:

@@ -127,11 +127,17 @@ class ObservedOrderer:
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
     ) -> Ordering[D]:
         """In shadow mode the documents stay in retrieval order."""
         given = list(documents)
-        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens, "prefix_tokens": prefix_tokens}
+        options: dict[str, Any] = {
+            "scope": scope,
+            "suffix_tokens": suffix_tokens,
+            "answer_tokens": answer_tokens,
+            "prefix_tokens": prefix_tokens,
+        }
         waiting = [list(others) for others in waiting]
         return self._watch(
             lambda orderer: orderer.order(given, waiting=() if orderer is self._plain else waiting, **options)
@@ -143,11 +149,12 @@ class ObservedOrderer:
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]:
         """In shadow mode requests and documents stay in place."""
         given = [list(documents) for documents in requests]
-        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens}
+        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens, "answer_tokens": answer_tokens}
 
         def plan(orderer: Orderer) -> Batch[D]:
             return orderer.order_batch(given, max_wait=0 if orderer is self._plain else max_wait, **options)
@@ -171,6 +178,9 @@ class ObservedOrderer:
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         return self._orderer.holds_prefix(scope=scope)
+
+    def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
+        return self._own.topic(documents, scope=scope)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
         return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)

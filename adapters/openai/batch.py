@@ -13,6 +13,7 @@ from ragorder import Document
 from ragorder._deferred import is_collecting
 from ragorder.adapters.openai.call import Call, CallSetup
 from ragorder.adapters.openai.endpoint import checked_options
+from ragorder.adapters.openai.prompts import predict_lengths
 from ragorder.adapters.openai.reply import Answer
 from ragorder.adapters.openai.stream import OrderedStream, generate_async
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
@@ -89,8 +90,7 @@ class BatchBacklog:
             nonlocal question_tokens
             if question_tokens is None:
                 question_tokens = setup.builder.suffix_tokens(waiting.query)
-            cached_tokens, documents_end = setup.orderer.predict_cached_tokens(waiting.documents, scope=waiting.scope)
-            return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
+            return predict_lengths(setup.orderer, waiting.documents, waiting.scope, question_tokens)
 
         return lengths
 

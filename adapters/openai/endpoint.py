@@ -43,6 +43,7 @@ class ModelEndpoint:
                 request.scope,
                 request.expected_uses,
                 prefix_tokens=request.prefix_tokens,
+                exact_documents=request.exact_documents,
                 keep_question=request.keep_question,
             )
         if usage.sent:

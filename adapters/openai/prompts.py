@@ -7,13 +7,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
 from ragorder.document import estimate_tokens
 from ragorder.orderer import OrdererLike
-from ragorder.pipelining import Usage
+from ragorder.pipelining import CachedLengths, Usage
 
 __all__ = [
     "OrderedPrompts",
@@ -23,6 +24,7 @@ __all__ = [
     "TimedUsage",
     "checked_form",
     "finish",
+    "predict_lengths",
 ]
 
 PromptForm = Literal["messages", "token_ids"]
@@ -46,8 +48,8 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
-    tokens) empty. `expected_uses`: those of the ordering. `prefix_tokens`: in front of the documents, if the prompt is
-    tokens. `keep_question`: a warm-up, with the question behind the system prompt."""
+    tokens) empty. `expected_uses`, `exact_documents`: the ordering's. `prefix_tokens`: in front of the
+    documents, if the prompt is tokens. `keep_question`: a warm-up, with the question behind the system prompt."""
 
     messages: Sequence[Mapping[str, str]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
@@ -57,6 +59,8 @@ class PromptRequest:
     document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
     expected_uses: Sequence[float] = field(default=(), repr=False, compare=False)
     prefix_tokens: int = field(default=0, repr=False, compare=False)
+    # Compared: a speculation without it leaves other KV behind.
+    exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
 
 
@@ -82,13 +86,22 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
     ordering.confirm(cached, total, prompt_tokens=prompt)
 
 
+def predict_lengths(
+    orderer: OrdererLike, documents: Sequence[Document], scope: Hashable, question_tokens: int
+) -> CachedLengths:
+    """Of a prompt with a question of so many tokens."""
+    cached_tokens, documents_end = orderer.predict_cached_tokens(documents, scope=scope)
+    return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
+
+
 class OrderedPrompts:
     """Requests from questions and their documents, ordered for the engine's prefix cache.
 
         pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
 
     `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` is called
-    with the prompt tokens of each committed request. Raises ValueError for invalid `prompts`.
+    with the prompt tokens of each committed request. `waiting` returns the documents of the requests that follow a
+    question, in its scope. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -98,12 +111,14 @@ class OrderedPrompts:
         prompts: PromptForm = "messages",
         *,
         learn: Callable[[int], None] | None = None,
+        waiting: Callable[[Question], Sequence[Iterable[Document]]] = lambda question: (),
     ) -> None:
         self.answer_length = AnswerLength()
         self._orderer = orderer
         self._builder = builder
         self._form = checked_form(prompts, builder)
         self._learn = learn
+        self._waiting = waiting
 
     def order(
         self,
@@ -130,16 +145,33 @@ class OrderedPrompts:
         ends = tuple(span.end for span in prompt.spans)
         # Of messages the server finds the prefix itself, in its own tokens.
         prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
-        return PromptRequest(messages, token_ids, scope, options, length, ends, ordering.expected_uses, prefix_tokens)
+        return PromptRequest(
+            messages,
+            token_ids,
+            scope,
+            options,
+            length,
+            ends,
+            ordering.expected_uses,
+            prefix_tokens,
+            ordering.exact_documents,
+        )
+
+    def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
+        """Predicts the cached and computed tokens of a request, anew at each call."""
+        return partial(
+            predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
+        )
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""
-        ordered = self._orderer.preview(documents, scope=question.scope)
+        ordered = self._orderer.preview(documents, waiting=self._waiting(question), scope=question.scope)
         return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
     def commit(self, question: Question, documents: Sequence[Document], /) -> _CommittedRequest:
         """Order documents for a request that is sent at once: in flight until it is confirmed or discarded."""
-        ordering = self.order(question.query, documents, question.scope, question.all_options())
+        options, waiting = question.all_options(), self._waiting(question)
+        ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:
             request = self._of(question, ordering)
             if self._learn is not None and request.prompt_tokens is not None:

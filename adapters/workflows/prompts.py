@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import aclosing
 
 from ragorder import Document, Ordering
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest, Question
 from ragorder.adapters.openai.system_prefix import SystemPrefix
-from ragorder.pipelining import CommittedRequest, Usage
+from ragorder.pipelining import CachedLengths, CommittedRequest, Usage
 from ragorder.pipelining.workflow import NodeQuestion
 
 __all__ = ["WorkflowPrefix", "WorkflowPrompts"]
@@ -20,6 +20,10 @@ class WorkflowPrompts:
 
     def __init__(self, prompts: OrderedPrompts) -> None:
         self._prompts = prompts
+
+    def lengths(self, question: NodeQuestion, documents: Sequence[Document], /) -> Callable[[], CachedLengths] | None:
+        """See `OrderedPrompts.lengths`. None in the order of rank, of which the orderer does not see what is cached."""
+        return self._prompts.lengths(_question(question), documents) if question.ordered or not documents else None
 
     def preview(self, question: NodeQuestion, documents: Sequence[Document], /) -> PromptRequest:
         asked = _question(question)

@@ -51,6 +51,8 @@ def ordered_workflows(
     requests: Callable[[], int | None] | None = None,
     max_requests: int = 64,
     max_waiting: int = 1024,
+    max_generations: int | None = None,
+    window: int = 32,
     observers: Sequence[Callable[[WorkflowTrace], None]] = (),
 ) -> OrderedWorkflows:
     """A workflow server that orders the documents of its generations, on `OpenAIStreams`, `AsyncVLLM` or
@@ -60,7 +62,7 @@ def ordered_workflows(
                                      orderer=orderer, builder=builder) as server:
             result = await server.run(multistep().compile(), "Which drawer?")
 
-    - `search`, `embed`, `document`, `max_requests`, `max_waiting`: as for `WorkflowServer`.
+    - `search`, `embed`, `document`, `max_requests`, `max_waiting`, `max_generations`, `window`: see `WorkflowServer`.
     - `prompts`: "messages" for a server's chat template, "token_ids" for an engine in this process.
     - `transformations`: None for all, () for stage by stage.
     - `warm_up`: prefill a cold system prompt during searches, if `transformations` is None.
@@ -87,6 +89,8 @@ def ordered_workflows(
         load=load,
         max_requests=max_requests,
         max_waiting=max_waiting,
+        max_generations=max_generations,
+        window=window,
         observer=_all_of(observers),
     )
     server.warm_up = warming

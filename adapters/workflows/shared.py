@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Callable
+from typing import Protocol, Self, Unpack
 
 from ragorder.pipelining.loop_thread import LoopThread
-from ragorder.pipelining.workflow import CompiledGraph, WorkflowResult
+from ragorder.pipelining.workflow import CompiledGraph, RunOptions, WorkflowResult
 
 __all__ = ["ServerLike", "SharedWorkflows"]
 
 
 class ServerLike(Protocol):
-    async def run(
-        self, graph: CompiledGraph, question: str, *, state: Mapping[str, Any] = ..., scope: Hashable = ...
-    ) -> WorkflowResult: ...
+    async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult: ...
 
     async def close(self) -> None: ...
 
@@ -37,26 +35,12 @@ class SharedWorkflows:
             self._thread.close()
             raise
 
-    def run(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-        scope: Hashable = None,
-    ) -> WorkflowResult:
+    def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         """Raises the server's errors, RuntimeError on the server's own thread."""
-        return self._thread.run(self._server.run(graph, question, state=state or {}, scope=scope))
+        return self._thread.run(self._server.run(graph, question, **options))
 
-    async def arun(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-        scope: Hashable = None,
-    ) -> WorkflowResult:
-        return await self._thread.arun(self._server.run(graph, question, state=state or {}, scope=scope))
+    async def arun(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
+        return await self._thread.arun(self._server.run(graph, question, **options))
 
     def close(self) -> None:
         """Close the server and end its thread."""

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ragorder.cli.options import Command, Count, Duration, option, section
 from ragorder.eval.cli.options import Integers, served_by
+from ragorder.eval.cli.profile_placement import PLACEMENT_OPTIONS, placement_options, profile_placement
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.running.specs import Bench
 
@@ -94,6 +95,7 @@ __all__ = ["profile"]
         help="End this measurement after so long, with what it has found.",
     ),
 )
+@placement_options()
 @option(
     "-o",
     "--output",
@@ -114,7 +116,9 @@ def profile(
     seed: int,
     loads: bool,
     loads_limit: float,
+    placement: bool,
     output: Path,
+    **of_placement: Any,
 ) -> None:
     """Measure how long a prefill takes on an engine.
 
@@ -124,7 +128,19 @@ def profile(
     tokens are added are noise: they are smoothed, and the report shows by how much. It takes minutes.
 
     Load times are measured with prompts that fill the device, and the host, until they have evicted an earlier one.
+
+    With --placement: times of generation and retrieval by what is resident, from which `ragorder doctor --memory
+    --profile` plans the placement of a model and an index.
     """
+    if placement:
+        if base_url is not None or loads or cached is not None or new is not None:
+            raise click.UsageError(
+                "--placement runs an engine of its own: leave out --base-url, --loads, --cached and --new"
+            )
+        _check_writable(output)
+        return profile_placement(model, output, repeats, seed, of_placement)
+    if lonely := [name for name in PLACEMENT_OPTIONS if of_placement[name] is not None]:
+        raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires --placement")
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.experiments.profiling.loads import measure_loads
     from ragorder.eval.experiments.profiling.measuring import measure_profile, plan_grid, profiled_server

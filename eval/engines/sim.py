@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal, get_args
 
 from ragorder.eval.engines.base import EngineCompletion
@@ -22,7 +23,8 @@ class SimEngine:
         SimEngine(100_000, block_size=16).generate(token_ids).cached_tokens
 
     A finished request frees its blocks tail first; the block of the last prompt token is always recomputed. `generate`
-    keeps `in_flight` requests running; one without free blocks finishes older ones first.
+    keeps `in_flight` requests running; one without free blocks finishes older ones first. An answer given to `generate`
+    and `admit` is computed at once, what `extend` adds only then: vLLM takes blocks for an answer step by step.
 
     `like`: the order of reuse, "lru" or "vllm-0.32": partly filled blocks first, and a recomputed block replaces the
     first copy once that is evicted. `capacity_tokens` excludes vLLM's null block. Raises ValueError for another `like`.
@@ -63,6 +65,7 @@ class SimEngine:
         self._references: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
         self._running: OrderedDict[int, list[int]] = OrderedDict()
+        self._token_ids: dict[int, array[int]] = {}
         self._answered = 0
 
     def close(self) -> None:
@@ -125,18 +128,44 @@ class SimEngine:
             return EngineCompletion(None, 0, len(token_ids)), handle
         if answer is None:
             answer = range(-handle * 1_000_000 - self._output_tokens(output_tokens), -handle * 1_000_000)
-        hashes = self.block_hashes(array("q", token_ids) + array("q", answer))
+        tokens = self._token_ids[handle] = array("q", token_ids) + array("q", answer)
+        hashes = self.block_hashes(tokens)
         hits = self._hits(hashes[: (len(token_ids) - 1) // self.block_size])
         self._hold(hits)
-        self._running[handle] = hits + self._allocate(hashes, len(hits), len(token_ids) + len(answer))
+        self._running[handle] = hits + self._allocate(hashes, len(hits), len(tokens), handle)
         return EngineCompletion(None, len(hits) * self.block_size, len(token_ids)), handle
 
-    def finish(self, handle: int) -> None:
-        """Free the request's blocks, once."""
-        for block in reversed(self._running.pop(handle, ())):
+    def extend(self, handle: int, answer: Sequence[int]) -> None:
+        """Compute on these tokens of a running request's answer. Without effect on one that had to end for its room."""
+        blocks = self._running.get(handle)
+        if blocks is None:
+            return
+        tokens = self._token_ids[handle]
+        filled = len(tokens) // self.block_size
+        tokens.extend(answer)
+        hashes = self.block_hashes(tokens)
+        for position in range(filled, min(len(hashes), len(blocks))):
+            self._fill(blocks[position], hashes[position])
+        blocks += self._allocate(hashes, len(blocks), len(tokens), handle)
+
+    def common_blocks(self, handle: int, other: int) -> int:
+        """Leading blocks that two running requests share; none of one that has finished."""
+        pairs = zip(self._running.get(handle, ()), self._running.get(other, ()), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def finish(self, handle: int, computed_tokens: int | None = None) -> None:
+        """Free the request's blocks, once. Of an aborted one only the first `computed_tokens` were computed: its other
+        blocks hold nothing that a later prompt could reuse, unless another request holds them too."""
+        self._token_ids.pop(handle, None)
+        blocks = self._running.pop(handle, [])
+        computed = len(blocks) if computed_tokens is None else computed_tokens // self.block_size
+        for place in range(len(blocks) - 1, -1, -1):
+            block = blocks[place]
             self._references[block] -= 1
             if self._references[block]:
                 continue
+            if place >= computed and (held := self._hash_of.pop(block, None)) is not None:
+                self._unmap(block, held)
             if self.partial_blocks_first and block not in self._hash_of:
                 self._forget(block)
             else:
@@ -166,10 +195,10 @@ class SimEngine:
                 del self._free[block]
             self._references[block] += 1
 
-    def _allocate(self, hashes: Sequence[_BlockHash], first: int, tokens: int) -> list[int]:
+    def _allocate(self, hashes: Sequence[_BlockHash], first: int, tokens: int, handle: int) -> list[int]:
         blocks = []
         for position in range(first, -(-tokens // self.block_size)):
-            block = self._take_block()
+            block = self._take_block(handle)
             if block is None:
                 break
             self._references[block] = 1
@@ -187,14 +216,14 @@ class SimEngine:
             return
         self._hash_of[block] = block_hash
 
-    def _take_block(self) -> int | None:
+    def _take_block(self, handle: int) -> int | None:
         if self._unused is None or self._unused:
             if self._unused:
                 self._unused -= 1
             self._next_block += 1
             return self._next_block
-        while not self._free and self._running:
-            self._finish_oldest()
+        while not self._free and (older := next((each for each in self._running if each != handle), None)) is not None:
+            self.finish(older)
         if not self._free:
             return None
         block, _ = self._free.popitem(last=False)
@@ -205,6 +234,9 @@ class SimEngine:
 
     def _evict(self, block: int, block_hash: _BlockHash) -> None:
         self.evicted_blocks += 1
+        self._unmap(block, block_hash)
+
+    def _unmap(self, block: int, block_hash: _BlockHash) -> None:
         duplicates = self._duplicates.pop(block_hash, [])
         if self._block_of[block_hash] != block:
             duplicates.remove(block)

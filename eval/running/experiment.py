@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -72,6 +73,8 @@ class Experiment(ABC):
     unit: ClassVar[str] = "requests"
     """What the progress bar counts."""
     counted: ClassVar[Literal["runs", "quality"]] = "runs"
+    packages: ClassVar[Mapping[str, str]] = {}
+    """What a measurement imports, and the extras that have it."""
     one_job: ClassVar[bool] = False
     """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
@@ -141,7 +144,10 @@ class Experiment(ABC):
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
-        """The reason why a policy cannot be measured in a cell, such as a missing corpus."""
+        """The reason why a policy cannot be measured in a cell, such as a missing package or corpus."""
+        for package, extra in self.packages.items():
+            if find_spec(package) is None:
+                return f"the measurement needs {package}: pip install 'ragorder[{extra}]'"
         found = self._corpus(cell)
         return found if isinstance(found, str) else None
 
@@ -173,6 +179,15 @@ class Experiment(ABC):
 
     def done(self, **key: Any) -> bool:
         return self.store.has(self.record.model_fields["type"].default, **key)
+
+    def measured_before(self, job: Job) -> Line | None:
+        """A line of the job's cell and seed, of a policy that an interrupted invocation has measured: what all policies
+        share, such as the rate of arrivals, is in its facts, and must not be measured again."""
+        key = {"suite": job.suite.name, "cell": job.cell.fields, "seed": job.seed}
+        lines = (
+            self.store.find(self.record.model_fields["type"].default, **key, policy=each) for each in job.suite.policies
+        )
+        return next((line for line in lines if line is not None), None)
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
         return list(jobs)

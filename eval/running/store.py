@@ -78,6 +78,11 @@ class Store:
     def has(self, type: str, **key: Any) -> bool:
         return _name({"type": type, **key}) in self._places
 
+    def find(self, type: str, **key: Any) -> Line | None:
+        """The line that `has` knows of; None: there is none."""
+        place = self._places.get(_name({"type": type, **key}))
+        return None if place is None else self._line(place)
+
     def append(self, line: Line) -> None:
         """Raises OSError."""
         file = self._file

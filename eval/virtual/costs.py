@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EngineCosts", "SearchCosts"]
+__all__ = ["EngineCosts", "ScanCosts", "SearchCosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +28,50 @@ class EngineCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class SearchCosts:
+class ScanCosts:
+    """Seconds of scanning clusters: `code_s` a vector on one core, `call_s` a call, `piece_s` a piece beside its scan,
+    and `hand_s` to hand a share of it to another thread."""
+
+    code_s: float
+    call_s: float = 0.0
+    piece_s: float = 2e-4
+    hand_s: float = 0.0
+
+    def scan_seconds(self, codes: float) -> float:
+        """Of one call on one core."""
+        return self.call_s + self.code_s * codes
+
+    def overhead_seconds(self, shares: int) -> float:
+        """Of a piece that is dealt out to so many cores."""
+        return self.piece_s + self.hand_s * (shares - 1)
+
+    def piece_seconds(self, shares: Sequence[float]) -> float:
+        """Of a piece of which each core scans a share of the codes."""
+        return self.overhead_seconds(len(shares)) + self.scan_seconds(max(shares))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCosts(ScanCosts):
     """A search of an index of `vectors` in `clusters`, on `busy_cores` at a time: all of them, or as many as memory has
-    bandwidth for. `code_s`: a vector on one core; `piece_s`: of a piece beside its scan.
+    bandwidth for.
 
     An index of real vectors stands for the large one: each of its vectors counts for many.
     """
 
-    code_s: float
     vectors: int
     clusters: int
     busy_cores: int
-    piece_s: float = 2e-4
 
-    def code_of(self, index: Any) -> float:
-        """Seconds that one vector of the real index stands for."""
-        return self.code_s * self.vectors / int(index.ntotal)
+    def vectors_of(self, index: Any) -> float:
+        """Vectors that one of the real index stands for."""
+        return self.vectors / int(index.ntotal)
 
-    def whole_s(self, searches_s: Sequence[float], *, dealt: bool = False) -> float:
-        """Of a batch, in which each search has one core, or all of them together (`dealt`)."""
-        shared_s = sum(searches_s) / self.busy_cores
-        return shared_s if dealt else max(max(searches_s), shared_s)
+    def dealt(self, codes: float) -> list[float]:
+        """Codes in equal shares on all cores, a cluster each at least."""
+        share = max(self.vectors / self.clusters, codes / self.busy_cores)
+        return [share] * max(1, min(self.busy_cores, round(codes / share)))
 
-    def piece_seconds(self, core_s: float) -> float:
-        """Of a piece, whose clusters are dealt out to all cores."""
-        one_cluster_s = self.code_s * self.vectors / self.clusters
-        return self.piece_s + max(one_cluster_s, core_s / self.busy_cores)
+    def batch_seconds(self, searches: Sequence[float], *, dealt: bool = False) -> float:
+        """Of whole searches of so many codes, each on the next free core, or all cores together at each (`dealt`)."""
+        shared = sum(searches) / self.busy_cores
+        return self.scan_seconds(shared if dealt else max(max(searches), shared))

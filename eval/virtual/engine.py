@@ -49,9 +49,9 @@ class _Sequence:
         if not (before == 0 or last or self.decoded // report_every > before // report_every):
             return
         text = "".join(f"{word} " for word in self.words[self.sent : self.decoded])
-        self.sent = self.decoded
+        tokens, self.sent = self.decoded - self.sent, self.decoded
         usage = Usage(len(self.token_ids), self.cached_tokens, self.decoded, "stop") if last else None
-        self.chunks.put_nowait(AnswerChunk(text, usage))
+        self.chunks.put_nowait(AnswerChunk(text, usage, tokens))
 
     def until_report(self, report_every: int) -> int:
         return min(len(self.words) - self.decoded, report_every - self.decoded % report_every)
@@ -62,7 +62,7 @@ class VirtualEngine(Generic[R]):
     each; chunks come with the first of them, after every `report_every` and with the last.
 
     Requests join and leave between two steps; prompts are prefilled in the order of arrival. `computed_tokens` of
-    `prompt_tokens` were not cached; those of aborted requests count too.
+    `prompt_tokens` were not cached; those of an aborted request count as far as its prompt was processed.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class VirtualEngine(Generic[R]):
 
     def _join(self) -> bool:
         for sequence in self._running:
-            if sequence.ended and sequence.handle is not None:
-                self.cache.finish(sequence.handle)
+            if sequence.ended:
+                self._leave(sequence)
         self._running = [sequence for sequence in self._running if not sequence.ended]
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.aborted)
         while self._waiting and len(self._running) < self.costs.max_requests:
@@ -134,6 +134,24 @@ class VirtualEngine(Generic[R]):
             self.prompt_tokens += len(sequence.token_ids)
             self._running.append(sequence)
         return bool(self._running)
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Of an aborted prompt the cache keeps what was computed; another that was to share the rest computes it."""
+        assert sequence.handle is not None, "a sequence that has run has blocks"
+        if not sequence.to_prefill:
+            self.cache.finish(sequence.handle)
+            return
+        self.prompt_tokens -= sequence.to_prefill
+        computed_tokens = len(sequence.token_ids) - sequence.to_prefill
+        for other in self._running:
+            if other is sequence or other.handle is None:
+                continue
+            shared = self.cache.common_blocks(sequence.handle, other.handle) - computed_tokens // self.cache.block_size
+            if shared > 0:
+                other.to_prefill += shared * self.cache.block_size
+                other.cached_tokens -= shared * self.cache.block_size
+                break
+        self.cache.finish(sequence.handle, computed_tokens)
 
     async def _prefill(self) -> None:
         """One step: as many prompt tokens as its budget holds, and one token of each answer."""

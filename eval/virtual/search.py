@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.servers import Servers
+from ragorder.eval.virtual.tiers import VirtualTiers
 from ragorder.pipelining.search import Budget, ContinuousIVF
 from ragorder.pipelining.search.budget import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
@@ -27,7 +28,7 @@ class _DealtEvenly(Budget):
 
 class VirtualIVF(ContinuousIVF):
     """`ContinuousIVF` in an event loop: what is in a piece and what it finds is as ever, and the piece takes the time
-    of the large index. Results are published at its end. `busy_s`: of the pieces."""
+    of the large index. Results are published at its end. `tiers` are `VirtualTiers`. `busy_s`: of the pieces."""
 
     def __init__(self, index: Any, costs: SearchCosts, **options: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -36,7 +37,8 @@ class VirtualIVF(ContinuousIVF):
         # One thread of this process scans; `fill` and the budget count the cores of the large index.
         self._cores = costs.busy_cores
         self._wait_by = None
-        self.costs.call_s, self.costs.code_s = 0.0, costs.code_of(self._index.ivf)
+        self._scale = costs.vectors_of(self._index.ivf)
+        self.costs.call_s, self.costs.code_s = costs.call_s, costs.code_s * self._scale
         self.busy_s = 0.0
         self._large = costs
         self._loop = loop
@@ -55,13 +57,22 @@ class VirtualIVF(ContinuousIVF):
                 break
             piece = self._next_piece()
             codes = sum(search.codes[stop] - search.codes[search.done] for search, stop in piece)
-            seconds = self._large.piece_seconds(codes * self.costs.code_s)
+            before = 0 if self.tiers is None else self.tiers.fast_codes
+            with one_thread():
+                found = self._scan(piece)
+            seconds = self._seconds(codes if self.tiers is None else codes + before - self.tiers.fast_codes)
             await asyncio.sleep(seconds)
             self.busy_s += seconds
             with one_thread():
-                self._scan_piece(piece)
+                self._publish(found)
             self.pieces += 1
         self._pieces = None
+
+    def _seconds(self, codes: float) -> float:
+        """Of a piece of which the cores scan so many codes, and the fast tier the others meanwhile."""
+        large = self._large
+        on_cores_s = large.piece_seconds(large.dealt(codes * self._scale)) if codes else large.overhead_seconds(1)
+        return max(on_cores_s, self.tiers.scan_s) if isinstance(self.tiers, VirtualTiers) else on_cores_s
 
 
 class WholeSearches:
@@ -73,7 +84,7 @@ class WholeSearches:
         self._index = index
         self._costs = costs
         self._sizes = np.fromiter(map(index.get_list_size, range(index.nlist)), np.int64, index.nlist)
-        self._code_s = costs.code_of(index)
+        self._scale = costs.vectors_of(index)
         self._cores = Servers(costs.busy_cores)
         self._batched = batched
         self._dealt = dealt
@@ -83,19 +94,19 @@ class WholeSearches:
     async def search(self, query: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Ids of the k nearest of one query, of shape (1, dimensions)."""
         _, clusters = self._index.quantizer.search(query, self._index.nprobe)
-        seconds = float(self._sizes[clusters].sum()) * self._code_s
+        codes = float(self._sizes[clusters].sum()) * self._scale
         if self._batched:
-            await self._in_batch(seconds)
+            await self._in_batch(codes)
         else:
-            await self._cores.serve(seconds)
+            await self._cores.serve(self._costs.scan_seconds(codes))
         _, ids = self._index.search(query, k)
         found: NDArray[np.int64] = ids[0]
         return found
 
-    async def _in_batch(self, seconds: float) -> None:
+    async def _in_batch(self, codes: float) -> None:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        self._waiting.append((seconds, ended))
+        self._waiting.append((codes, ended))
         if self._searching is None:
             self._searching = loop.create_task(self._search_batches())
         await ended
@@ -103,7 +114,7 @@ class WholeSearches:
     async def _search_batches(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            await asyncio.sleep(self._costs.whole_s([seconds for seconds, _ in batch], dealt=self._dealt))
+            await asyncio.sleep(self._costs.batch_seconds([codes for codes, _ in batch], dealt=self._dealt))
             for _, ended in batch:
                 if not ended.done():
                     ended.set_result(None)

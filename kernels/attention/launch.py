@@ -12,8 +12,9 @@ import triton
 from torch import Tensor
 
 from ragorder.kernels.attention.batch import PackedBatch
-from ragorder.kernels.attention.kernel import attend, attend_at, merge
+from ragorder.kernels.attention.kernel import attend, merge
 from ragorder.kernels.attention.ranges import Ranges
+from ragorder.kernels.attention.sparse_kernel import attend_at
 from ragorder.kernels.attention.table import Tile, architecture, choose_splits, choose_tile, halves
 
 __all__ = ["INTERPRETED", "constants", "triton_attention", "triton_sparse_attention"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import chain
 
@@ -15,15 +15,18 @@ from ragorder.kernels.cache.elsewhere import Elsewhere
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
+from ragorder.kernels.cache.node import CopyState, DeviceCopy
+from ragorder.kernels.cache.prefetch import prefetch
+from ragorder.kernels.cache.purge import purge
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.resizing import PoolSizes
+from ragorder.kernels.cache.room import load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.cache.tables import BlockTables
+from ragorder.kernels.cache.uses import NodeUses, tokens_by_tier
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
 from ragorder.kernels.policies import Key
-from ragorder.kernels.policies.tier import NO_FORECAST
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["KnowledgeCache"]
@@ -73,7 +76,6 @@ class KnowledgeCache:
         self.pool = BlockPool(shape, device_blocks, device)
         host = BlockPool(shape, host_blocks, pinned=pinned)
         copies = Copies(transfers or make_transfers(device))
-        self._profile = profile
         self._device = MemoryTier(self.pool, copies, policy, history)
         self._host = MemoryTier(host, copies, policy, history)
         self._disk: StoreTier | None = None
@@ -87,18 +89,18 @@ class KnowledgeCache:
         self.contents = Contents(self._tiers.holds)
         self._elsewhere = Elsewhere(self.contents, self._tiers, self._disk)
         self._tables = BlockTables(self.pool)
+        self._uses = NodeUses(self._device, self._host, self._disk, profile)
         self._leases: dict[int, KVLease] = {}
         self._sizes = PoolSizes(self._tiers, self._replicas, self._leases)
-        self._requests = self._new_tokens = 0
         self._closed = False
 
     def find(self, path: Sequence[Segment]) -> TierTokens:
         """Tokens of the longest cached prefix, by tier."""
-        return _by_tier(self._tiers.match(path))
+        return tokens_by_tier(self._tiers.match(path))
 
     def find_elsewhere(self, path: Sequence[Segment]) -> TierTokens:
         """Tokens of documents behind that prefix with KV elsewhere, by tier."""
-        return _by_tier(node for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path))))
+        return tokens_by_tier(node for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path))))
 
     def ranks_elsewhere(self, path: Sequence[Segment]) -> list[Rank | None]:
         """How the copy of each document of a path that a lease would borrow was made; None: there is none."""
@@ -108,8 +110,8 @@ class KnowledgeCache:
         self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
     ) -> KVLease:
         """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
-        elsewhere, as far as the pool has room for them beside the path, or the request's `tokens`. A use in the
-        `background` counts as none.
+        elsewhere, as far as the pool has room for them beside the path, or the request's `tokens`. In the
+        `background` a use counts as none, and the device is not emptied for want of room.
 
         Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
@@ -118,7 +120,7 @@ class KnowledgeCache:
         if any(segment.tokens < 1 for segment in path):
             raise ValueError("a segment has 1 or more tokens: leave empty ones out")
         self.poll()
-        self._map(lease, self._match(path))
+        self._map(lease, load_prefix(self._tiers, path, alone=not self._leases and not background))
         self._leases[id(lease)] = lease
         if borrow:
             try:
@@ -137,8 +139,9 @@ class KnowledgeCache:
         self.mark_computed(lease)
         lease.wait()
         grows = tokens > lease.tokens
-        if grows and (needed := self._tables.needed(lease, tokens)) > self.pool.free_blocks:
-            self._make_room(lease, tokens, needed)
+        if grows and self._tables.needed(lease, tokens) > self.pool.free_blocks:
+            alone = len(self._leases) == 1 and not lease.background
+            make_room(self._tiers, self._tables, lease, tokens, alone=alone)
         if not lease.started:
             self._start(lease)
             self._keep_borrowed(lease, [each for each in lease.borrowed if each.copy.ready])
@@ -164,11 +167,9 @@ class KnowledgeCache:
             borrowed.copy.origin, borrowed.copy.prefetched = "device", False
         found = TierTokens(**tokens)
         if lease.borrowed and not lease.background:
-            self._count_hits(found)
+            self._uses.count_found(found)
             last = lease.borrowed[-1]
-            # What it would take to compute them.
-            cost = self._profile.cost(0, last.start + last.tokens)
-            self._count_uses([borrowed.copy.node.key for borrowed in lease.borrowed], cost)
+            self._uses.count_borrowed([borrowed.copy.node.key for borrowed in lease.borrowed], last.start + last.tokens)
         self._keep_borrowed(lease, [])
         return found
 
@@ -185,7 +186,7 @@ class KnowledgeCache:
         known = len(lease.pinned) - len(new)
         found = [] if lease.counted else lease.path[:known]
         lease.counted = True
-        self._count(found, lease.path[known : known + len(new)], lease.cached_tokens, tokens)
+        self._uses.count_path(found, lease.path[known : known + len(new)], lease.cached_tokens, tokens)
 
     def mark_computed(self, lease: KVLease) -> None:
         """The step of the pending nodes has run, or is queued on the device."""
@@ -214,6 +215,19 @@ class KnowledgeCache:
         lease.pending.clear()
         self._close(lease)
 
+    def purge(self, keys: Collection[bytes]) -> None:
+        """Remove nodes whose KV is suspect, and all behind them, from all tiers; waits for what is under way.
+
+        Leases keep their blocks, and those that have begun commit nothing behind such nodes.
+        """
+        if not keys:
+            return
+        for copy in purge(self._tiers, keys):
+            self._withdraw(copy)
+            for lease in self._leases.values():
+                if copy in lease.pinned:
+                    lease.path = lease.path[: len(lease.pinned)]
+
     def adopt(self, content: bytes, copy: Whereabouts, kv: BlockPool) -> bool:
         """Take up a document's KV that was computed elsewhere, for requests to borrow; False without room for it.
 
@@ -234,8 +248,7 @@ class KnowledgeCache:
             made = self._tiers.insert(Segment(copy.key, copy.tokens), copy.start, blocks, copy.parent, None)
             made.state = CopyState.READY
             self.pool.release(blocks)
-            self._new_tokens += copy.tokens
-            self._count_uses([copy.key], self._profile.cost(copy.start, copy.tokens), (copy.key,))
+            self._uses.count_adopted(made.node)
         self.contents.add(content, copy, Rank.STANDALONE if copy.key == content else Rank.PREPROCESSED)
         return True
 
@@ -254,21 +267,9 @@ class KnowledgeCache:
     def prefetch(self, path: Sequence[Segment], *, borrow: bool = False) -> None:
         """Begin to load what a waiting request will find, evicting no pinned or prefetched node."""
         self.poll()
-        loaded: list[DeviceCopy] = []
         nodes = self._tiers.match(path)
-        # Found one by one: a document that stands in two places is loaded once.
-        elsewhere: Iterable[tuple[int, CachedNode]] = self._elsewhere.nodes(path, len(nodes)) if borrow else ()
-        for node in chain(nodes, (node for _, node in elsewhere)):
-            absent = node.device is None
-            try:
-                copies = self._tiers.load([node], _Prefetched(self._tiers))
-            except OutOfBlocksError:
-                break
-            if not copies:
-                break
-            copies[0].prefetched |= absent
-            loaded += copies
-        for copy in loaded:
+        elsewhere = self._elsewhere.nodes(path, len(nodes)) if borrow else iter(())
+        for copy in prefetch(self._tiers, chain(nodes, (node for _, node in elsewhere))):
             self._unpin(copy)
 
     def poll(self) -> None:
@@ -321,47 +322,21 @@ class KnowledgeCache:
             leases=len(self._leases),
             loads=len(self._tiers.loads),
             copies=len(self._copies),
-            requests=self._requests,
-            new_tokens=self._new_tokens,
+            requests=self._uses.requests,
+            new_tokens=self._uses.new_tokens,
         )
 
     def _map(self, lease: KVLease, pinned: list[DeviceCopy]) -> None:
         for copy in self._tables.map(lease, pinned):
             self._unpin(copy)
 
-    def _match(self, path: Sequence[Segment]) -> list[DeviceCopy]:
-        nodes = self._tiers.match(path)
-        try:
-            return self._tiers.load(nodes)
-        except OutOfBlocksError:
-            if self._leases:
-                raise
-        # No other lease will free blocks.
-        self._tiers.compact([node.device for node in nodes if node.device is not None])
-        nodes = self._tiers.match(path)
-        while True:
-            try:
-                return self._tiers.load(nodes)
-            except OutOfBlocksError:
-                nodes.pop()
-
-    def _make_room(self, lease: KVLease, tokens: int, needed: int) -> None:
-        try:
-            self._tiers.make_room(needed)
-        except OutOfBlocksError:
-            if len(self._leases) > 1:
-                raise
-            # No other lease will free blocks.
-            self._tiers.compact(lease.pinned)
-            self._tiers.make_room(self._tables.needed(lease, tokens))
-
     def _start(self, lease: KVLease) -> None:
         lease.started = True
         for copy in lease.pinned:
             copy.origin, copy.prefetched = "device", False
         if not lease.background:
-            self._requests += 1
-            self._count_hits(lease.tokens_by_tier)
+            self._uses.requests += 1
+            self._uses.count_found(lease.tokens_by_tier)
         parent, start = None, 0
         for segment in lease.path[: len(lease.pinned)]:
             self._elsewhere.add(segment, parent, start)
@@ -378,7 +353,7 @@ class KnowledgeCache:
             try:
                 copies = self._tiers.load([node])
             except OutOfBlocksError:
-                if len(self._leases) > 1:
+                if len(self._leases) > 1 or lease.background:
                     raise
                 # No other lease will free blocks.
                 return
@@ -389,11 +364,6 @@ class KnowledgeCache:
             if borrowed not in kept:
                 self._unpin(borrowed.copy)
         lease.borrowed = kept
-
-    def _count_hits(self, by_tier: TierTokens) -> None:
-        for tier, tokens in zip((self._device, self._host, self._disk), by_tier, strict=True):
-            if tier is not None:
-                tier.hit_tokens += tokens
 
     def _completed(self, lease: KVLease, tokens: int) -> Iterator[Segment]:
         while len(lease.pinned) < len(lease.path):
@@ -414,35 +384,11 @@ class KnowledgeCache:
             blocks = lease.block_table[covering.start : covering.stop]
             copy = self._tiers.insert(segment, start, blocks, parent, parent_copy)
             lease.pending.append(copy)
-            self._new_tokens += segment.tokens
+            self._uses.new_tokens += segment.tokens
         self._elsewhere.add(segment, parent, start)
         self._device.tier.pin(segment.key)
         lease.pinned.append(copy)
         return copy
-
-    def _count(self, found: Sequence[Segment], new: Sequence[Segment], cached: int, tokens: int) -> None:
-        # Count a use of these nodes: each new token costs its share of the request's prefill.
-        segments = [*found, *new]
-        if not segments:
-            return
-        path = [segment.key for segment in segments]
-        cost = self._profile.cost(cached, tokens - cached) if new else self._profile.cost(0, tokens)
-        computed = frozenset(segment.key for segment in new)
-        expected = {segment.key: segment.expected_uses for segment in segments if segment.expected_uses}
-        self._count_uses(path, cost, computed, expected)
-
-    def _count_uses(
-        self,
-        path: Sequence[bytes],
-        cost: float,
-        computed: Container[bytes] = (),
-        expected: Mapping[bytes, float] = NO_FORECAST,
-    ) -> None:
-        for tier in (self._device, self._host):
-            if tier.pool.blocks:
-                tier.tier.use(path, cost=cost, computed=computed, expected=expected)
-        if self._disk is not None:
-            self._disk.use(path, cost, computed, expected)
 
     def _withdraw(self, gone: DeviceCopy) -> None:
         # Shorten the leases that have found a node whose load or step has failed.
@@ -477,20 +423,3 @@ class KnowledgeCache:
                 f"{tokens} tokens need {self.shape.blocks_for(tokens)} blocks, and the device has {self.pool.blocks}: "
                 "make the prompt shorter, or the device's pool larger"
             )
-
-
-def _by_tier(nodes: Iterable[CachedNode]) -> TierTokens:
-    tokens = dict.fromkeys(TierTokens._fields, 0)
-    for node in nodes:
-        tier = "device" if node.device is not None else "host" if node.host is not None else "disk"
-        tokens[tier] += node.tokens
-    return TierTokens(**tokens)
-
-
-class _Prefetched:
-    def __init__(self, tiers: Hierarchy) -> None:
-        self._nodes = tiers.nodes
-
-    def __contains__(self, key: object) -> bool:
-        node = self._nodes.get(key) if isinstance(key, bytes) else None
-        return node is not None and node.device is not None and node.device.prefetched

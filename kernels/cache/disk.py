@@ -150,6 +150,15 @@ class StoreTier:
             if future is not None and _written(future) and self._store is not None:
                 self._store.remove(key)
 
+    def parents(self) -> dict[bytes, bytes | None]:
+        """The parent of each node that has been written."""
+        return {} if self._store is None else self._store.parents()
+
+    def remove(self, key: bytes) -> None:
+        """Of a node that is not being written: see `wait`."""
+        if self._store is not None:
+            self._store.remove(key)
+
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
         """The node's blocks in a pool of their own; None if unreadable."""
         waiting = self._backlog.get(key)

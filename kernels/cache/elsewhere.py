@@ -33,7 +33,8 @@ class Elsewhere:
         if self._disk is not None:
             self._find_on_disk(self._disk, path, later)
         start = sum(segment.tokens for segment in path[:cached])
-        copies = self._contents.cover([segment.content for segment in later])
+        # No document has an empty content.
+        copies = self._contents.cover([b"" if segment.exact else segment.content for segment in later])
         for segment, where in zip(later, copies, strict=True):
             node = self._tiers.find(where) if where is not None else None
             if node is not None and node.tokens == segment.tokens:

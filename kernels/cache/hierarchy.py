@@ -144,6 +144,16 @@ class Hierarchy:
         self.device.pool.release(copy.blocks)
         self._forget(node)
 
+    def drop(self, node: CachedNode) -> DeviceCopy | None:
+        """Remove a node from device and host, with none of its copies under way; returns the one on the device."""
+        copy = node.device
+        if node.host is not None:
+            self._drop_host(node, node.host)
+        if copy is not None:
+            self.remove(copy)
+        self._forget(node)
+        return copy
+
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
         """A device node's host copy, made if absent; None without room."""
         if node.host is None and node.device is not None:

@@ -15,12 +15,13 @@ _KEY_BYTES = 32
 
 class Segment(NamedTuple):
     """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant. A document's `content` is the
-    key that it would have directly behind the system prompt."""
+    key that it would have directly behind the system prompt. `exact`: its KV is not taken over from elsewhere."""
 
     key: bytes
     tokens: int
     expected_uses: float = 0.0
     content: bytes = b""
+    exact: bool = False
 
 
 def segments_of(

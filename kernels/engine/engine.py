@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -16,6 +16,7 @@ import torch
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.budgeted import Relief, StreamedMemory, StreamedModel
+from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.idle import IdleBuilder
 from ragorder.kernels.engine.kept_questions import KeptQuestions
@@ -23,7 +24,7 @@ from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.pools import cache_maker
 from ragorder.kernels.engine.prefill_times import engine_profile
-from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
+from ragorder.kernels.engine.recovery import fault_of
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
 from ragorder.kernels.engine.runner import ModelRunner
 from ragorder.kernels.engine.sampling import SampledToken
@@ -41,10 +42,9 @@ from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = ["TieredEngine"]
 
-_logger = logging.getLogger("ragorder.kernels.engine")
-
 # How long a step waits for loads if there is nothing to compute.
 _IDLE_S = 0.001
+_FORWARD_FAILED = "the model's forward failed"
 
 
 class TieredEngine:
@@ -85,7 +85,6 @@ class TieredEngine:
         self._sequences: dict[int, Sequence] = {}
         self._updates = UpdateQueues()
         self._closed = False
-        self._lost: str | None = None
         self._streamer = None if streamed is None else streamed.streamer
         self._model = PatchedModel(model if streamed is None else streamed.model, settings, self._streamer)
         self.model_name = self._model.name
@@ -140,6 +139,9 @@ class TieredEngine:
         )
         self._runner = ModelRunner(model.forward, layers, model.device, rotation)
         self._relief = Relief(self._scheduler, self._cache, self._streamer)
+        self._failures = FailedSteps(
+            self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
+        )
 
     def _rotation(self, model: PatchedModel) -> Rotation:
         check_fusion(model.model)
@@ -178,7 +180,7 @@ class TieredEngine:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
-            self._check_device()
+            self._failures.check_device()
             request_id = next(self._ids)
             try:
                 sequence = self._validator.admit(request_id, request)
@@ -250,7 +252,7 @@ class TieredEngine:
         """Give memory back between two steps: a smaller step, else KV down a tier and a smaller pool, else layers out.
         No request is lost; some may wait for their turn again. False if nothing is left to give back."""
         with self._lock:
-            self._check_device()
+            self._failures.check_device()
             if self._closed:
                 return False
             self._forget_work()
@@ -261,7 +263,7 @@ class TieredEngine:
 
         Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
         with self._lock:
-            self._check_device()
+            self._failures.check_device()
             self._forget_work()
             self._relief.resize(device_tokens, host_bytes, self._sequences.values())
             self._pool_changed()
@@ -312,7 +314,7 @@ class TieredEngine:
         self.close()
 
     def _run_step(self) -> None:
-        self._check_device()
+        self._failures.check_device()
         overdue = [sequence for sequence in self._sequences.values() if sequence.overdue]
         self._updates.put(self._end(sequence, "timeout", sequence.overdue_message) for sequence in overdue)
         if self._idle is not None and not self._sequences:
@@ -327,8 +329,10 @@ class TieredEngine:
             if builder.has_work and not builder.step():
                 sleep(_IDLE_S)
         except Exception as error:
-            builder.give_up()
-            self._updates.put(self._recover([], error, "a document could not be built", tokens=0))
+            # Without memory it has written into blocks of its own alone: the cache stays.
+            if fault_of(error) != "memory":
+                builder.give_up()
+            self._failures.recover([], error, "a document could not be built", builder.shrink)
 
     def _forget_work(self) -> None:
         """What is not of requests, and reads the cache."""
@@ -350,7 +354,8 @@ class TieredEngine:
         except Exception as error:
             # Any of them may be the cause.
             sequences = _requests(scheduler.with_turns or scheduler.waiting)
-            return self._recover(sequences, error, "the step could not be planned", tokens=0)
+            shrink = partial(self._relieve, 0, failed=True)
+            return self._ended_all(self._failures.recover(sequences, error, "the step could not be planned", shrink))
         if not chunks:
             if scheduler.waiting:
                 sleep(_IDLE_S)
@@ -360,9 +365,10 @@ class TieredEngine:
         try:
             logits, choices = self._runner.compute(chunks)
         except Exception as error:
-            return self._recover(sequences, error, "the model's forward failed", tokens)
+            shrink = partial(self._relieve, tokens, failed=True)
+            return self._ended_all(self._failures.recover(sequences, error, _FORWARD_FAILED, shrink))
         except BaseException as error:
-            self._updates.put(self._fail(sequences, describe(error, "the model's forward failed")))
+            self._updates.put(self._ended_all(self._failures.fail(sequences, error, _FORWARD_FAILED)))
             raise
         self._counters.steps += 1
         self._counters.computed_tokens += tokens
@@ -381,8 +387,8 @@ class TieredEngine:
         sequence = chunk.sequence
         first = sequence.ttft_s is None
         if choice.token_id is None:
-            # Its KV may be as bad: no other request may find it.
-            self._scheduler.drop(sequence)
+            # Its KV may be as bad, that of earlier steps too: no other request may find it.
+            self._scheduler.reject(sequence)
             return self._ended(sequence.end("error", "the model's logits are not numbers (overflow, or bad weights)"))
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
@@ -404,24 +410,6 @@ class TieredEngine:
             self._ended(update)
         return update
 
-    def _recover(self, sequences: list[Sequence], error: Exception, what: str, tokens: int) -> list[Update]:
-        """Have a failed step of `tokens` tokens computed again; the updates of requests that were retried enough."""
-        fault, why = fault_of(error), describe(error, what)
-        if fault == "other":
-            return self._fail(sequences, why)
-        self._count_failure(len(sequences), why)
-        try:
-            if fault == "memory" and self._relieve(tokens, failed=True):
-                sequences = []
-            else:
-                self.forget_device()
-            self._runner.recover()
-        except Exception as failure:
-            self._lost = f"{why}, and the device cannot be used again ({type(failure).__name__}): start another process"
-            _logger.error("the device is lost: %s", self._lost)
-            raise DeviceLostError(self._lost) from error
-        return [update for sequence in sequences for update in self._retry(sequence, why)]
-
     def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
         given = self._relief.give(tokens, self._sequences.values(), failed=failed)
         self._pool_changed()
@@ -440,31 +428,9 @@ class TieredEngine:
     def _pool_changed(self) -> None:
         self.device_tokens = self._cache.pool.blocks * self.block_size
 
-    def _retry(self, sequence: Sequence, why: str) -> list[Update]:
-        sequence.failures += 1
-        if sequence.failures <= self.settings.max_retries:
-            sequence.suspect = sequence.failures > 1
-            self._counters.retries += 1
-            return []
-        retries = f", and so did its retries ({self.settings.max_retries} of them: max_retries)"
-        return [self._end(sequence, "error", why + retries * (self.settings.max_retries > 0))]
-
-    def _fail(self, sequences: list[Sequence], why: str) -> list[Update]:
-        self._count_failure(len(sequences), why)
-        self._scheduler.fail(sequences)
-        return [self._ended(sequence.end("error", why)) for sequence in sequences]
-
-    def _count_failure(self, requests: int, why: str) -> None:
-        _logger.error("a step of %d requests failed: %s", requests, why)
-        self._counters.failed_steps += 1
-
-    def _check_device(self) -> None:
-        if self._lost is not None:
-            raise DeviceLostError(self._lost)
-
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Update:
         # Nothing of a lost device is given back.
-        if self._lost is None:
+        if self._failures.lost is None:
             self._scheduler.finish(sequence)
         return self._ended(sequence.end(reason, error))
 
@@ -473,6 +439,9 @@ class TieredEngine:
         del self._sequences[update.request_id]
         self._counters.end(update.completion)
         return update
+
+    def _ended_all(self, ended: Ended) -> list[Update]:
+        return [self._ended(sequence.end("error", why)) for sequence, why in ended]
 
     def _subscribe(self, request: Request, completions: dict[int, Completion]) -> int:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from ragorder.kernels.cache import KnowledgeCache, KVLease, OutOfBlocksError, Rank, Segment, Whereabouts, segments_of
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.build_queue import BuildQueue
 from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.scattered import Positions
 from ragorder.kernels.engine.sequence import Sequence
@@ -31,6 +31,8 @@ _NEIGHBOURS = 10
 _MOST_TOKENS = 1 << 20
 _MOST_DOCUMENTS = 1 << 14
 _MOST_COMPANIONS = 64
+# Of a step: among more there may be none to build, and requests wait meanwhile.
+_MOST_EXAMINED = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +80,8 @@ class IdleBuilder:
 
     Each is computed behind its system prompt and the documents that were asked for with it most often and have KV; its
     keys are turned to where it stands directly behind the system prompt, and the cache adopts it. At most `build_idle`
-    times the tokens that requests compute. The caller serialises all calls.
+    times the tokens that requests compute. One that cannot be built, for want of neighbours or room, waits until it is
+    asked for again. The caller serialises all calls.
     """
 
     def __init__(
@@ -96,21 +99,22 @@ class IdleBuilder:
         self._layers = PagedLayers(cache.pool)
         self._assembler = Assembler(cache.pool, rotation)
         self._share = settings.build_idle
-        self._step_tokens = settings.max_batch_tokens
+        self._step_tokens = self._most_step_tokens = settings.max_batch_tokens
         # Copies take as much room again.
         self._longest = min(longest, cache.pool.blocks * cache.shape.block_size // 2)
         self._counters = counters
         self._documents: OrderedDict[bytes, _Document] = OrderedDict()
         self._prompts: dict[bytes, _SystemPrompt] = {}
+        self._queue = BuildQueue()
         self._tokens = 0
         self._build: _Build | None = None
-        # There was nothing to build, and no request since.
-        self._exhausted = True
+        # The next document is beyond the budget, and no request has come since.
+        self._exhausted = False
 
     @property
     def has_work(self) -> bool:
         """Whether a step would find something to compute, as far as is known."""
-        return self._build is not None or not self._exhausted
+        return self._build is not None or (len(self._queue) > 0 and not self._exhausted)
 
     def observe(self, sequence: Sequence) -> None:
         """Documents of a request that has come."""
@@ -131,6 +135,7 @@ class IdleBuilder:
                 self._tokens += segment.tokens
             self._documents.move_to_end(segment.content)
             known.asked_with(others)
+            self._queue.put(segment.content, known.requests)
             start += segment.tokens
         while self._tokens > _MOST_TOKENS or len(self._documents) > _MOST_DOCUMENTS:
             self._forget(next(iter(self._documents)))
@@ -162,7 +167,7 @@ class IdleBuilder:
         """Give the blocks back to a request that is due. The document is begun again later."""
         if self._build is not None:
             self._counters.idle_aborted += 1
-            self._end(self._build)
+            self._put_back(self._build)
 
     def give_up(self) -> None:
         """Of a document that has failed, or for which there is no room."""
@@ -170,24 +175,41 @@ class IdleBuilder:
             self._forget(self._build.document.segment.content)
             self._end(self._build)
 
+    def shrink(self) -> bool:
+        """After a step without memory compute in smaller ones: True. A document for which the smallest did not suffice
+        is given up."""
+        if self._step_tokens == 1:
+            self.give_up()
+        elif self._build is not None:
+            self._put_back(self._build)
+        self._step_tokens = max(1, self._step_tokens // 2)
+        return True
+
     def _begin(self) -> _Build | None:
         left = self._share * self._counters.computed_tokens - self._counters.idle_tokens
-        for document in self._candidates():
+        for _ in range(_MOST_EXAMINED):
+            content = self._queue.take()
+            if content is None:
+                return None
+            document = self._documents[content]
+            [_, rank] = self._cache.ranks_elsewhere([document.prompt.segment, document.segment])
+            if rank is Rank.PREPROCESSED:
+                continue
             if len(document.token_ids) > left:
                 # The budget grows with requests alone.
-                break
+                self._queue.put(content, document.requests)
+                self._exhausted = True
+                return None
             self._build = self._start(document)
             if self._build is not None:
                 return self._build
-        self._exhausted = True
         return None
 
-    def _candidates(self) -> Iterator[_Document]:
-        asked = sorted(self._documents.values(), key=lambda document: -document.requests)
-        for document in asked:
-            [_, rank] = self._cache.ranks_elsewhere([document.prompt.segment, document.segment])
-            if rank is not Rank.PREPROCESSED:
-                yield document
+    def _put_back(self, build: _Build) -> None:
+        document = build.document
+        self._end(build)
+        if document.segment.content in self._documents:
+            self._queue.put(document.segment.content, document.requests)
 
     def _start(self, document: _Document) -> _Build | None:
         neighbours = self._neighbours(document)
@@ -244,6 +266,7 @@ class IdleBuilder:
         copy = Whereabouts(key, front.key, front.tokens, len(own))
         if self._cache.adopt(document.segment.content, copy, blocks):
             self._counters.idle_documents += 1
+            self._step_tokens = min(2 * self._step_tokens, self._most_step_tokens)
         else:
             # There is no room, nor will there be for the next attempt.
             self._forget(document.segment.content)
@@ -256,6 +279,7 @@ class IdleBuilder:
         document = self._documents.pop(content, None)
         if document is None:
             return
+        self._queue.remove(content)
         self._tokens -= len(document.token_ids)
         document.prompt.documents -= 1
         if not document.prompt.documents:

@@ -68,7 +68,8 @@ class Request:
     prompt is in the first document's node. The question is not cached. A cache is shared within a `salt`.
     `expected_uses`: for each end, the requests to come that will contain all documents up to it, if forecast.
     `fusion`: how documents behind the cached prefix are reused, for engines with `reuse="fused"`; None: as its settings
-    say. `keep_question`: a warm-up, of a system prompt (its only document) and a question whose fused request follows.
+    say. `exact_documents`: leading ones that are computed exactly even if they could be taken over. `keep_question`: a
+    warm-up, of a system prompt (its only document) and a question whose fused request follows.
     `keep_logits`: of the first token. `deadline_s` runs from `add`: then the request ends with reason "timeout".
     """
 
@@ -80,6 +81,7 @@ class Request:
     expected_uses: Sequence[float] = ()
     deadline_s: float | None = None
     prefix_tokens: int = 0
+    exact_documents: int = 0
     fusion: Fusion | Literal["exact"] | None = None
     keep_question: bool = False
 

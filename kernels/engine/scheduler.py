@@ -138,6 +138,11 @@ class Scheduler:
             self._remove(each)
             self._discard(each)
 
+    def reject(self, sequence: Sequence) -> None:
+        """Remove a sequence whose KV is suspect, and all nodes that it has computed, whatever step that was."""
+        self.drop(sequence)
+        self._cache.purge(sequence.nodes)
+
     def fail(self, sequences: list[Sequence]) -> None:
         """Remove a failed step's sequences, and its nodes from the cache."""
         # Waiting sequences may have found nodes that this step was to compute.
@@ -215,6 +220,7 @@ class Scheduler:
         # The first commit also counts the use of what was found.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
             self._cache.commit(sequence.lease, sequence.exact_after(tokens))
+            sequence.nodes += [copy.node.key for copy in sequence.lease.pending]
         last = tokens == sequence.pending and sequence.owner is None and selecting is None
         chunks.append(ScheduledChunk(sequence, tokens, last))
         return tokens
@@ -315,6 +321,7 @@ class Scheduler:
     def _finish_helper(self, helper: Sequence, owner: Sequence) -> None:
         self.finish(helper)
         owner.helpers.remove(helper)
+        owner.nodes += helper.nodes
 
     def _start(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
         self._admitted.remove(sequence)

@@ -78,6 +78,8 @@ class Sequence:
         # Failed steps; after the second it may be the cause, until a step with it succeeds.
         self.failures = 0
         self.suspect = False
+        # Keys of the nodes that it has computed, with its helpers.
+        self.nodes: list[bytes] = []
         self.prefetched = False
         # Nodes that the cache keeps while it waits.
         self.expected: tuple[Key, ...] = ()

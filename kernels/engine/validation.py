@@ -42,7 +42,7 @@ class RequestValidator:
         deadline_s = min(self.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
         fusion = self._checked_fusion(request.fusion)
         request = replace(request, token_ids=tokens)
-        path = self._path(request)
+        path = _with_exact(self._path(request), request.exact_documents)
         return Sequence(request_id, request, path, self.tokenizer, self.end_tokens, deadline_s, fusion)
 
     def _path(self, request: Request) -> tuple[Segment, ...]:
@@ -107,3 +107,12 @@ class RequestValidator:
                 f"{asked}, and the pool holds {self.device_tokens} in all (blocks of {self.block_size}): give less, or "
                 "the engine more device_tokens"
             )
+
+
+def _with_exact(path: tuple[Segment, ...], documents: int) -> tuple[Segment, ...]:
+    """The path with so many leading documents marked."""
+    marked = list(path)
+    places = [place for place, segment in enumerate(path) if segment.content]
+    for place in places[: max(0, documents)]:
+        marked[place] = path[place]._replace(exact=True)
+    return tuple(marked)

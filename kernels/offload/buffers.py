@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+
 import torch
 
 from ragorder.kernels.offload.layout import LayerLayout
@@ -14,8 +16,12 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
     try:
         # Filled by other threads, which are in no inference mode.
         with torch.inference_mode(False):
+            if device.type == "cpu" and not pinned:
+                # Not from the heap, which keeps what is given back.
+                pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+                return torch.frombuffer(pages, dtype=torch.uint8)
             return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise MemoryError(f"{device} has no room for a layer of {nbytes} bytes") from error
 
 

@@ -58,6 +58,10 @@ class ChunkIndex:
         self.other_bytes += chunk.bytes_on_disk
         return chunk
 
+    def parents(self) -> dict[bytes, bytes | None]:
+        nodes = ((key, self.tier.get(key)) for key in self.chunks)
+        return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
+
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
         """Evict for a new file; None, evicting nothing, if that does not suffice. Remove the files before writing:
         `other_bytes` grows by the larger."""

@@ -175,6 +175,11 @@ class ChunkStore:
         self._tell([key])
         return self._remove_files([chunk])
 
+    def parents(self) -> dict[bytes, bytes | None]:
+        """The parent of each chunk."""
+        with self._lock:
+            return self._index.parents()
+
     def pin(self, keys: Iterable[bytes]) -> None:
         """Do not evict these, present or not, until unpinned as often."""
         with self._lock:

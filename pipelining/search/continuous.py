@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from ragorder.pipelining.search.filling import PieceOrder, fill
 from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.history import History
 from ragorder.pipelining.search.merge import BestResults
-from ragorder.pipelining.search.request import SearchRequest, one_row
+from ragorder.pipelining.search.request import SearchRequest
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
-from ragorder.pipelining.search.tiers import IndexTiers
-from ragorder.pipelining.staged import Stage
+from ragorder.pipelining.search.shared import SharedSearch, SubmitOptions
+from ragorder.pipelining.search.tiers import IndexTiers, TierGains
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
@@ -34,7 +34,7 @@ __all__ = ["ContinuousIVF"]
 _BYTE_S, _DIMENSION_S = 1e-10, 4e-10
 
 
-class ContinuousIVF:
+class ContinuousIVF(SharedSearch[SearchRequest]):
     """Searches an IVF index for many callers at once, a few clusters at a time.
 
         search = ContinuousIVF(index, nprobe=64)
@@ -109,57 +109,17 @@ class ContinuousIVF:
         return self._index.similarity
 
     @property
+    def tier_gains(self) -> TierGains | None:
+        """Of a search of mean length (None: there are no tiers)."""
+        if self.tiers is None:
+            return None
+        codes = self._search_codes.value
+        return self.tiers.gains(codes, self.costs.seconds(codes or 0.0) / self._cores)
+
+    @property
     def in_flight(self) -> int:
         """Searches that have not ended."""
         return len(self._running) + len(self._unprepared) + len(self._joining)
-
-    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF, nprobe and selector of this search. Also
-        raises TypeError for other parameters, ValueError if k exceeds the vectors of the index, or `max_codes` or
-        `parallel_mode` rule out parts, and RuntimeError after `close`."""
-        request = self._read(queries, k, params)
-
-        def stages() -> Iterator[Stage]:
-            handle = self._join(request)
-            try:
-                yield from handle.stages()
-            finally:
-                handle.cancel()
-
-        return stages()
-
-    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
-        """`search` for an event loop: no thread waits for a stage."""
-        request = self._read(queries, k, params)
-
-        async def stages() -> AsyncGenerator[Stage, None]:
-            handle = self._join(request)
-            try:
-                async for stage in handle.stages_async():
-                    yield stage
-            finally:
-                handle.cancel()
-
-        return stages()
-
-    def submit(
-        self,
-        query: Any,
-        k: int,
-        *,
-        history: History | None = None,
-        due: bool = True,
-        whole: bool = False,
-        prefetch: bool = False,
-        params: Any = None,
-    ) -> SearchHandle:
-        """A search for one query, of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
-
-        `history`: the earlier searches of this request; its clusters are visited first, and this search joins it. Not
-        with a selector. `due=False`: ahead of need, in the time that due searches leave. `whole`: in one
-        piece.
-        """
-        return self._join(self._read(one_row(query), k, params, history), due=due, whole=whole, prefetch=prefetch)
 
     def advance(self) -> bool:
         """Scan one piece. False: no search was left. Errors of FAISS end the search that they belong to."""
@@ -174,7 +134,6 @@ class ContinuousIVF:
             return True
 
     def close(self) -> None:
-        """Cancel what is in flight; what is submitted afterwards raises RuntimeError."""
         with self._lock:
             self._closed = True
         self._end_all(SearchHandle.cancel)
@@ -182,18 +141,12 @@ class ContinuousIVF:
         if self._driver is not None:
             self._driver.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> SearchRequest:
         return SearchRequest.read(self._index, queries, k, self._nprobe, params, history)
 
-    def _join(self, request: SearchRequest, *, prefetch: bool = False, **how: bool) -> SearchHandle:
-        handle = SearchHandle(self._wait_by, **how)
-        handle.prefetch = prefetch and self.tiers is not None
+    def _join(self, request: SearchRequest, options: SubmitOptions) -> SearchHandle:
+        handle = SearchHandle(self._wait_by, due=options.due, whole=options.whole)
+        handle.fast, handle.prefetch = options.fast, options.prefetch and self.tiers is not None
         self._enter(RunningSearch(handle, request, self._patience, self._clock()))
         return handle
 
@@ -297,8 +250,11 @@ class ContinuousIVF:
         )
 
     def _scan_piece(self, piece: list[tuple[RunningSearch, int]]) -> None:
+        self._publish(self._scan(piece))
+
+    def _publish(self, found: list[tuple[RunningSearch, int, BestResults]]) -> None:
         ended = set()
-        for search, stop, best in self._scan(piece):
+        for search, stop, best in found:
             try:
                 if search.advance(stop, best):
                     ended.add(search)

@@ -25,14 +25,15 @@ class SearchHandle:
         for stage in handle.stages(): ...
         handle.result().ids
 
-    `due`: it is waited for. `whole`: it is not cut into pieces. `prefetch`: its clusters are loaded into the fast tier.
-    `done`: it has a result, has failed, or was cancelled. Of the stages that came since the last one was taken, the
-    latest is next; the final one is never skipped.
+    `due`: it is waited for. `whole`: it is not cut into pieces. `fast`: clusters that the fast tier holds may be
+    scanned there; `prefetch`: its clusters are loaded into that. `done`: it has a result, has failed, or was cancelled.
+    Of the stages that came since the last one was taken, the latest is next; the final one is never skipped.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
         self.due = due
         self.whole = whole
+        self.fast = True
         self.prefetch = False
         self.done = False
         self._drive = drive

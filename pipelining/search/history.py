@@ -41,13 +41,16 @@ class PastSearch:
             return None
         return float(_keys(query, self.query[None], self.metric)[0])
 
-    def recall(self, query: NDArray[np.float32], kept: int) -> BestResults | None:
-        """The best of these results for another query, by the vectors as the index encodes them."""
+    def recall(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
+        """Those of these results that are in some clusters, for another query, best first, by the vectors as the index
+        encodes them."""
         if self.vectors is None or self.metric is None:
             return None
-        keys = _keys(query, self.vectors, self.metric)
-        order = np.argsort(keys, kind="stable")[:kept]
-        return BestResults(keys[None, order], self.ids[None, order], self.places[None, order])
+        there = np.flatnonzero(np.isin(self.places >> 32, clusters))
+        keys = _keys(query, self.vectors[there], self.metric)
+        order = np.argsort(keys, kind="stable")
+        chosen = there[order]
+        return BestResults(keys[None, order], self.ids[None, chosen], self.places[None, chosen])
 
 
 class History:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from ragorder.pipelining.reordering import QueueFullError
 from ragorder.pipelining.search.filling import PieceOrder
 from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.history import History
-from ragorder.pipelining.search.request import one_row, read_parameters
+from ragorder.pipelining.search.request import check_history, read_parameters
+from ragorder.pipelining.search.selectors import pack, selector_of
+from ragorder.pipelining.search.shared import SharedSearch, SubmitOptions
+from ragorder.pipelining.search.tiers import IndexTiers, TierGains
 from ragorder.pipelining.search.worker import Asked, serve
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import read_k, read_queries
@@ -33,19 +37,24 @@ class SearchProcessError(RuntimeError):
     """The search's process has ended."""
 
 
-class SearchProcess:
+class SearchProcess(SharedSearch["_Request"]):
     """`ContinuousIVF` in a process of its own, on a file of faiss.write_index that is mapped into its memory.
 
         with SearchProcess("wiki.index", nprobe=64) as search:
             search.submit(vector, k=5, history=history).result().ids
 
     Scans then take nothing from this process' interpreter lock. Methods, results and errors are those of
-    `ContinuousIVF`; selectors and tiers stay in one process. If the process dies, its searches fail with
-    SearchProcessError and it is started again, `restarts` times in a row without an answer in between. At most
-    `max_searches` are in flight: more raise QueueFullError. A script needs the guard `if __name__ == "__main__":`.
+    `ContinuousIVF`. If the process dies, its searches fail with SearchProcessError and it is started again, `restarts`
+    times in a row without an answer in between. At most `max_searches` are in flight: more raise QueueFullError. A
+    script needs the guard `if __name__ == "__main__":`.
 
-    `similarity`: larger distances are nearer. Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS
-    cannot read.
+    - `tiers` makes the index's tiers in that process, on its device: a function of a module, or
+      functools.partial(IndexTiers, TorchClusterScan("L2", "cuda"), 4 << 30)
+    - Selectors are sent by their ids: faiss.IDSelectorArray, Range, Bitmap, All, and Not, And, Or, XOr of them.
+      IDSelectorBatch, which does not give back its ids, raises ValueError.
+
+    `similarity`: larger distances are nearer. `tier_gains`: see `ContinuousIVF`, as of the latest answer. Raises what
+    `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read, TypeError for `tiers` that cannot be sent.
     """
 
     def __init__(
@@ -56,13 +65,20 @@ class SearchProcess:
         cores: int | None = None,
         order: PieceOrder = "oldest",
         patience: int | None = None,
+        tiers: Callable[[], IndexTiers] | None = None,
         max_searches: int = 1024,
         restarts: int = 3,
     ) -> None:
         if max_searches < 1 or restarts < 0:
             raise ValueError(f"give max_searches >= 1 and restarts >= 0, got {max_searches} and {restarts}")
         self._path = str(path)
-        self._options = {"nprobe": nprobe, "cores": cores, "order": order, "patience": patience}
+        self._options = {
+            "nprobe": nprobe,
+            "cores": cores,
+            "order": order,
+            "patience": patience,
+            "tiers": _picklable(tiers),
+        }
         self._max_searches, self._restarts = max_searches, restarts
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -72,6 +88,8 @@ class SearchProcess:
         self._ready = threading.Event()
         self._deaths = self._dimensions = self._vectors = 0
         self.similarity = False
+        # Until the process has measured any.
+        self.tier_gains = None if tiers is None else TierGains(0.0, math.inf, math.inf)
         self._worker = _Worker(self._path, self._options, self._answer, self._died)
         # Else the end of this program would end the process, which would be started again.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
@@ -90,51 +108,8 @@ class SearchProcess:
         """Of the process that searches now."""
         return self._worker.process.pid
 
-    def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
-        """See `ContinuousIVF.search`."""
-        asked = self._read(queries, k, params)
-
-        def stages() -> Iterator[Stage]:
-            handle = self._send(asked)
-            try:
-                yield from handle.stages()
-            finally:
-                handle.cancel()
-
-        return stages()
-
-    def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
-        """See `ContinuousIVF.search_async`."""
-        asked = self._read(queries, k, params)
-
-        async def stages() -> AsyncGenerator[Stage, None]:
-            handle = self._send(asked)
-            try:
-                async for stage in handle.stages_async():
-                    yield stage
-            finally:
-                handle.cancel()
-
-        return stages()
-
-    def submit(
-        self,
-        query: Any,
-        k: int,
-        *,
-        history: History | None = None,
-        due: bool = True,
-        whole: bool = False,
-        params: Any = None,
-    ) -> SearchHandle:
-        """See `ContinuousIVF.submit`."""
-        asked = self._read(one_row(query), k, params)._replace(due=due, whole=whole)
-        if history is not None:
-            asked = asked._replace(past=history.past, kept=history.kept)
-        return self._send(asked, history)
-
     def close(self) -> None:
-        """Cancel what is in flight, and end the process."""
+        """Also ends the process."""
         self._at_exit.cancel()
         with self._lock:
             self._broken = self._broken or RuntimeError("this search is closed")
@@ -143,24 +118,19 @@ class SearchProcess:
             handle.cancel()
         self._worker.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _read(self, queries: Any, k: int, params: Any) -> Asked:
+    def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> _Request:
         k, rows = read_k(k), read_queries(queries, self._dimensions)
         if k > self._vectors:
             raise ValueError(f"k={k}, but the index has {self._vectors} vectors: ask for at most as many")
         nprobe, selector = read_parameters(params)
-        if selector is not None:
-            raise ValueError("a selector cannot be sent to another process: use ContinuousIVF in this one")
-        return Asked(rows, k, nprobe, None, 1, due=True, whole=False)
+        check_history(selector, history)
+        packed = None if selector is None else pack(selector_of(params))
+        past, kept = (None, 1) if history is None else (history.past, history.kept)
+        return _Request(Asked(rows, k, None if nprobe is None else (nprobe, packed), past, kept), history)
 
-    def _send(self, asked: Asked, history: History | None = None) -> SearchHandle:
-        number = next(self._numbers)
-        handle = _RemoteHandle(lambda what: self._tell(what, number), due=asked.due, whole=asked.whole)
+    def _join(self, request: _Request, options: SubmitOptions) -> SearchHandle:
+        number, (asked, history) = next(self._numbers), request
+        handle = _RemoteHandle(lambda what: self._tell(what, number), due=options.due, whole=options.whole)
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -171,7 +141,7 @@ class SearchProcess:
             if history is not None:
                 self._histories[number] = history
             worker = self._worker
-        worker.send("search", number, asked)
+        worker.send("search", number, (asked, options))
         return handle
 
     def _tell(self, what: str, number: int) -> None:
@@ -187,6 +157,8 @@ class SearchProcess:
         if what == "ready":
             self._dimensions, self._vectors, self.similarity = content
             self._ready.set()
+        elif what == "gains":
+            self.tier_gains = content
         elif what == "failed":
             self._broken = content
         elif what == "past":
@@ -229,6 +201,11 @@ class SearchProcess:
             handle.fail(error)
 
 
+class _Request(NamedTuple):
+    asked: Asked
+    history: History | None
+
+
 class _RemoteHandle(SearchHandle):
     def __init__(self, tell: Callable[[str], None], *, due: bool, whole: bool) -> None:
         super().__init__(None, due=due, whole=whole)
@@ -243,6 +220,17 @@ class _RemoteHandle(SearchHandle):
         if ended:
             self._tell("cancel")
         return ended
+
+
+def _picklable(tiers: Callable[[], IndexTiers] | None) -> Callable[[], IndexTiers] | None:
+    try:
+        ForkingPickler.dumps(tiers)
+    except Exception as error:
+        raise TypeError(
+            f"tiers cannot be sent to the search's process ({type(error).__name__}): give a function of a module, or "
+            "functools.partial(IndexTiers, …), which is called there"
+        ) from None
+    return tiers
 
 
 class _Worker:

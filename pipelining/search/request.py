@@ -12,7 +12,7 @@ from ragorder.pipelining.search.history import History
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
-__all__ = ["SearchRequest", "one_row", "read_parameters"]
+__all__ = ["SearchRequest", "check_history", "one_row", "read_parameters"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +40,7 @@ class SearchRequest:
             raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
         index.check_settings()
         own_nprobe, selector = read_parameters(params)
-        if selector is not None and history is not None:
-            raise ValueError("a search with a selector has no history: its ids may be others' secrets")
+        check_history(selector, history)
         nprobe = index.nprobe(nprobe if own_nprobe is None else own_nprobe)
         return cls(rows, k, nprobe, index.slices(len(rows)), history, index.core.selector(selector), params)
 
@@ -52,6 +51,12 @@ def one_row(query: Any) -> NDArray[Any]:
     if row.ndim == 2 and len(row) != 1:
         raise ValueError(f"submit takes one query, got {len(row)}: use search")
     return row[None] if row.ndim == 1 else row
+
+
+def check_history(selector: Any, history: History | None) -> None:
+    """Raises ValueError for both."""
+    if selector is not None and history is not None:
+        raise ValueError("a search with a selector has no history: its ids may be others' secrets")
 
 
 def read_parameters(params: Any) -> tuple[int | None, Any]:

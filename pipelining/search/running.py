@@ -38,6 +38,7 @@ class RunningSearch:
         self.total = 0
         self.codes: list[int] = []
         self.best = BestResults.none(len(self.queries), self.kept)
+        self._recalled: BestResults | None = None
         self._request = request
         self._patience = patience
         self._changed_at = 0
@@ -61,8 +62,9 @@ class RunningSearch:
         if past is not None:
             order = past.order(self.clusters[0])
             self.clusters, self.coarse = self.clusters[:, order], self.coarse[:, order]
-            if (recalled := past.recall(self.queries[0], self.k)) is not None and recalled.ids.shape[1] == self.k:
-                self._publish(index, recalled, similarity=index.similarity)
+            self._recalled = past.recall(self.queries[0], self.clusters[0])
+            if self._recalled is not None and self._recalled.ids.shape[1] >= self.k:
+                self.publish(index)
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
@@ -102,7 +104,13 @@ class RunningSearch:
         self.handle.publish(stage, final=True)
 
     def publish(self, index: ClusterIndex) -> None:
-        self._publish(index, self.best, similarity=index.similarity)
+        """The best so far, and what an earlier search recalls of the clusters that are still to be scanned."""
+        best, recalled = self.best, self._recalled
+        if recalled is not None:
+            left = ~np.isin(recalled.places[0] >> 32, self.clusters[0, : self.done])
+            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.places[0, left])
+            best = best.merge(np.zeros(len(new.ids), np.intp), new, similarity=index.similarity) if left.any() else best
+        self._publish(index, best, similarity=index.similarity)
 
     def remember(self, index: ClusterIndex) -> None:
         if self.history is None or not self.done:

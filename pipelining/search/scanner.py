@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,24 +22,25 @@ from ragorder.pipelining.staged._ivf import ClusterIndex
 
 __all__ = ["PieceScanner", "one_thread", "shares_of"]
 
-# What it costs to hand a share to another thread.
-_HAND_S = 3e-5
+# What it costs to hand a share to another of OpenMP's threads.
+_HAND_S = 1e-5
 
 
 class _Rows(NamedTuple):
-    """The queries of a piece, and what is asked of each call."""
+    """The queries of a piece, what is asked of each call, and which of them may use the fast tier."""
 
     queries: NDArray[np.float32]
     kept: int
     places: bool
     selector: Any = None
+    fast: NDArray[np.bool_] | None = None
 
 
 class PieceScanner:
     """Deals a piece's clusters to cores in equal numbers of codes: a search's clusters may go to several.
 
-    FAISS would split by queries. Results are the same for any split. `scan_s` is the time that the last piece spent in
-    FAISS.
+    FAISS deals out rows: each core gets as many, of about as many codes. Results are the same for any split. `scan_s`
+    is the time that the last piece spent in FAISS.
     """
 
     def __init__(
@@ -56,26 +57,44 @@ class PieceScanner:
         self._cores = cores
         self._tiers = tiers
         self._clock = clock
-        self._helpers: ThreadPoolExecutor | None = None
-        if cores > 1:
-            self._helpers = ThreadPoolExecutor(cores - 1, "ragorder-scan", lambda: load_faiss().omp_set_num_threads(1))
 
     def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
         """The best results of each search after its clusters up to the given one."""
+        if (whole := self._whole_alone(piece)) is not None:
+            return [whole]
         searches = [search for search, _ in piece]
         best = BestResults.stack([search.best for search in searches])
-        parts = self._scan(piece, sizes, best.keys.shape[1])
-        rows, new = self._better(best, parts)
-        if len(rows):
-            best = best.merge(rows, new, similarity=self._index.similarity)
+        best = self._merge(best, self._scan(piece, sizes, best.keys.shape[1]))
         bounds = pairwise(np.cumsum([0, *(len(search.queries) for search in searches)]).tolist())
         return [best.part(start, stop, search.kept) for search, (start, stop) in zip(searches, bounds, strict=True)]
 
+    def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
+        """The best results of each query after these visits, on the cores alone."""
+        self.scan_s = 0.0
+        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], places=False)))
+
     def close(self) -> None:
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False)
         if self._tiers is not None:
             self._tiers.close()
+
+    def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
+        """A search in one piece on one core is a call of FAISS, with nothing to deal out or to merge."""
+        search, stop = piece[0]
+        if len(piece) > 1 or search.done or stop < search.total or self._cores > 1 or self._tiers is not None:
+            return None
+        places = search.history is not None and search.selector is None
+        start_s = self._clock()
+        distances, found = self._index.scan(
+            search.queries, search.kept, search.clusters, search.coarse, selector=search.selector, places=places
+        )
+        self.scan_s = self._clock() - start_s
+        self.costs.learn(search.codes[-1], self.scan_s)
+        ids = found
+        if places:
+            ids = np.full_like(found, -1)
+            ids[found != -1] = self._index.ids_at(found[found != -1])
+        keys = -distances if self._index.similarity else distances
+        return BestResults(keys, ids, found if places else np.full_like(found, -1))
 
     def _scan(
         self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64], kept: int
@@ -86,10 +105,11 @@ class PieceScanner:
             return []
         queries = np.concatenate([search.queries for search, _ in piece])
         places = any(search.history is not None for search, _ in piece)
+        fast = np.repeat([search.handle.fast for search, _ in piece], [len(search.queries) for search, _ in piece])
         parts: list[ScannedPart] = []
         for selector, share in _by_selector(piece, visits):
             if selector is None:
-                parts += self._on_tiers(share, _Rows(queries, kept, places))
+                parts += self._on_tiers(share, _Rows(queries, kept, places, fast=fast))
             else:
                 parts += self._on_cores(share, _Rows(queries, kept, False, selector))
         return parts
@@ -98,7 +118,7 @@ class PieceScanner:
         if self._tiers is None:
             return self._on_cores(visits, rows)
         core_s = int(visits.codes.sum()) * self.costs.code_s / self._cores
-        share = self._tiers.start(visits, rows.queries, rows.kept, core_s)
+        share = self._tiers.start(visits, rows.queries, rows.kept, core_s, rows.fast)
         before_s = self.scan_s
         try:
             if share is None:
@@ -117,33 +137,30 @@ class PieceScanner:
             self._tiers.end()
 
     def _on_cores(self, visits: Visits, rows: _Rows) -> list[ScannedPart]:
-        own, *others = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self.costs)) or (None,)
-        if own is None:
+        shares = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self.costs))
+        if not shares:
             return []
-        futures: list[Future[tuple[ScannedPart, int, float]]] = []
-        try:
-            if self._helpers is not None:
-                futures = [self._helpers.submit(self._share, share, rows) for share in others]
-            done = [self._share(own, rows)]
-        finally:
-            # FAISS writes into arrays of theirs.
-            if futures:
-                wait(futures)
-        done.extend(future.result() for future in futures)
-        for _, codes, seconds in done:
-            self.costs.learn(codes, seconds)
-        self.scan_s += max(seconds for _, _, seconds in done)
-        return [part for part, _, _ in done]
-
-    def _share(self, visits: Visits, of: _Rows) -> tuple[ScannedPart, int, float]:
-        rows, clusters, coarse = visits.padded()
+        numbers, clusters, coarse = Visits.side_by_side(shares)
+        real = numbers >= 0
         start_s = self._clock()
-        distances, ids = self._index.scan(
-            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, places=of.places
-        )
+        with _threads(len(shares)):
+            distances, ids = self._index.scan(
+                rows.queries[np.maximum(numbers, 0)],
+                rows.kept,
+                clusters,
+                coarse,
+                selector=rows.selector,
+                places=rows.places,
+            )
         seconds = self._clock() - start_s
+        self.costs.learn(max(int(share.codes.sum()) for share in shares), seconds)
+        self.scan_s += seconds
         keys = -distances if self._index.similarity else distances
-        return ScannedPart(rows, keys, ids, of.places), int(visits.codes.sum()), seconds
+        return [ScannedPart(numbers[real], keys[real], ids[real], rows.places)]
+
+    def _merge(self, best: BestResults, parts: Sequence[ScannedPart]) -> BestResults:
+        rows, new = self._better(best, parts)
+        return best.merge(rows, new, similarity=self._index.similarity) if len(rows) else best
 
     def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
         rows, keys, ids, places = [], [], [], []
@@ -182,12 +199,17 @@ def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> 
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """FAISS stays on the calling thread."""
+def _threads(number: int) -> Iterator[None]:
+    """Those of FAISS, for calls of this thread."""
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
+    faiss.omp_set_num_threads(number)
     try:
         yield
     finally:
         faiss.omp_set_num_threads(before)
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """FAISS stays on the calling thread."""
+    return _threads(1)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.pipelining.running_mean import RunningMean
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import ScannedPart
 from ragorder.pipelining.search.visits import Visits
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
-__all__ = ["ClusterScan", "FastShare", "IndexTiers"]
+__all__ = ["ClusterScan", "FastShare", "IndexTiers", "TierGains"]
 
 _logger = logging.getLogger("ragorder")
 
@@ -47,6 +49,15 @@ class ClusterScan(Protocol):
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The k best of each query in its row of `clusters` (-1: none): distances, and places, cluster << 32 | offset;
         as FAISS, -1 and its worst distance where fewer are found."""
+
+
+class TierGains(NamedTuple):
+    """Seconds that the tiers are expected to save a search (inf: not measured yet): `scan_s` by what is held,
+    `prefetch_s` more if all its clusters were. `hit_share`: see `IndexTiers`."""
+
+    hit_share: float
+    scan_s: float
+    prefetch_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,7 @@ class IndexTiers:
         self.costs = ClusterCosts(1e-9)
         self.codes = 0
         self.fast_codes = 0
+        self._held_share = RunningMean(arithmetic_start=True)
         self._fast = fast
         self._every = every
         self._forgetting = 0.5 ** (every / half_life)
@@ -112,6 +124,17 @@ class IndexTiers:
     @property
     def held_bytes(self) -> int:
         return int(self._bytes[self._held].sum())
+
+    def gains(self, codes: float | None, slow_s: float) -> TierGains:
+        """Of a search of so many codes (None: not known), which takes the cores `slow_s` seconds."""
+        if self._failed:
+            return TierGains(self.hit_share, 0.0, 0.0)
+        if codes is None or self.costs.calls < self._trials:
+            return TierGains(self.hit_share, math.inf, math.inf)
+        held = self._held_share.value or 0.0
+        # Both at a time; where the fast tier would take longer than the cores, these scan all.
+        now_s = min(slow_s, max((1 - held) * slow_s, self.costs.seconds(held * codes))) if held else slow_s
+        return TierGains(self.hit_share, slow_s - now_s, now_s - self.costs.seconds(codes))
 
     def attach(self, index: ClusterIndex) -> None:
         """Raises TypeError for an index whose vectors cannot be scanned elsewhere, ValueError for another metric, or if
@@ -140,13 +163,18 @@ class IndexTiers:
             self._drop(cluster)
         self._to_load.clear()
 
-    def start(self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float) -> FastShare | None:
-        """Begin a piece that would take the cores `slow_s` seconds. Its visits to clusters that are held are scanned;
-        None: the cores are faster. `end` it."""
+    def start(
+        self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float, fast: NDArray[np.bool_] | None = None
+    ) -> FastShare | None:
+        """Begin a piece that would take the cores `slow_s` seconds. Its visits to clusters that are held are scanned,
+        of the queries that are `fast` (default: all); None: the cores are faster. `end` it."""
         np.add.at(self._uses, visits.clusters, 1)
         total = int(visits.codes.sum())
         self.codes += total
         chosen = self._held[visits.clusters]
+        self._held_share.add(int(visits.codes[chosen].sum()) / total if total else 0.0)
+        if fast is not None:
+            chosen = chosen & fast[visits.rows]
         if self._to_load and not self._failed:
             self._stop_loading = False
             self._loading = self._threads.submit(self._load)

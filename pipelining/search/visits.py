@@ -14,6 +14,9 @@ from ragorder.pipelining.search.running import RunningSearch
 
 __all__ = ["Visits"]
 
+# Of a share: a cluster that is no larger does not matter to it.
+_EVEN = 1 / 8
+
 
 class Visits(NamedTuple):
     """(row of a query, cluster) pairs, sorted by row; `codes` are those of each cluster."""
@@ -39,6 +42,22 @@ class Visits(NamedTuple):
         found = numbers >= 0
         return visits if found.all() else visits.part(found)
 
+    @classmethod
+    def side_by_side(cls, shares: Sequence[Visits]) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
+        """`padded` of all shares below one another, as many rows for each: those without clusters are of query -1."""
+        if len(shares) == 1:
+            return shares[0].padded()
+        parts = [share.padded() for share in shares]
+        height, width = (max(part[1].shape[axis] for part in parts) for axis in (0, 1))
+        numbers = np.full(height * len(parts), -1, np.intp)
+        clusters = np.full((len(numbers), width), -1, np.int64)
+        coarse = np.zeros(clusters.shape, np.float32)
+        for start, (rows, of_share, distances) in zip(range(0, len(numbers), height), parts, strict=True):
+            stop = start + len(rows)
+            numbers[start:stop] = rows
+            clusters[start:stop, : of_share.shape[1]], coarse[start:stop, : of_share.shape[1]] = of_share, distances
+        return numbers, clusters, coarse
+
     def part(self, chosen: slice | NDArray[np.bool_] | NDArray[np.intp]) -> Visits:
         return Visits(self.rows[chosen], self.clusters[chosen], self.coarse[chosen], self.codes[chosen])
 
@@ -46,9 +65,9 @@ class Visits(NamedTuple):
         """At most so many parts of about equal codes, none empty."""
         if shares == 1 or not len(self.rows):
             return [self] if len(self.rows) else []
-        if self.rows[0] == self.rows[-1]:
-            return self._deal_by_size(shares)
         total = np.cumsum(self.codes)
+        if self.rows[0] == self.rows[-1] and self.codes.max() * shares > _EVEN * total[-1]:
+            return self._deal_by_size(shares)
         cuts = np.searchsorted(total, total[-1] * np.arange(1, shares) / shares).tolist()
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
 
@@ -68,6 +87,8 @@ class Visits(NamedTuple):
     def padded(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
         """The rows, and the clusters of each in a row of its own, filled up by -1, which FAISS passes over."""
         rows = self.rows
+        if rows[0] == rows[-1]:
+            return rows[:1], self.clusters[None], self.coarse[None]
         starts = np.concatenate(([0], np.flatnonzero(rows[1:] != rows[:-1]) + 1))
         lengths = np.concatenate((starts[1:], [len(rows)])) - starts
         row = np.repeat(np.arange(len(starts)), lengths)

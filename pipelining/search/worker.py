@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from ragorder.pipelining.search.continuous import ContinuousIVF
 from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.history import History, PastSearch
+from ragorder.pipelining.search.selectors import PackedSelector, unpack
+from ragorder.pipelining.search.shared import SubmitOptions
 from ragorder.pipelining.staged._faiss import load_faiss
 
 __all__ = ["Asked", "serve"]
 
 
 class Asked(NamedTuple):
-    """A search as it is sent. `past`: what its history holds; None: it has none."""
+    """A search as it is sent. `params`: nprobe and selector; `past`: what its history holds; None: it has none."""
 
     queries: NDArray[np.float32]
     k: int
-    params: int | None
+    params: tuple[int, PackedSelector | None] | None
     past: Sequence[PastSearch] | None
     kept: int
-    due: bool
-    whole: bool
 
 
 def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
@@ -39,7 +39,8 @@ def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
     try:
         # The file's pages are shared, and read when they are scanned.
         index = faiss.read_index(path, faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
-        search = ContinuousIVF(index, **options)
+        make_tiers = options.pop("tiers")
+        search = ContinuousIVF(index, **options, tiers=None if make_tiers is None else make_tiers())
     except Exception as error:
         connection.send(("failed", 0, _sendable(error)))
         return
@@ -63,9 +64,9 @@ class _Answers:
         sender.start()
         try:
             while True:
-                what, number, asked = self._connection.recv()
+                what, number, content = self._connection.recv()
                 if what == "search":
-                    self._begin(number, asked)
+                    self._begin(number, *content)
                 elif what == "close":
                     return
                 elif (handle := self._handles.get(number)) is not None:
@@ -78,16 +79,14 @@ class _Answers:
                 self._news.notify()
             sender.join()
 
-    def _begin(self, number: int, asked: Asked) -> None:
+    def _begin(self, number: int, asked: Asked, options: SubmitOptions) -> None:
         history = None
         if asked.past is not None:
             history = _SentHistory(asked, lambda past: self._send("past", number, past))
         try:
-            params = None
-            if asked.params is not None:
-                params = load_faiss().SearchParametersIVF(nprobe=asked.params)
+            params = None if asked.params is None else _parameters(*asked.params)
             request = self._search._read(asked.queries, asked.k, params, history)
-            handle = self._search._join(request, due=asked.due, whole=asked.whole)
+            handle = self._search._join(request, options)
         except Exception as error:
             self._send("error", number, _sendable(error))
             return
@@ -121,6 +120,8 @@ class _Answers:
             return
         if done:
             self._handles.pop(number, None)
+        if done and self._search.tiers is not None:
+            self._send("gains", number, self._search.tier_gains)
         if stage is not None:
             fields = (stage.number, stage.stages, stage.ids, stage.distances, stage.settled)
             self._send("stage", number, (fields, done))
@@ -128,6 +129,11 @@ class _Answers:
     def _send(self, what: str, number: int, content: object) -> None:
         with self._sending:
             self._connection.send((what, number, content))
+
+
+def _parameters(nprobe: int, selector: PackedSelector | None) -> Any:
+    selected = {} if selector is None else {"sel": unpack(selector)}
+    return load_faiss().SearchParametersIVF(nprobe=nprobe, **selected)
 
 
 class _SentHistory(History):

@@ -7,6 +7,7 @@ from ragorder.pipelining.workflow.graph import CompiledGraph, RAGraph
 from ragorder.pipelining.workflow.interpreter import interpret
 from ragorder.pipelining.workflow.library import hyde, irg, multistep, one_shot, recomp
 from ragorder.pipelining.workflow.nodes import END, START, Generation, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.options import RunOptions
 from ragorder.pipelining.workflow.result import WorkflowResult
 from ragorder.pipelining.workflow.server import WorkflowServer
 from ragorder.pipelining.workflow.state import State
@@ -23,6 +24,7 @@ __all__ = [
     "NodeQuestion",
     "RAGraph",
     "Retrieval",
+    "RunOptions",
     "State",
     "Step",
     "WorkflowError",

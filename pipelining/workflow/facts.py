@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.running_mean import RunningMean
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.search.tiers import TierGains
 
 __all__ = ["Facts"]
 
@@ -46,17 +49,19 @@ class Facts:
         return hasattr(self.search, "submit")
 
     @property
-    def tiers(self) -> Any:
-        """The index's fast tier (None: it has none)."""
-        return getattr(self.search, "tiers", None)
+    def tier_gains(self) -> TierGains | None:
+        """Of a search by the index's fast tier (None: it has none)."""
+        gains: TierGains | None = getattr(self.search, "tier_gains", None)
+        return gains
 
     @property
     def prefill_s(self) -> float | None:
         return self.load.prefill_s
 
     def odds(self, source: Piece) -> SpeculationGain:
-        """Of speculations on what a node has so far."""
-        edge = (source.request.graph.name, source.run.id)
+        """Of speculations on what a node has so far, due or ahead of need."""
+        origin = None if source.after is None else source.after.run.id
+        edge = (source.request.graph.name, source.run.id, origin)
         odds = self._odds.get(edge)
         if odds is None:
             odds = self._odds[edge] = SpeculationGain()

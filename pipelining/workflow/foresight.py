@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from ragorder.pipelining.workflow.facts import Facts
@@ -21,11 +22,18 @@ __all__ = ["SearchAhead", "foresee"]
 _MAX_STEPS = 8
 
 
-def foresee(tokens: Tokens, run: NodeRun, values: Mapping[str, Any]) -> list[NodeRun]:
-    """Generations and retrievals that would become due if a run wrote these values, directly or through pure steps.
-    Raises what a step or an edge raises."""
+def foresee(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
+    """Generations and retrievals that would become due if these runs wrote these values, one after another, directly or
+    through pure steps. Raises what a step or an edge raises, and KeyError if one run does not lead to the next."""
     ahead = tokens.copy()
-    ahead.finish(run, values)
+    runs: list[NodeRun] = []
+    for run, values in ended:
+        ahead.finish(run, values)
+        runs = _started(ahead)
+    return runs
+
+
+def _started(ahead: Tokens) -> list[NodeRun]:
     runs: list[NodeRun] = []
     for _ in range(_MAX_STEPS):
         steps: list[NodeRun] = []
@@ -70,6 +78,7 @@ class SearchAhead:
         before: SearchAhead | None,
         searcher: Searcher[Any],
         facts: Facts,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.piece = piece
         self.query = query
@@ -80,7 +89,9 @@ class SearchAhead:
         self._searcher = searcher
         self._facts = facts
         self._handle: Handle | None = None
-        self.task = asyncio.create_task(self._begin())
+        self._spawn = spawn
+        self._watching: asyncio.Task[None] | None = None
+        self.task = spawn(self._begin())
 
     async def taken(self, query: str) -> Handle | None:
         """The search, now due, if this is its query. Otherwise, and if it has failed, None: it has ended."""
@@ -88,12 +99,16 @@ class SearchAhead:
             self.cancel()
             return None
         await asyncio.wait((self.task,))
+        if self._watching is not None:
+            self._watching.cancel()
         if self._handle is not None:
             self._handle.promote()
         return self._handle
 
     def cancel(self) -> None:
         self.task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._handle is not None:
             # What it has found so far goes into its history.
             self._handle.cancel()
@@ -121,7 +136,23 @@ class SearchAhead:
                 history=self.history,
                 due=False,
                 split=self.piece.split,
+                fast=self.piece.fast,
                 prefetch=self.piece.prefetch,
             )
         except Exception:
+            return
+        self._watching = self._spawn(self._watch(self._handle))
+
+    async def _watch(self, handle: Handle) -> None:
+        """What it finds is news, from which a generation may be foreseen."""
+        try:
+            async with aclosing(handle.stages_async()) as stages:
+                async for stage in stages:
+                    self.piece.stage = stage
+                    if stage.ids.tobytes() != self.piece.speculated:
+                        self._facts.wavefront.progress(self.piece)
+                    if stage.final:
+                        return
+        except Exception:
+            # The due search meets the error itself.
             return

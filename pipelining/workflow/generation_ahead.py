@@ -48,6 +48,11 @@ class GenerationAhead(Generic[D, R]):
         return self._task is None
 
     @property
+    def sent(self) -> bool:
+        """A speculation is on the engine, or has been answered."""
+        return self._piece is not None
+
+    @property
     def beginning(self) -> bool:
         """A speculation waits for the abort of the last one."""
         return self._next is not None
@@ -75,7 +80,7 @@ class GenerationAhead(Generic[D, R]):
 
     async def _begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
         began = self._trace.speculations
-        kept = await self.attempt.speculate(question, documents, load, lambda: True)
+        kept = await self.attempt.speculate(question, documents, load, lambda: True, lambda: piece.admission)
         self._next = None
         if self._trace.speculations > began:
             self._replace(piece, "rolled back")

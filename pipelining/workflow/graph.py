@@ -27,7 +27,7 @@ class RAGraph:
         graph.add_edge(START, "guess").add_edge("guess", "search").add_edge("search", "answer").add_edge("answer", END)
         compiled = graph.compile()
 
-    - The user's question is {query}, or {input}. `inputs` are other names that each run's state must give.
+    - The user's question is {query}, or {input}. `inputs` are other names, or one, that each run's state must give.
     - `max_rounds`: how often a node may run in a request. A graph with a loop needs it.
     - Several edges from a node are all taken, so its successors run side by side. Where branches meet again, the node
       waits for each that can still arrive in this round of its loops.
@@ -35,9 +35,11 @@ class RAGraph:
     A wrong argument raises GraphError where it is given; `compile` checks the whole.
     """
 
-    def __init__(self, name: str = "workflow", *, inputs: Iterable[str] = (), max_rounds: int | None = None) -> None:
+    def __init__(
+        self, name: str = "workflow", *, inputs: str | Iterable[str] = (), max_rounds: int | None = None
+    ) -> None:
         self.name = name
-        self.inputs = tuple(inputs)
+        self.inputs = _names(inputs)
         self.max_rounds = max_rounds
         self._nodes: dict[NodeId, Node] = {}
         self._edges: list[Edge] = []
@@ -75,11 +77,16 @@ class RAGraph:
         return self._add(Step(id, function, _names(reads), _names(writes), pure))
 
     def add_edge(
-        self, source: NodeId | Terminal, target: NodeId | Terminal | Choice, *, to: Sequence[NodeId | Terminal] = ()
+        self,
+        source: NodeId | Terminal,
+        target: NodeId | Terminal | Choice,
+        *,
+        to: NodeId | Terminal | Sequence[NodeId | Terminal] = (),
     ) -> Self:
-        """A function of the state as `target` is a conditional edge; `to` lists what it may return (default: any node,
-        or END). It should be quick: it runs on the event loop."""
-        edge = Edge(source, tuple(to), target) if callable(target) else Edge(source, (target,))
+        """A function of the state as `target` is a conditional edge; `to` is what it may return, or a list of that
+        (default: any node, or END). It should be quick: it runs on the event loop."""
+        to = _places(to)
+        edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
         problem = validation.edge_problem(edge, to)
         if problem is not None:
             raise GraphError(f"workflow {self.name!r}: {problem}")
@@ -171,5 +178,10 @@ def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:
     return tuple(dict.fromkeys(target for edge in edges for target in edge.targets))
 
 
-def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+def _places(places: Any) -> tuple[NodeId | Terminal, ...]:
+    """A name is an iterable of letters, too."""
+    return (places,) if isinstance(places, str) or not isinstance(places, Iterable) else tuple(places)
+
+
+def _names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)

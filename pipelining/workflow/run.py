@@ -9,6 +9,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
+from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.workflow.errors import NodeError
 from ragorder.pipelining.workflow.execution import answered, call_step, found
 from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
@@ -89,6 +90,24 @@ class WorkflowRun(Generic[D, R]):
     def foreseen(self, piece: Piece, /) -> list[NodeRun]:
         return self._context.copy().run(self._ahead.foreseen, self._tokens, piece)
 
+    def has_place(self, piece: Piece, /) -> bool:
+        return self._ahead.has_place(piece.run)
+
+    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
+        node, predict = piece.node, getattr(self._workers.prompts, "lengths", None)
+        if predict is None or not isinstance(node, Generation):
+            return None
+
+        def lengths() -> Any:
+            return predict(question_for(piece, node, self.scope), documents_of(node, piece.run.state))
+
+        try:
+            found: Callable[[], CachedLengths] | None = self._context.copy().run(lengths)
+        except Exception:
+            # The generation itself meets the error.
+            return None
+        return found
+
     def start(self, piece: Piece, /) -> None:
         # A scheduling cycle runs in the context of whichever request asked for it.
         self._context.copy().run(self._start, piece)
@@ -140,7 +159,7 @@ class WorkflowRun(Generic[D, R]):
             task.cancel()
         self._leave(self._ahead.drop_all("cancelled"), "cancelled")
         cancelled: asyncio.CancelledError | None = None
-        while tasks := self._working | self._leaving | self._ahead.embedding:
+        while tasks := self._working | self._leaving | self._ahead.tasks:
             try:
                 await asyncio.wait(tasks)
             except asyncio.CancelledError as error:
@@ -170,7 +189,7 @@ class WorkflowRun(Generic[D, R]):
     async def _retrieve(self, piece: Piece, node: Retrieval) -> Mapping[str, Any]:
         facts, searcher = self._workers.facts, self._workers.searcher
         query = query_of(node, piece.run.state)
-        handle, history = await self._ahead.search(piece.run, query)
+        handle, history = await self._ahead.search(piece, query)
         if history is not None:
             self._history = history
         started_s = self._elapsed_s()
@@ -182,8 +201,9 @@ class WorkflowRun(Generic[D, R]):
             started_s = self._elapsed_s()
             if self._history is None and piece.reorder:
                 self._history = searcher.history()
-            past = self._history if piece.reorder else None
-            handle = searcher.submit(vector, node.topk, history=past, split=piece.split)
+            # What a search ahead of need has found is used in any case.
+            past = self._history if piece.reorder or history is not None else None
+            handle = searcher.submit(vector, node.topk, history=past, split=piece.split, fast=piece.fast)
             stage = await self._stages(piece, handle)
             facts.search_s.add(self._elapsed_s() - started_s)
         else:
@@ -237,10 +257,10 @@ class WorkflowRun(Generic[D, R]):
                 if not chunk.text:
                     continue
                 piece.text.append(chunk.text)
-                piece.tokens += 1
+                before, piece.tokens = piece.tokens, piece.tokens + chunk.tokens
                 if emit is not None:
                     emit(chunk.text)
-                if piece.tokens % _LOOK_EVERY == 0:
+                if piece.tokens // _LOOK_EVERY > before // _LOOK_EVERY:
                     self._workers.wavefront.progress(piece)
         if not ahead.right:
             self._workers.facts.generation_s.add(self._elapsed_s() - started_s)

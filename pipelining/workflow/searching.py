@@ -44,6 +44,7 @@ class Searcher(Generic[D]):
         self._embed = embed
         self._document = document
         self._shared = hasattr(search, "submit")
+        self._tiered = getattr(search, "tier_gains", None) is not None
 
     async def vector(self, query: str) -> Any:
         return await _called(self._embed, query)
@@ -56,12 +57,15 @@ class Searcher(Generic[D]):
         history: History | None,
         due: bool = True,
         split: bool = True,
+        fast: bool = True,
         prefetch: bool = False,
     ) -> Handle:
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
-        options = ({} if split else {"whole": True}) | ({"prefetch": True} if prefetch else {})
-        handle: Handle = self._search.submit(vector, k, history=history, due=due, **options)
+        options = {"history": history, "due": due} | ({} if split else {"whole": True})
+        if self._tiered:
+            options |= {"fast": fast, "prefetch": prefetch}
+        handle: Handle = self._search.submit(vector, k, **options)
         return handle
 
     def history(self) -> History | None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Sequence
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
+from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
+from ragorder.pipelining.workflow.options import RunOptions
 from ragorder.pipelining.workflow.result import WorkflowResult
 from ragorder.pipelining.workflow.run import WorkflowRun
 from ragorder.pipelining.workflow.searching import Searcher
@@ -43,6 +45,8 @@ class WorkflowServer(Generic[D, R]):
     - `transformations`: of each scheduling cycle, in this order (None: all; (): stage by stage)
     - `load`: admits speculative generations (None: while fewer than 4 wait for their first token)
     - `max_requests` run at once, `max_waiting` others wait in line; beyond, QueueFullError
+    - `max_generations` are on the engine at once (None: the engine queues them itself). The due one with most of its
+      prompt cached goes next, as far as `prompts` has `lengths`; one is overtaken by at most `window` later ones
     - `observer` is called with the trace of each request that has ended.
 
     Answers are those of `interpret` with the same prompts: a speculation is used only if its request is the final one.
@@ -61,11 +65,13 @@ class WorkflowServer(Generic[D, R]):
         load: EngineLoad | None = None,
         max_requests: int = 64,
         max_waiting: int = 1024,
+        max_generations: int | None = None,
+        window: int = 32,
         observer: Callable[[WorkflowTrace], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.transformations = all_transformations() if transformations is None else tuple(transformations)
-        self.wavefront = Wavefront(self._wake)
+        self.wavefront = Wavefront(self._wake, EngineQueue(max_generations, window))
         self.facts = Facts(load or EngineLoad(4, clock=clock), self.wavefront, search)
         self.cycles = 0
         searcher = Searcher(search, embed, document)
@@ -80,29 +86,15 @@ class WorkflowServer(Generic[D, R]):
         self._closed = False
         self._failing: set[str] = set()
 
-    async def run(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-        scope: Hashable = None,
-    ) -> WorkflowResult:
+    async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
         its pieces."""
-        return await self._run(graph, question, state, scope, WorkflowTrace(graph.name))
+        return await self._run(graph, question, WorkflowTrace(graph.name), options)
 
-    def stream(
-        self,
-        graph: CompiledGraph,
-        question: str,
-        *,
-        state: Mapping[str, Any] | None = None,
-        scope: Hashable = None,
-    ) -> WorkflowStream:
+    def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
         """The answer as it is generated, or whole where a later node may change it; lazy. Raises what `run` raises."""
         trace = WorkflowTrace(graph.name)
-        return WorkflowStream(self._stream(graph, question, state, scope, trace), trace)
+        return WorkflowStream(self._stream(graph, question, trace, options), trace)
 
     async def batch(
         self,
@@ -112,15 +104,20 @@ class WorkflowServer(Generic[D, R]):
         scope: Hashable = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
-        """(number of the question, result or error) in the order in which they end. Questions are taken as there is
-        room for them. `on_progress` is called with how many have ended."""
+        """(number of the question, result or error) in the order in which they end. Questions are taken in their order,
+        at most `max_requests` ahead; while the queue is full, they wait for a place in it. `on_progress` is called with
+        how many have ended."""
+
+        def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
+            return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
+
         numbered = enumerate(questions)
         tasks: dict[asyncio.Task[WorkflowResult], int] = {}
         ended = 0
         try:
             while True:
                 while len(tasks) < self._limiter.limit and (item := next(numbered, None)) is not None:
-                    tasks[asyncio.create_task(self.run(graph, item[1], scope=scope))] = item[0]
+                    tasks[asyncio.create_task(ask(item[1]))] = item[0]
                 if not tasks:
                     return
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -148,21 +145,22 @@ class WorkflowServer(Generic[D, R]):
         self,
         graph: CompiledGraph,
         question: str,
-        state: Mapping[str, Any] | None,
-        scope: Hashable,
         trace: WorkflowTrace,
+        options: RunOptions,
         emit: Callable[[str], None] | None = None,
+        *,
+        patient: bool = False,
     ) -> WorkflowResult:
-        begun = graph.begin(question, state)
+        begun = graph.begin(question, options.get("state"))
         if self._closed:
             raise RuntimeError("this server is closed")
         came_s = self._clock()
 
         async def course() -> WorkflowResult:
-            async with self._limiter.slot(None):
+            async with self._limiter.slot(None, patient=patient):
                 trace.started_s = self._clock()
                 trace.waited_s = trace.started_s - came_s
-                run = WorkflowRun(self._workers, graph, begun, scope, trace, emit)
+                run = WorkflowRun(self._workers, graph, begun, options.get("scope"), trace, emit)
                 return WorkflowResult.of(graph, await run.run(), trace)
 
         task = asyncio.create_task(course())
@@ -187,13 +185,12 @@ class WorkflowServer(Generic[D, R]):
         self,
         graph: CompiledGraph,
         question: str,
-        state: Mapping[str, Any] | None,
-        scope: Hashable,
         trace: WorkflowTrace,
+        options: RunOptions,
     ) -> AsyncGenerator[str | WorkflowResult, None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
         text = AnswerText()
-        task = asyncio.create_task(self._run(graph, question, state, scope, trace, chunks.put_nowait))
+        task = asyncio.create_task(self._run(graph, question, trace, options, chunks.put_nowait))
         task.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
             while (chunk := await chunks.get()) is not None:
@@ -222,6 +219,8 @@ class WorkflowServer(Generic[D, R]):
                 self._warn(transformation.name, error)
         for piece in self.wavefront.take():
             piece.request.start(piece)
+        if self.wavefront.next_may_start:
+            self._wake()
 
     def _observe(self, trace: WorkflowTrace) -> None:
         if self._observer is not None:

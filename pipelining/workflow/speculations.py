@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
@@ -18,7 +18,7 @@ from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion,
 from ragorder.pipelining.workflow.searching import Handle, Searcher
 from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
 from ragorder.pipelining.workflow.trace import Outcome
-from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import ANY_PART, Piece, Wavefront
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
@@ -52,9 +52,16 @@ def question_for(piece: Piece, node: Generation, scope: Hashable) -> NodeQuestio
     return replace(question_of(node, piece.run.state, scope), ordered=piece.ordered)
 
 
+class _Guesses(NamedTuple):
+    """Prompts and documents that a search ahead of need led to, by its part, and when they were foreseen."""
+
+    source: Piece
+    by_part: dict[int, tuple[tuple[NodeQuestion, tuple[Any, ...]], float]]
+
+
 class Speculations(Generic[D, R]):
     """Generations and searches of one request that are not due yet. `begun` and `ended` are called for their pieces.
-    `embedding`: tasks of searches that have not been submitted, cancelled ones until they have ended."""
+    `tasks` of searches, cancelled ones until they have ended."""
 
     def __init__(
         self,
@@ -71,55 +78,73 @@ class Speculations(Generic[D, R]):
         self._ended = ended
         self._generations: dict[Place, GenerationAhead[D, R]] = {}
         self._searches: dict[Place, SearchAhead] = {}
-        self.embedding: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self._sources: dict[Place, Piece] = {}
         self._looks: dict[Place, dict[int, tuple[str, float]]] = {}
+        self._guesses: dict[Place, _Guesses] = {}
 
     def foreseen(self, tokens: Tokens, piece: Piece) -> list[NodeRun]:
         """See `Request.foreseen`. Functions of a graph may not be ready for half a text: then nothing is foreseen."""
         try:
-            runs = foresee(tokens, piece.run, self._values(piece))
+            chain = (piece,) if piece.after is None else (piece.after, piece)
+            runs = foresee(tokens, *((each.run, self._values(each)) for each in chain))
             return [run for run in runs if self._is_new(piece, run)]
         except Exception:
             return []
 
     def begin(self, piece: Piece, source: Piece, history: Callable[[], History | None]) -> None:
-        """A piece ahead of need, because of a due one's progress. Raises what the prompt's or query's function
+        """A piece ahead of need, because of another one's progress. Raises what the prompt's or query's function
         raises."""
         place, node = place_of(piece.run), piece.node
         self._sources[place] = source
         if isinstance(node, Generation):
             question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
             source.speculated = None if source.stage is None else source.stage.ids.tobytes()
-            self._generation(place).begin(piece, question, documents, self._workers.facts.load)
+            generation = self._generation(place)
+            if generation.beginning:
+                # Two searches that led to it had news in one cycle.
+                self._ended(piece, "cancelled")
+            else:
+                generation.begin(piece, question, documents, self._workers.facts.load)
         elif isinstance(node, Retrieval):
             query, before = query_of(node, piece.run.state), self._searches.get(place)
             if before is not None:
                 before.cancel()
                 self._ended(before.piece, "rolled back")
             past = None if not piece.reorder else history() if before is None else before.history
-            ahead = SearchAhead(piece, node, query, past, before, self._workers.searcher, self._workers.facts)
+            workers = self._workers
+            ahead = SearchAhead(piece, node, query, past, before, workers.searcher, workers.facts, self._spawn)
             self._searches[place] = ahead
-            self.embedding.add(ahead.task)
-            ahead.task.add_done_callback(self.embedding.discard)
+            if before is not None:
+                self._follow(before.piece, piece)
             self._begun(piece)
+
+    def has_place(self, run: NodeRun) -> bool:
+        """See `Request.has_place`."""
+        generation = self._generations.get(place_of(run))
+        if generation is None:
+            return False
+        generation.due()
+        return generation.sent
 
     def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
         """The run is due. Its caller must leave what this returns."""
         place = place_of(run)
+        self._learn_guesses(run)
         generation = self._generation(place)
         del self._generations[place]
         self._sources.pop(place, None)
         generation.due()
         return generation
 
-    async def search(self, run: NodeRun, query: str) -> tuple[Handle | None, History | None]:
-        """The run is due: its search, if one for this query has begun, and the history in which it is."""
-        place = place_of(run)
+    async def search(self, piece: Piece, query: str) -> tuple[Handle | None, History | None]:
+        """The piece is due: its search, if one for this query has begun, and the history in which it is."""
+        place = place_of(piece.run)
         self._learn(place, query)
         ahead, _ = self._searches.pop(place, None), self._sources.pop(place, None)
         if ahead is None:
             return None, None
+        self._follow(ahead.piece, piece)
         try:
             handle = await ahead.taken(query)
         except BaseException:
@@ -137,8 +162,10 @@ class Speculations(Generic[D, R]):
             # What was foreseen may lie behind it.
             return []
         running = {place_of(run) for run in tokens.running}
-        places = [place for place, source in self._sources.items() if source.ended and place not in running]
-        return [generation for place in places for generation in self._drop(place, "wasted")]
+        dropped: list[GenerationAhead[D, R]] = []
+        while places := [place for place, source in self._sources.items() if source.ended and place not in running]:
+            dropped += [generation for place in places for generation in self._drop(place, "wasted")]
+        return dropped
 
     def drop_all(self, outcome: Outcome) -> list[GenerationAhead[D, R]]:
         places = {*self._sources, *self._generations}
@@ -147,6 +174,7 @@ class Speculations(Generic[D, R]):
     def _drop(self, place: Place, outcome: Outcome) -> list[GenerationAhead[D, R]]:
         self._sources.pop(place, None)
         self._looks.pop(place, None)
+        self._guesses.pop(place, None)
         search = self._searches.pop(place, None)
         if search is not None:
             search.cancel()
@@ -172,6 +200,9 @@ class Speculations(Generic[D, R]):
 
     def _is_new(self, piece: Piece, run: NodeRun) -> bool:
         place, node = place_of(run), run.node
+        if isinstance(node, Generation) and not piece.due:
+            guesses = self._guesses.setdefault(place, _Guesses(piece, {}))
+            guesses.by_part[piece.part] = self._input(node, run), self._elapsed_s()
         if not isinstance(node, Retrieval):
             return place not in self._generations or not self._generations[place].beginning
         query = query_of(node, run.state)
@@ -179,6 +210,38 @@ class Speculations(Generic[D, R]):
             self._sources[place] = piece
             self._looks.setdefault(place, {})[piece.part] = query, self._elapsed_s()
         return bool(query.strip()) and (place not in self._searches or self._searches[place].query != query)
+
+    def _follow(self, old: Piece, new: Piece) -> None:
+        """What was foreseen from one piece is kept for another."""
+        for place, source in self._sources.items():
+            if source is old:
+                self._sources[place] = new
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def _input(self, node: Generation, run: NodeRun) -> tuple[NodeQuestion, tuple[Any, ...]]:
+        return question_of(node, run.state, self._scope), documents_of(node, run.state)
+
+    def _learn_guesses(self, run: NodeRun) -> None:
+        """A search ahead of need was right if it led to the prompt that is due."""
+        guesses, node = self._guesses.pop(place_of(run), None), run.node
+        if guesses is None or not isinstance(node, Generation):
+            return
+        now_s = self._elapsed_s()
+        try:
+            final = self._input(node, run)
+            seen = [(guess == final, now_s - at_s) for guess, at_s in guesses.by_part.values()]
+        except Exception:
+            # The generation itself meets the error.
+            return
+        odds = self._workers.facts.odds(guesses.source)
+        odds.learn(seen, guesses.by_part)
+        # There are many parts: one that is new is as likely right as the others.
+        odds.learn(seen, [ANY_PART] * len(seen))
 
     def _learn(self, place: Place, query: str) -> None:
         looks, source = self._looks.pop(place, None), self._sources.get(place)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
+from ragorder.pipelining.load import Admission
+from ragorder.pipelining.reordering import CachedLengths
+from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
@@ -16,8 +19,9 @@ from ragorder.pipelining.workflow.trace import Outcome, PieceTrace, Worker, Work
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["Piece", "Request", "Wavefront", "worker_of"]
+__all__ = ["ANY_PART", "Piece", "Request", "Wavefront", "worker_of"]
 
+ANY_PART = -1
 
 _PARTS = 8
 _MOST_LOOKS = 16
@@ -38,21 +42,28 @@ class Request(Protocol):
         """Runs that would become due if the piece ended with what it has so far. Those are left out that a piece ahead
         of need does already, with the same inputs."""
 
+    def has_place(self, piece: Piece, /) -> bool:
+        """Whether a speculation on a due generation is on the engine. One that has not been sent no longer will be."""
+
+    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
+        """Predicts the cached and computed tokens of a generation (None: not known)."""
+
     def start(self, piece: Piece, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class Piece:
     """Work on one run of a node, and what transformations have decided about it. A due piece is waited for; another is
-    ahead of need, `after` a due one.
+    ahead of need, `after` the one from whose progress it was foreseen.
 
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
-    - `fast`: expected to gain by the index's fast tier; `prefetch`: its clusters are loaded into that
+    - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
     - `ordered`: documents in the cache's order
+    - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need
     - `at_end` is called once the piece has ended
     - progress of a search: its latest `stage`, and the ids that are `speculated` on
-    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`; `drift` between
-      the last two queries that followed from it
+    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search
+      that was foreseen from it keeps; `drift` between the last two queries that followed from it
     """
 
     request: Request
@@ -64,6 +75,7 @@ class Piece:
     fast: bool = False
     prefetch: bool = False
     ordered: bool = False
+    admission: Admission | None = None
     at_end: list[Callable[[], object]] = field(default_factory=list, repr=False)
     ended: bool = False
     stage: Stage | None = None
@@ -88,12 +100,20 @@ class Piece:
 
     @property
     def part(self) -> int:
-        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation."""
+        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation. A
+        search ahead of need has parts of its own for each look that it came from."""
+        part = 0
+        if self.stage is not None and self.stage.number:
+            part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
+        return self.parts[part]
+
+    @property
+    def parts(self) -> range:
+        """All that it will have, as far as known."""
+        looks = min(self.looks, _MOST_LOOKS)
         if self.worker == "engine":
-            return min(self.looks, _MOST_LOOKS)
-        if self.stage is None or not self.stage.number:
-            return 0
-        return 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
+            return range(looks, looks + 1)
+        return range((_PARTS + 2) * looks, (_PARTS + 2) * (looks + 1))
 
 
 def worker_of(node: Node) -> Worker:
@@ -101,13 +121,15 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """What a scheduling cycle sees: pieces to start, and due pieces whose progress may give rise to others.
+    """What a scheduling cycle sees: pieces to start, and pieces whose progress may give rise to others.
 
-    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs.
+    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations
+    wait in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, changed: Callable[[], None], queue: EngineQueue[Piece] | None = None) -> None:
         self.new: list[Piece] = []
+        self.queue: EngineQueue[Piece] = EngineQueue() if queue is None else queue
         self._changed = changed
         self._progressed: dict[Piece, None] = {}
         self._ahead: list[Piece] = []
@@ -143,9 +165,11 @@ class Wavefront:
             self._speculative[piece.worker] -= not piece.due
             for call in piece.at_end:
                 call()
+            if piece.worker == "engine" and self.queue:
+                self._changed()
 
     def progressed(self, worker: Worker) -> Iterator[Piece]:
-        """Due pieces with news since the last cycle."""
+        """Pieces with news since the last cycle: due ones, and searches ahead of need."""
         return (piece for piece in self._progressed if piece.worker == worker and not piece.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
@@ -153,9 +177,28 @@ class Wavefront:
         ahead = self._speculative[worker]
         return self._running[worker] if speculative is None else ahead if speculative else self._running[worker] - ahead
 
+    @property
+    def unsent(self) -> int:
+        """Due generations that have not started."""
+        return len(self.queue) + sum(piece.worker == "engine" and not piece.ended for piece in self.new)
+
     def take(self) -> list[Piece]:
-        """What this cycle starts: due pieces first."""
-        pieces = [piece for piece in self.starting if not piece.ended]
+        """What this cycle starts: due pieces first. Of the generations that wait it is one, so that the next choice
+        sees what this one puts into the cache."""
+        pieces = [piece for piece in self.starting if not piece.ended and not self._waits(piece)]
         self.new, self._ahead = [], []
         self._progressed.clear()
+        if self.next_may_start:
+            pieces.insert(0, self.queue.take())
         return pieces
+
+    @property
+    def next_may_start(self) -> bool:
+        """A due generation waits, and the engine has room: a cycle is needed once what was taken has started."""
+        return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
+
+    def _waits(self, piece: Piece) -> bool:
+        if self.queue.limit is None or piece.worker != "engine" or not piece.due or piece.request.has_place(piece):
+            return False
+        piece.at_end.append(self.queue.enter(piece, piece.request.lengths(piece)))
+        return True

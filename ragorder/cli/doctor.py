@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragorder.cli.doctor_memory import MEMORY_OPTIONS, memory_options, show_memory
 from ragorder.cli.options import Command, Duration, api_key, events_address, kv_events, option, section
 
 if TYPE_CHECKING:
@@ -24,10 +25,15 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
 
 
 @click.command(cls=Command)
-@click.argument("url")
+@click.argument("url", required=False)
 @section(
     "Server",
-    option("--model", metavar="NAME", help="Model for the requests. [default: the first that the server lists]"),
+    option(
+        "--model",
+        metavar="NAME",
+        help="Model for the requests [default: the first that the server lists]; with --memory the folder of a model, "
+        "or its config.json.",
+    ),
     api_key(),
     option(
         "--timeout",
@@ -57,11 +63,13 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
         help="Text in front of the first document in both prompts; the documents begin after it.",
     ),
 )
+@memory_options()
 @option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
 @click.pass_context
 def doctor(
     context: click.Context,
-    url: str,
+    /,
+    url: str | None,
     model: str | None,
     api_key: str | None,
     events_endpoint: str | None,
@@ -70,14 +78,26 @@ def doctor(
     prompts: tuple[Path, ...],
     document_marker: str | None,
     timeout_s: float,
+    memory: bool,
     as_json: bool,
+    **of_memory: Any,
 ) -> None:
     """Check whether a server and its prompts use the prefix cache.
 
     URL is an OpenAI-compatible server. Is its prefix cache on, how much does it hold, do answers report cached tokens,
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
     few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
+
+    With --memory and no URL: what a model and an index need of this machine, and where they are best placed.
     """
+    if memory:
+        if url is not None or prompts:
+            raise click.UsageError("--memory examines this machine: leave out the URL and --prompt")
+        context.exit(int(not show_memory(model, as_json, of_memory)))
+    if url is None:
+        raise click.MissingParameter(ctx=context, param_hint="'URL'", param_type="argument")
+    if lonely := [name for name in MEMORY_OPTIONS if of_memory[name] is not None]:
+        raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires --memory")
     from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
 
     if len(prompts) not in (0, 2):

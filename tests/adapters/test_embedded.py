@@ -536,15 +536,16 @@ class TestFusion:
     def fusing(self, load: Callable[..., EngineWorker]) -> EngineWorker:
         return load(reuse="fused", recompute=0.25)
 
-    async def ask(self, worker: EngineWorker, names: str, **fields: Any) -> Any:
+    async def ask(self, worker: EngineWorker, names: str, exact: Any = None, **fields: Any) -> Any:
         encode = worker.engine.tokenizer.encode
         tokens = encode("Answer from the documents, please. ")
         prefix, ends = len(tokens), []
         for name in names:
             tokens += encode(TEXTS[name])
             ends.append(len(tokens))
+        own = facts(*ends, prefix=prefix) if exact is None else facts(*ends, prefix=prefix, exact=exact)
         async with reaching(make_engine_app(worker)) as client:
-            answer = await complete(client, tokens + encode("Which?"), **facts(*ends, prefix=prefix), **fields)
+            answer = await complete(client, tokens + encode("Which?"), **own, **fields)
         return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]
 
     async def test_usage_tells_what_was_taken_over_and_what_computed_anew(self, fusing: EngineWorker) -> None:
@@ -561,6 +562,20 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
+
+    async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
+        fusing.engine.clear_cache()
+        encode = fusing.engine.tokenizer.encode
+        for names in ("a", "b", "c"):
+            prefix = (await self.ask(fusing, names))[1]["cached_tokens"]
+        for malformed in (0, -1, True, "1", [1]):
+            _, details = await self.ask(fusing, "cab", exact=malformed)
+            assert details["fused_tokens"] == len(encode(TEXTS["a"])) + len(encode(TEXTS["b"]))
+        _, details = await self.ask(fusing, "cab", exact=2)
+        assert details["cached_tokens"] == prefix + len(encode(TEXTS["c"]))
+        assert details["fused_tokens"] == len(encode(TEXTS["b"]))
+        _, details = await self.ask(fusing, "cab")
+        assert details["cached_tokens"] == prefix + len(encode(TEXTS["c"])) + len(encode(TEXTS["a"]))
 
     async def test_an_exact_request_has_the_models_answer(self, fusing: EngineWorker, worker: EngineWorker) -> None:
         for names in ("a", "b", "ba", "cba"):
@@ -1759,6 +1774,21 @@ class TestOptions:
         assert (settings.reuse, settings.recompute, settings.copies) == ("fused", 0.3, "all")
         settings = serving(*sizes).orderer.settings
         assert (settings.reuse, settings.copies) == ("exact", "served")
+
+    @pytest.mark.parametrize(
+        ("options", "invests"),
+        [
+            (["--reuse", "fused"], True),
+            (["--reuse", "fused", "--as-if-last"], False),
+            (["--reuse", "fused", "--as-if-last", "--anywhere"], True),
+        ],
+    )
+    def test_the_exact_prefix_grows_where_answers_do_not_depend_on_its_order(
+        self, serving: Callable[..., Command], options: list[str], invests: bool
+    ) -> None:
+        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
+        assert serving(*sizes, *options).orderer.settings.invest is invests
+        assert not serving(*sizes, *options, RAGORDER_INVEST="false").orderer.settings.invest
 
     def test_documents_count_as_cached_on_the_device_and_in_host_memory(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]

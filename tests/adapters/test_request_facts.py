@@ -48,6 +48,14 @@ class TestTheFacts:
         facts = read_facts(with_facts({}, [7], None, [1e9])["kv_transfer_params"])
         assert facts is not None and facts.expected == (1000.0,)
 
+    def test_say_which_documents_are_to_be_exact(self) -> None:
+        sent = with_facts({}, [7, 19], None, exact_documents=1)
+        assert sent["kv_transfer_params"]["ragorder"] == {"documents": [7, 19], "exact": 1}
+        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19))
+        sent = with_facts({"kv_transfer_params": {"ragorder": {"documents": [3]}}}, [7, 19], None, exact_documents=1)
+        assert sent["kv_transfer_params"]["ragorder"] == {"documents": [3]}
+        assert with_facts({}, (), None, exact_documents=1) == {}
+
     def test_are_none_where_nothing_is_known(self) -> None:
         assert with_facts({"n": 1}, (), None) == {"n": 1}
 
@@ -139,6 +147,15 @@ def orderer() -> Orderer:
     return Orderer(block_size=16, strict=True)
 
 
+class ExactFirst(Orderer):
+    """Has the first document computed exactly."""
+
+    def order(self, *arguments: Any, **options: Any) -> Any:
+        ordering = super().order(*arguments, **options)
+        ordering.exact_documents = 1
+        return ordering
+
+
 class TestTheClients:
     @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
     def test_clients_send_facts_if_enabled(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
@@ -158,6 +175,14 @@ class TestTheClients:
         client = AsyncOrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
         await client.generate(QUERY, DOCUMENTS)
         assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), expected=ONCE)
+
+    @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
+    def test_say_which_documents_are_to_be_exact(self, builder: PromptBuilder, prompts: Any) -> None:
+        for orderer, exact in ((ExactFirst(strict=True), 1), (Orderer(strict=True), None)):
+            end = FarEnd()
+            client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
+            client.generate(QUERY, DOCUMENTS)
+            assert end.sent[-1]["extra_body"]["kv_transfer_params"]["ragorder"].get("exact") == exact
 
     def test_send_none_by_default(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd()
@@ -256,6 +281,15 @@ class TestTheProxy:
         facts = read_facts(sent[-1]["kv_transfer_params"])
         assert facts == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"), expected=ONCE)
         assert "ragorder" not in sent[-1]
+
+    @pytest.mark.parametrize("orderer", [ExactFirst(strict=True)], ids=["invests"])
+    async def test_says_which_documents_are_to_be_exact(
+        self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]
+    ) -> None:
+        await post(self.tagged(), tokenizer=tokenizers["chatml"])
+        assert sent[-1]["kv_transfer_params"]["ragorder"]["exact"] == 1
+        await post(self.tagged())
+        assert "kv_transfer_params" not in sent[-1]
 
     async def test_sends_none_by_default(
         self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]

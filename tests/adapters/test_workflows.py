@@ -102,6 +102,20 @@ class TestPrompts:
         assert without.messages[0] == with_documents.messages[0] == {"role": "system", "content": SYSTEM}
         assert without.messages[1] == {"role": "user", "content": "Plan."}
 
+    def test_lengths_are_what_is_predicted_at_each_call(self) -> None:
+        _, prompts = parts()
+        lengths = prompts.lengths(NodeQuestion("What is it?"), DOCUMENTS[:2])
+        assert lengths is not None
+        before = lengths()
+        prompts.commit(NodeQuestion("first"), DOCUMENTS[1::-1]).confirm(None)
+        after = lengths()
+        assert after.cached_tokens > before.cached_tokens and sum(after) == sum(before)
+
+    def test_lengths_in_the_order_of_rank_are_not_known(self) -> None:
+        _, prompts = parts()
+        assert prompts.lengths(NodeQuestion("What is it?", ordered=False), DOCUMENTS[:2]) is None
+        assert prompts.lengths(NodeQuestion("Plan.", ordered=False), []) is not None
+
     def test_options_reach_the_engine(self) -> None:
         _, prompts = parts()
         request = prompts.preview(NodeQuestion("Plan.", "tenant", 7, 0.5, {"stop": ["."]}), [])
@@ -211,6 +225,26 @@ class TestOrdered:
             second = await server.run(graph, "a a b")
         assert [shown(request) for request in engine.requests] == ["ba", "ba"]
         assert [[each.id for each in result.state["docs"]] for result in (first, second)] == [["b", "a"], ["a", "b"]]
+
+    async def test_of_those_that_wait_the_most_cached_goes_next(self, search: ContinuousIVF) -> None:
+        class Held(Reader):
+            free = asyncio.Event()
+
+            async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+                await self.free.wait()
+                async for chunk in super().stream(request):
+                    yield chunk
+
+        engine, graph = Held(reports=False), one_shot(topk=2).compile()
+        options: dict[str, Any] = {"transformations": [OrderDocuments()], "max_generations": 1}
+        async with make_server(search, engine, **options) as server:
+            runs = [asyncio.create_task(server.run(graph, each)) for each in ("a b b", "e f f", "b a a", "f e e") * 2]
+            while len(server.wavefront.queue) < 7:
+                await asyncio.sleep(0.001)
+            engine.free.set()
+            await asyncio.gather(*runs)
+        found = ["".join(sorted(shown(request))) for request in engine.requests]
+        assert len(found) == 8 and found[:4] == [found[0]] * 4 and found[4:] == [found[4]] * 4 != found[:4]
 
     async def test_an_engine_that_fails_ends_the_request_without_its_words(self, search: ContinuousIVF) -> None:
         async with make_server(search, Reader(broken=True)) as server:

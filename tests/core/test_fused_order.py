@@ -27,14 +27,17 @@ class FusingEngine:
 
     paths: set[tuple[str, ...]] = field(default_factory=set)
     copies: set[str] = field(default_factory=set)
+    all_copied: bool = False
 
-    def serve(self, documents: Sequence[Document]) -> list[Reuse]:
+    def serve(self, documents: Sequence[Document], exact_documents: int = 0) -> list[Reuse]:
         ids = tuple(document.id for document in documents)
         exact = 0
         while exact < len(ids) and ids[: exact + 1] in self.paths:
             exact += 1
         reuse: list[Reuse] = ["exact"] * exact
-        reuse += ["fused" if each in self.copies else "computed" for each in ids[exact:]]
+        first = max(exact, exact_documents)
+        reuse += ["computed"] * (first - exact)
+        reuse += ["fused" if self.all_copied or each in self.copies else "computed" for each in ids[first:]]
         kept = exact
         while kept < len(ids) and reuse[kept] == "computed":
             kept += 1
@@ -54,11 +57,21 @@ def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]]) -> 
         documents = [DOCUMENTS[number] for number in numbers]
         ordering = orderer.order(documents)
         assert sorted(ordering.permutation) == list(range(len(documents)))
-        assert ordering.reuse == engine.serve(ordering.documents)
+        assert ordering.reuse == engine.serve(ordering.documents, ordering.exact_documents)
         assert ordering.prefix_documents == ordering.reuse.count("exact")
         assert ordering.documents_end == 64 * len(documents)
         ordering.confirm(ordering.cached_tokens, prompt_tokens=64 * len(documents))
         ordering.discard()
+    assert orderer.tree_size == len(engine.paths)
+
+
+@given(st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=40))
+def test_so_it_is_if_all_have_copies_and_some_are_computed_all_the_same(requests: list[list[int]]) -> None:
+    orderer, engine = fusing(copies="all", recompute=1.0), FusingEngine(all_copied=True)
+    for numbers in requests:
+        ordering = orderer.order([DOCUMENTS[number] for number in numbers])
+        assert ordering.reuse == engine.serve(ordering.documents, ordering.exact_documents)
+        ordering.confirm(ordering.cached_tokens)
     assert orderer.tree_size == len(engine.paths)
 
 
@@ -79,6 +92,79 @@ def test_after_a_build_all_others_are_taken_over() -> None:
     assert ordering.reuse == ["fused"] * 5
     assert list(ordering.permutation) == list(range(5))
     assert orderer.tree_size == 0
+
+
+def cost(reuse: Sequence[Reuse], documents: Sequence[Document], recompute: float) -> float:
+    """Tokens computed."""
+    shares = {"exact": 0.0, "fused": recompute, "computed": 1.0}
+    return sum(shares[kind] * document.token_count for kind, document in zip(reuse, documents, strict=True))
+
+
+def served(**options: object) -> tuple[float, int]:
+    """Tokens that an engine computes of a workload's documents, and those found exact."""
+    workload = make_workload("zipf10", 0, requests=1_500)
+    orderer, engine = fusing(copies="all", **options), FusingEngine(all_copied=True)
+    computed, exact = 0.0, 0
+    for ranking in workload.rankings:
+        ordering = orderer.order([workload.documents[number] for number in ranking])
+        reuse = engine.serve(ordering.documents, ordering.exact_documents)
+        assert ordering.reuse == reuse
+        computed += cost(reuse, ordering.documents, 0.15)
+        exact += reuse.count("exact")
+        ordering.confirm(ordering.cached_tokens)
+    return computed, exact
+
+
+def test_documents_of_many_requests_become_exact_though_all_could_be_taken_over() -> None:
+    """And all requests together compute less for it."""
+    without, found_without = served(invest=False)
+    computed, found = served()
+    assert computed < 0.9 * without
+    assert found > 1_000
+    assert not found_without
+
+
+def popular(orderer: Orderer) -> None:
+    """Two hundred requests with d0 and something else each time, none of which leaves anything behind."""
+    for number in range(200):
+        orderer.order([Document(f"x{number}", f"x{number}", tokens=64), DOCUMENTS[0]]).discard()
+
+
+def test_exact_documents_are_the_leading_ones_up_to_the_last_that_is_invested_in() -> None:
+    orderer = fusing(copies="all", recompute=0.5)
+    popular(orderer)
+    ordering = orderer.order([DOCUMENTS[7], DOCUMENTS[1], DOCUMENTS[0]])
+    assert [document.id for document in ordering.documents] == ["d0", "d7", "d1"]
+    assert (ordering.exact_documents, ordering.reuse) == (1, ["computed", "fused", "fused"])
+    ordering.confirm()
+    ordering = orderer.order([DOCUMENTS[8], DOCUMENTS[1], DOCUMENTS[0]])
+    assert (ordering.exact_documents, ordering.reuse) == (0, ["exact", "fused", "fused"])
+
+
+def test_a_preview_places_documents_as_the_order_does() -> None:
+    orderer = fusing(copies="all", recompute=0.5)
+    popular(orderer)
+    documents = [DOCUMENTS[5], DOCUMENTS[1], DOCUMENTS[0]]
+    previewed = orderer.preview(documents)
+    assert previewed[0] is DOCUMENTS[0]
+    assert previewed == orderer.order(documents).documents
+
+
+def test_guards_hold_documents_that_would_be_computed_first() -> None:
+    orderer = fusing(copies="all", recompute=0.5, keep_first=1)
+    popular(orderer)
+    ordering = orderer.order([DOCUMENTS[5], DOCUMENTS[0]])
+    assert ordering.documents[0] is DOCUMENTS[5]
+    # Behind a document that nothing else contains it would be of no use.
+    assert (ordering.exact_documents, ordering.reuse) == (0, ["fused", "fused"])
+
+
+def test_batches_invest_as_well() -> None:
+    orderer = fusing(copies="all", recompute=0.5)
+    popular(orderer)
+    orderings = list(orderer.order_batch([[DOCUMENTS[place], DOCUMENTS[0]] for place in (3, 4, 5)]))
+    assert [ordering.documents[0].id for ordering in orderings] == ["d0"] * 3
+    assert [ordering.exact_documents for ordering in orderings] == [1, 0, 0]
 
 
 def test_what_the_engine_has_evicted_is_computed() -> None:

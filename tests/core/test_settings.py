@@ -33,6 +33,7 @@ FIELDS = {
     "reuse": "fused",
     "recompute": 0.3,
     "copies": "all",
+    "invest": False,
     "cold": "rank",
     "residency": "none",
     "feedback": False,

@@ -69,7 +69,13 @@ class TestFiftyTenants:
     def test_each_request_is_predicted_to_the_token(
         self, stream: list[tuple[int, list[int], int]], lengths: list[int], blocks: int, in_flight: int
     ) -> None:
-        """If blocks are reused in their turn: in vLLM 0.32 a recomputed block may have two copies."""
+        """If blocks are reused in their turn: in vLLM 0.32 a recomputed block may have two copies.
+
+        vLLM decides, and the mirror follows: its scheduler allocates blocks for the tokens of the next step alone
+        (`KVCacheManager.allocate_slots`), a prompt's when that is computed and an answer's one by one, and a request
+        ends before its last token is computed on. So nothing is evicted for a length that is only expected.
+        `TestAgainstTheBlocksOfVLLM` compares the simulated engine with vLLM's own blocks.
+        """
         tenants = Tenants(blocks * BLOCK, in_flight=in_flight, like="lru", feedback=False)
         for tenant, documents, answer_tokens in stream:
             served = tenants.serve(tenant, documents, lengths, answer_tokens)

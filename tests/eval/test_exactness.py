@@ -86,6 +86,8 @@ class TestLikeVLLM032:
             answer = ids(first + 500, data.draw(st.integers(0, 6)))
             engine.generate(asked[-1], answer=answer)
             state = vars(engine)
+            for handle in [*state["_running"]]:
+                engine.extend(handle, ids(first + 700, data.draw(st.integers(0, 6))))
             held = Counter(block for request in state["_running"].values() for block in request)
             assert engine.free_blocks == blocks - len(held)
             assert held == +Counter(state["_references"]), "a block counts who holds it"
@@ -188,11 +190,14 @@ class KVBlocks:
         blocks, cached, _ = self._manager.get_computed_blocks(request)
         assert self._manager.allocate_slots(request, len(prompt) - cached, cached, blocks) is not None
         request.num_computed_tokens = len(prompt)
+        self.extend(request, answer)
+        return cached, request
+
+    def extend(self, request: Any, answer: list[int]) -> None:
         for token in answer:
             request.append_output_token_ids(token)
             assert self._manager.allocate_slots(request, 1) is not None
             request.num_computed_tokens += 1
-        return cached, request
 
     def finish(self, request: Any) -> None:
         self._manager.free(request)
@@ -225,6 +230,42 @@ class TestAgainstTheBlocksOfVLLM:
                 assert completion.cached_tokens == cached
                 running.append((request, handle))
                 served.append(prompt + answer)
+            assert simulated.free_blocks == vllm.free_blocks
+
+    @settings(max_examples=examples(50))
+    @given(st.data(), st.integers(3, 20))
+    def test_an_answer_takes_blocks_as_it_is_generated(self, data: st.DataObject, blocks: int) -> None:
+        """Other prompts may be computed in between, and take or find the same blocks."""
+        vllm, simulated = KVBlocks(blocks), sim(blocks)
+        running: list[tuple[Any, int, list[int]]] = []
+        served: list[list[int]] = [[]]
+        for number in range(data.draw(st.integers(1, 40))):
+            step = data.draw(st.sampled_from(["admit", "extend", "extend", "finish"])) if running else "admit"
+            place = data.draw(st.integers(0, len(running) - 1)) if running else 0
+            if step == "finish":
+                request, handle, _ = running.pop(place)
+                vllm.finish(request)
+                simulated.finish(handle)
+            elif step == "extend":
+                request, handle, tokens = running[place]
+                answer = ids(9_000, data.draw(st.integers(1, 6)))
+                if -(-(len(tokens) + len(answer)) // BLOCK) - -(-len(tokens) // BLOCK) > vllm.free_blocks:
+                    continue
+                vllm.extend(request, answer)
+                simulated.extend(handle, answer)
+                tokens += answer
+            else:
+                before = data.draw(st.sampled_from(served))
+                kept = before[: data.draw(st.sampled_from([0, 4, 7, 8, 100]))]
+                prompt = [*kept, *ids(data.draw(st.integers(0, 2)) * 1_000, data.draw(st.integers(1, 12)))]
+                if not simulated.has_room(prompt, 0):
+                    continue
+                cached, request = vllm.admit(str(number), prompt, [])
+                completion, handle = simulated.admit(prompt, 0)
+                assert completion.cached_tokens == cached
+                # vLLM keeps the prompt that it was given.
+                running.append((request, handle, [*prompt]))
+                served.append(running[-1][-1])
             assert simulated.free_blocks == vllm.free_blocks
 
 

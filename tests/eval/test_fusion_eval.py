@@ -653,6 +653,8 @@ class TestSuite:
             assert removed["FusionRAG", topic, "7"] < removed["behind those in front of it", topic, "–"]
         # What stands behind a document in the prompt, full attention has not seen.
         assert all(float(row[5].text) > float(row[4].text) for row in table.rows if row[0].text.startswith("FusionRAG"))
+        # Nor has the first document anything to have seen.
+        assert all(float(row[6].text) > float(row[4].text) for row in table.rows if row[0].text.startswith("FusionRAG"))
         assert len(table.rows) == 2 * (2 * 2 + 2)
 
     @pytest.mark.parametrize(

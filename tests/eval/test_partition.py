@@ -15,15 +15,21 @@ pytest.importorskip("scipy")
 from click.testing import CliRunner
 
 from ragorder.cli import main
-from ragorder.eval.experiments.partition import playing, real, virtual
-from ragorder.eval.experiments.partition.record import PartitionRecord
+from ragorder.eval.data.arrivals import poisson_arrivals
+from ragorder.eval.experiments.partition import experiment, playing, real, virtual
+from ragorder.eval.experiments.partition.record import PartitionCell, PartitionRecord
 from ragorder.eval.experiments.partition.report import make_part
 from ragorder.eval.experiments.staging.measuring import clustered
+from ragorder.eval.running.experiment import Job
+from ragorder.eval.running.options import Options
+from ragorder.eval.running.progress import silent
 from ragorder.eval.running.reading import Results
+from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Suite
+from ragorder.eval.virtual.costs import ScanCosts
 
 POLICIES = ("equal shares", "oldest first", "shortest first")
-COSTS = real.MeasuredCosts(code_s=1e-3, call_s=0.0, overhead_s=1e-3, hand_s=0.0)
+COSTS = ScanCosts(code_s=1e-3, piece_s=1e-3)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -137,6 +143,35 @@ def test_costs_are_measured_on_the_index() -> None:
     index, queries = real.build_index(2000, 8), clustered(20, 8, clusters=40, seed=1)
     index.nprobe = 20
     costs: Any = real.measure_costs(index, queries)
-    assert min(costs.code_s, costs.overhead_s, costs.hand_s) > 0
+    assert min(costs.code_s, costs.piece_s, costs.hand_s) > 0
     assert real.piece_cpu_seconds(index, queries) > 0
     assert real.search_seconds(index, queries, [3, 9]) > 0
+
+
+@pytest.mark.parametrize("clock", ["real", "virtual"])
+def test_an_interrupted_cell_is_resumed_at_the_same_rate(
+    clock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured again, the rate would be that of a machine which is busy in another way."""
+    suite = Suite.unlisted("mine", policies=["batches", "oldest first"], baseline="batches")
+    cell = PartitionCell(clock=clock, vectors=1000, dimensions=8, requests=12)
+    job = Job(suite, cell, 3, ("batches", "oldest first"), 12)
+    rates = []
+
+    def noted(rate: float, *rest: Any) -> Any:
+        rates.append(rate)
+        return poisson_arrivals(1000.0, *rest)
+
+    monkeypatch.setattr(experiment, "poisson_arrivals", noted)
+    with Store(tmp_path) as store, experiment.Partition(Options(), store, "session", silent) as partition:
+        assert partition.measured_before(job) is None
+        first = next(iter(partition.measure(job, lambda: None)))
+        named = {"type": "partition", "session": "session", "suite": "mine", "cell": cell.fields, "seed": 3}
+        store.append({**named, **first})
+    with Store(tmp_path) as store, experiment.Partition(Options(), store, "session", silent) as partition:
+        for name in ("search_seconds", "measure_costs", "piece_cpu_seconds"):
+            monkeypatch.setattr(real, name, lambda *_: pytest.fail("measured again"))
+        (second,) = partition.measure(job.without(["batches"]), lambda: None)
+    assert second["policy"] == "oldest first"
+    assert second["facts"] == first["facts"]
+    assert rates[0] == rates[1] == pytest.approx(1e3 * cell.load / first["facts"]["search_ms"])

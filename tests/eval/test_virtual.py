@@ -7,7 +7,7 @@ import heapq
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,11 +20,12 @@ np = pytest.importorskip("numpy")
 
 from ragorder.eval.experiments.locality.measuring import build_index
 from ragorder.eval.experiments.staging.measuring import clustered
-from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
+from ragorder.eval.virtual.costs import EngineCosts, ScanCosts, SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.loop import DeadlockError, run_virtual
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
 from ragorder.eval.virtual.servers import Servers
+from ragorder.eval.virtual.tiers import VirtualClusterScan, VirtualTiers
 from ragorder.pipelining.search import History
 
 COSTS = EngineCosts(step_s=0.01, prefill_token_s=0.001, context_token_s=0.0, capacity_tokens=640)
@@ -214,6 +215,13 @@ class TestTheEngine:
 
         assert run_virtual(main()) == [1, 15, 16, 8]
 
+    def test_says_how_many_tokens_a_chunk_has(self) -> None:
+        async def main() -> list[int]:
+            engine = VirtualEngine(COSTS, words, report_every=16)
+            return [chunk.tokens async for chunk in engine.stream(Request(range(8), 40))]
+
+        assert run_virtual(main()) == [1, 15, 16, 8]
+
     def test_holds_a_request_back_that_has_no_room(self) -> None:
         async def main() -> Any:
             engine = VirtualEngine(COSTS, words)
@@ -223,6 +231,40 @@ class TestTheEngine:
         (_, _, first_s), (_, _, second_s) = run_virtual(main())
         assert first_s == pytest.approx(0.5)
         assert second_s == pytest.approx(1.0)
+
+    def test_keeps_of_an_aborted_prompt_what_was_computed(self) -> None:
+        """Two steps of 64 tokens are over when it is aborted, in the third."""
+        costs = replace(COSTS, token_budget=64)
+
+        async def main() -> tuple[int, int, int]:
+            engine = VirtualEngine(costs, words)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(text_of(engine, Request(range(320), 4)), 0.16)
+            await asyncio.sleep(1)
+            assert (engine.prompt_tokens, engine.computed_tokens) == (192, 192)
+            _, usage, _ = await text_of(engine, Request(range(320), 4))
+            return usage.cached_tokens, engine.prompt_tokens, engine.computed_tokens
+
+        assert run_virtual(main()) == (192, 512, 320)
+
+    def test_computes_what_an_aborted_prompt_was_to_share(self) -> None:
+        costs = replace(COSTS, token_budget=64)
+
+        async def main() -> Any:
+            engine = VirtualEngine(costs, words)
+            first = asyncio.create_task(text_of(engine, Request(range(160), 4)))
+            await asyncio.sleep(0.001)
+            others = [asyncio.create_task(text_of(engine, Request([*range(160), extra], 4))) for extra in (7, 8)]
+            await asyncio.sleep(0.1)
+            first.cancel()
+            found = await asyncio.gather(*others)
+            # Shared are whole blocks, all of the first prompt's.
+            assert engine.computed_tokens == 160 + 2
+            assert engine.cache.free_blocks == 40
+            return [usage.cached_tokens for _, usage, _ in found]
+
+        # Two steps of the first one were over: the second computes the rest, which the third shares.
+        assert run_virtual(main()) == [128, 160]
 
     @settings(max_examples=50)
     @given(
@@ -279,7 +321,7 @@ def queries() -> Any:
 
 def core_s(index: Any, query: Any) -> float:
     clusters = index.quantizer.search(query[None], index.nprobe)[1][0]
-    return LARGE.code_of(index) * sum(index.get_list_size(int(cluster)) for cluster in clusters)
+    return LARGE.code_s * LARGE.vectors_of(index) * sum(index.get_list_size(int(cluster)) for cluster in clusters)
 
 
 class TestSearchesInPieces:
@@ -336,6 +378,44 @@ class TestSearchesInPieces:
         in_flight, busy_s = run_virtual(main())
         assert in_flight == 0
         assert busy_s < core_s(index, queries[0]) / 8
+
+
+class TestTheFastTier:
+    def served(
+        self, index: Any, queries: Any, code_s: float | None, *, fast: bool = True, every: int = 2
+    ) -> tuple[Any, float, float]:
+        """Ids, seconds until all are found one after another, and the share scanned there."""
+        torch_scan = pytest.importorskip("ragorder.kernels.vectors").TorchClusterScan
+
+        async def main() -> tuple[Any, float, float]:
+            tiers = None
+            if code_s is not None:
+                scan = VirtualClusterScan(torch_scan("inner product"), ScanCosts(code_s), LARGE.vectors_of(index))
+                tiers = VirtualTiers(scan, 1 << 30, cores=LARGE.busy_cores, every=every)
+            search, found = VirtualIVF(index, LARGE, tiers=tiers), []
+            for query in queries:
+                stages = [stage async for stage in search.submit(query, K, fast=fast).stages_async()]
+                found.append(stages[-1].ids[0].tolist())
+            return found, now(), 0.0 if tiers is None else tiers.hit_share
+
+        found: tuple[Any, float, float] = run_virtual(main())
+        assert found[0] == index.search(queries, K)[1].tolist()
+        return found
+
+    def test_scans_what_it_holds_beside_the_cores(self, index: Any, queries: Any) -> None:
+        _, alone_s, _ = self.served(index, queries, None)
+        first = self.served(index, queries, LARGE.code_s / 80)
+        assert first == self.served(index, queries, LARGE.code_s / 80)
+        _, both_s, share = first
+        assert share > 0.5
+        assert both_s < 0.7 * alone_s
+
+    def test_is_left_alone_if_it_is_slower_or_not_to_be_used(self, index: Any, queries: Any) -> None:
+        _, alone_s, _ = self.served(index, queries, None)
+        _, slow_s, share = self.served(index, queries, LARGE.code_s, every=20)
+        assert 0 < share < 0.2
+        assert slow_s < 2 * alone_s
+        assert self.served(index, queries, LARGE.code_s, fast=False)[1:] == (pytest.approx(alone_s), 0.0)
 
 
 class TestWholeSearches:

@@ -39,3 +39,11 @@ class TestSuite:
         assert report.exit_code == 0, report.output
         rows = [line for line in report.output.splitlines() if line.startswith("| 2 |")]
         assert [row.split("|")[2].strip() for row in rows] == ["stage by stage", "all"]
+
+    def test_without_a_package_it_says_which_extra_has_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.eval.running.experiment.find_spec", lambda name: None)
+        CliRunner().invoke(main, ["eval", "run", "hedra-overhead", "--output", str(tmp_path)])
+        recorded = (tmp_path / "results.jsonl").read_text()
+        assert "the measurement needs numpy: pip install 'ragorder[retrieval]'" in recorded

@@ -154,6 +154,24 @@ class TestSystems:
     def test_take_the_same_times_in_every_run(self, materials: Materials) -> None:
         assert served("hedra", materials) == served("hedra", materials)
 
+    def test_scan_on_a_gpu_where_that_is_faster(self, materials: Materials) -> None:
+        pytest.importorskip("torch")
+        plain, fast, slow = (
+            served(system, materials, nprobe=512, fast=0.4, fast_ns=fast_ns)
+            for system, fast_ns in (("hedra", 1.6), ("hedra+fast", 1.6), ("hedra+fast", 1e4))
+        )
+        shares = [found["facts"]["fast_share"] for found in (plain, slow, fast)]
+        assert shares[0] == 0 and shares == sorted(shares) and shares[2] > 0.1
+        assert np.mean(fast["rows"]["latency_s"]) < np.mean(plain["rows"]["latency_s"])
+        assert "fast_share" not in served("hedra+fast", materials)["facts"]
+
+    def test_send_the_most_cached_generation_next(self, materials: Materials) -> None:
+        """On a cache of a few prompts, with eight requests at a time on the engine."""
+        for system in ("hedra+order", "hedra+line", "hedra+next"):
+            found = served(system, materials, "one_shot", model="opt-30b", top_k=3)
+            assert len(found["rows"]["latency_s"]) == REQUESTS
+            assert found["facts"]["computed_tokens"] < found["facts"]["prompt_tokens"]
+
     def test_wait_for_their_batch_or_not(self, materials: Materials) -> None:
         lockstep, batched, dealt, cut = (
             np.mean(served(name, materials)["rows"]["latency_s"])
@@ -168,7 +186,9 @@ class TestSuites:
         with pytest.raises(SuiteError, match="multistep"):
             WorkflowsCell.read({"workflow": "multistop"}, "mine")
 
-    @pytest.mark.parametrize("name", ["serving", "offline", "mixed", "models", "ordering", "speculation"])
+    @pytest.mark.parametrize(
+        "name", ["serving", "offline", "mixed", "models", "ordering", "speculation", "next", "fast"]
+    )
     def test_are_there(self, name: str) -> None:
         suite = load_suites()[f"hedra-{name}"]
         assert suite.short_form is not None
@@ -215,6 +235,38 @@ class TestTheReport:
         ]
         (table,) = self.part("speculation", *records).tables
         assert [row[1] for row in texts(table)] == ["2.00 (100.0 %)", "3.00 (50.0 %)", "1.00", "2.00"]
+
+    def test_compares_with_its_baseline(self) -> None:
+        records = [
+            record("hedra", 1, 6),
+            record("hedra+fast", 1, 3, fast_share=0.25),
+            record("hedra", 2, 8),
+            record("hedra+fast", 2, 4, fast_share=0.75),
+        ]
+        suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
+        table, _ = make_part(suite, Results(Path(), records=records)).tables
+        assert list(table.headings) == ["", "1/s", "2/s"]
+        assert texts(table) == [
+            ["ours", "6.00", "8.00"],
+            ["ours, a GPU beside the cores", "3.00 (2.00, 2.00)", "4.00 (2.00, 2.00)"],
+            ["on the GPU, % of the vectors scanned", "25.0", "75.0"],
+        ]
+
+    def test_tells_settings_of_the_gpu_apart(self) -> None:
+        lines = [
+            WorkflowsRecord(
+                suite="mine",
+                cell={"workflow": "irg", "rate": 1.0, "fast": 0.2, "fast_ns": fast_ns},
+                policy="hedra",
+                rows={"latency_s": [1.0], "workflow": ["irg"]},
+                facts={"total_s": 1.0, "prompt_tokens": 1, "computed_tokens": 1},
+            )
+            for fast_ns in (1.6, 100.0)
+        ]
+        suite = Suite.unlisted("mine", baseline="hedra").model_copy(update={"report": Display(chart="compared")})
+        one, other, _ = make_part(suite, Results(Path(), records=lines)).tables
+        assert "20 % on the GPU at 1.6 ns a vector" in one.title
+        assert "20 % on the GPU at 100.0 ns a vector" in other.title
 
     def test_says_which_costs_are_guesses(self) -> None:
         (said,) = self.part("serving", record("hedra", 1, 1)).words

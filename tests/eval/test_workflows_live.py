@@ -23,6 +23,7 @@ from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.eval.experiments.workflows.embedder import Embedder
 from ragorder.eval.experiments.workflows.script import Script
 from ragorder.eval.experiments.workflows_live import measuring
+from ragorder.eval.experiments.workflows_live.engines import LiveTorch, LiveVLLM
 from ragorder.eval.experiments.workflows_live.experiment import WorkflowsLive
 from ragorder.eval.experiments.workflows_live.measuring import LiveMaterials, serve_live
 from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, ScriptedEngine, large_index, search_ms
@@ -94,11 +95,12 @@ def test_a_scripted_engine_streams_the_script_for_as_many_tokens() -> None:
         return text, usage
 
     far = Engine()
-    engine = ScriptedEngine(far, lambda request: ["a", "b", "c"], vocabulary=8)
+    engine = ScriptedEngine(far, lambda request: ["a", "b", "c"], 8, {"ignore_eos": True})
     text, usage = asyncio.run(main())
     assert text.split() == ["a", "b", "c"]
     assert usage.completion_tokens == 3
     assert far.asked[0].token_ids == [1, 4, 5]
+    assert far.asked[0].options == {"max_tokens": 3, "ignore_eos": True}
     assert (engine.prompt_tokens, engine.cached_tokens) == (3, 2)
 
 
@@ -115,7 +117,7 @@ def materials(index: Any) -> LiveMaterials:
         names = [next(word for word in text.split() if word.startswith("p")) for text in asked]
         return np.array([vectors[int(name[1:].partition("w")[0])] for name in names])
 
-    return LiveMaterials(documents, index, Embedder(encode), Script(corpus), SHAPES["tiny"].make())
+    return LiveMaterials(documents, index, Embedder(encode), Script(corpus), LiveTorch(SHAPES["tiny"].make()))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -129,11 +131,31 @@ def test_every_system_answers_on_the_real_engine(system: str, materials: LiveMat
         assert found["facts"]["later_prompt_tokens"] > found["facts"]["later_cached_tokens"] > 0
 
 
+def test_a_vllm_server_computes_the_same_prompts_and_answers(materials: LiveMaterials, vllm_server: Any) -> None:
+    served = replace(materials, engine=LiveVLLM(vllm_server, vocabulary=600))
+    hedra, embedded = (
+        asyncio.run(serve_live(SYSTEMS["hedra"], "irg", 2, each, [0.0, 0.0, 0.05]))["facts"]
+        for each in (served, materials)
+    )
+    # Speculations that were used or not.
+    assert hedra["prompt_tokens"] >= 3 * 3 * 100
+    assert hedra["later_prompt_tokens"] == embedded["later_prompt_tokens"]
+    assert 0 < hedra["cached_tokens"] < hedra["prompt_tokens"]
+
+
+def test_vllm_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    suite = load_suites()["hedra-live"]
+    module = "ragorder.eval.experiments.workflows_live.experiment"
+    monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == "vllm" else object())
+    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
+        assert "make vllm" in str(experiment.obstacle(suite, LiveCell(engine="vllm"), "hedra"))
+
+
 def test_the_suite_has_a_short_form() -> None:
     suite = load_suites()["hedra-live"]
     assert suite.short_form is not None
     assert [cell.shape for cell in suite.short_form.cells] == ["tiny"]
-    assert [cell.nprobe for cell in suite.cells] == [256, 256, 40]
+    assert [cell.nprobe for cell in suite.cells] == [256, 256, 96]
 
 
 def test_the_report_says_how_much_faster_ours_is() -> None:
@@ -150,7 +172,7 @@ def test_the_report_says_how_much_faster_ours_is() -> None:
         for policy, seconds in (("stages", 3.0), ("hedra", 2.0))
     ]
     (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
-    assert table.title == "irg, load 0.8: 1.50 requests/s, searches of 30 ms"
+    assert table.title == "irg on the embedded engine, load 0.8: 1.50 requests/s, searches of 30 ms"
     assert [[entry.text for entry in row[1:]] for row in table.rows] == [
         ["3.000", "3.000", "50.0", "–", "–", "1.50", "–"],
         ["2.000", "2.000", "50.0", "75.0", "75.0", "1.00", "–"],
@@ -177,3 +199,35 @@ def test_each_corpus_has_an_index_of_its_own(
             list(experiment.measure(Job(Suite.unlisted("mine"), cell, 0, ("stages",), 1), lambda: None))
     # First the rate that is sustained, then the policy.
     assert served == ["one", "one", "other", "other"]
+
+
+def test_an_interrupted_cell_is_resumed_at_the_same_rate(
+    materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[int, float]] = []
+
+    async def serve_nothing(_system: Any, _workflow: str, _top_k: int, _found: LiveMaterials, at_s: Any) -> Any:
+        served.append((len(at_s), max(at_s)))
+        return {
+            "rows": {"latency_s": [1.0] * len(at_s)},
+            "facts": {"total_s": 7.0 * len(served), "prompt_tokens": 1, "cached_tokens": 0},
+        }
+
+    monkeypatch.setattr(WorkflowsLive, "_materials", lambda *_: materials)
+    monkeypatch.setattr(measuring, "serve_live", serve_nothing)
+    suite = Suite.unlisted("mine", policies=["stages", "hedra"], baseline="stages")
+    cell = LiveCell(corpus="small", clusters=8, nprobe=4, requests=5)
+    job = Job(suite, cell, 2, ("stages", "hedra"), 5)
+    named = {"type": "workflows-live", "session": "session", "suite": "mine", "cell": cell.fields, "seed": 2}
+    with Store(tmp_path) as store, WorkflowsLive(Options(), store, "session", silent) as experiment:
+        first = next(iter(experiment.measure(job, lambda: None)))
+        store.append({**named, **first})
+    assert first["facts"]["rate"] == pytest.approx(0.8 * 5 / 7)
+    with Store(tmp_path) as store, WorkflowsLive(Options(), store, "session", silent) as experiment:
+        (second,) = experiment.measure(job.without(["stages"]), lambda: None)
+    assert second["policy"] == "hedra"
+    assert [second["facts"][name] for name in ("rate", "search_ms")] == [
+        first["facts"][name] for name in ("rate", "search_ms")
+    ]
+    # The rate that is sustained, then each policy once, at the same times.
+    assert served[0][1] == 0.0 and served[1] == served[2] and len(served) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -845,3 +845,52 @@ class TestRefusals:
     def test_a_selection_whose_facts_are_not_kept_with_copies(self, fusing: Make) -> None:
         with pytest.raises(RequestRefusedError, match="goes by what the engine does not measure"):
             fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="inter")))
+
+
+class TestExactDocuments:
+    """The leading documents that a request has computed exactly although they could be taken over."""
+
+    def test_are_computed_and_are_an_exact_prefix_from_then_on(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A, B], [C, D])
+        request = replace(prompt_of(SYSTEM, [D, B, A], QUESTION, fusion=NONE), exact_documents=2)
+        [found] = engine.generate([request])
+        assert (found.cached.total, found.fused.total) == (len(SYSTEM), len(A))
+        taken = taken_of([D, B, A], None, None, [])
+        assert off(found, fused_logits(plain, request.token_ids, taken, [])) <= 1e-4
+        [again] = engine.generate([prompt_of(SYSTEM, [D, B, C], QUESTION, fusion=NONE)])
+        assert (again.cached.total, again.fused.total) == (len(SYSTEM) + len(D) + len(B), len(C))
+
+    def test_all_of_them_are_full_attention(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A, B], [C, D])
+        request = replace(prompt_of(SYSTEM, [D, B, A], QUESTION, fusion=NONE), exact_documents=9)
+        [found] = engine.generate([request])
+        assert found.fused.total == 0
+        assert difference(found, plain, request) <= 1e-4
+
+    def test_have_documents_without_kv_behind_them_computed_in_place(self, fusing: Make, plain: Any) -> None:
+        engine = fusing()
+        warm(engine, [A, B])
+        request = replace(prompt_of(SYSTEM, [B, C, A], QUESTION, fusion=NONE), exact_documents=1)
+        [found] = engine.generate([request])
+        assert found.fused.total == len(A)
+        taken = taken_of([B, C, A], None, None, [])
+        assert off(found, fused_logits(plain, request.token_ids, taken, [])) <= 1e-4
+        [again] = engine.generate([prompt_of(SYSTEM, [B, C], QUESTION, fusion="exact")])
+        assert again.cached.total == len(SYSTEM) + len(B) + len(C)
+
+    def test_count_for_nothing_where_nothing_is_taken_over(self, make: Make, fusing: Make, plain: Any) -> None:
+        cases: list[tuple[TieredEngine, Any]] = [(make(), None), (fusing(), "exact")]
+        for engine, fusion in cases:
+            request = replace(prompt_of(SYSTEM, [A, B], QUESTION, fusion=fusion), exact_documents=1)
+            [found] = engine.generate([request])
+            assert difference(found, plain, request) <= 1e-4
+
+    def test_are_not_loaded_or_kept_for_the_waiting_request(self, fusing: Make) -> None:
+        engine = fusing()
+        warm(engine, [A, B])
+        path = engine._validator.admit(0, replace(prompt_of(SYSTEM, [B, A], QUESTION), exact_documents=1)).path
+        assert engine._cache.find_elsewhere(path).total == len(A)
+        path = engine._validator.admit(0, prompt_of(SYSTEM, [B, A], QUESTION)).path
+        assert engine._cache.find_elsewhere(path).total == len(A) + len(B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import prompt_of
 
-from ragorder import Document, Orderer
+from ragorder import Document, Orderer, Settings
 
 SYSTEM = tokens(21, 100)
 TEXTS = [tokens(20 + 3 * number, number) for number in range(10)]
@@ -51,3 +52,26 @@ def test_without_the_order_less_is_exact(make: Make) -> None:
             [done] = engine.generate([prompt_of(SYSTEM, texts, tokens(5, 1000 + number))])
             exact[ordered] += done.cached.total
     assert exact[True] > 1.2 * exact[False]
+
+
+def test_documents_that_are_computed_although_all_have_copies_become_an_exact_prefix(make: Make) -> None:
+    engine = make(reuse="fused", select="none", device_tokens=16_384)
+    # Each behind another one, so that none is an exact prefix where it comes first.
+    for number, text in enumerate(TEXTS):
+        engine.generate([prompt_of(SYSTEM, [tokens(16, 500 + number), text], tokens(5, number), fusion="exact")])
+    settings = Settings(reuse="fused", copies="all", recompute=0.5, capacity_tokens=16_384, prefix_tokens=len(SYSTEM))
+    orderer = Orderer(settings.model_copy(update={"strict": True, "min_gain": 0.0}))
+    random, invested, exact = Random(2), 0, 0
+    for number in range(120):
+        ordering = orderer.order([*random.sample(DOCUMENTS[1:], 3), DOCUMENTS[0]])
+        texts = [TEXTS[int(document.id)] for document in ordering.documents]
+        request = prompt_of(SYSTEM, texts, tokens(5, 1000 + number))
+        [done] = engine.generate([replace(request, exact_documents=ordering.exact_documents)])
+        kinds = ordering.reuse
+        expected = sum(len(text) for text, kind in zip(texts, kinds, strict=True) if kind == "exact")
+        assert done.cached.total == len(SYSTEM) + expected
+        assert done.fused.total == sum(len(text) for text, kind in zip(texts, kinds, strict=True) if kind == "fused")
+        invested, exact = invested + kinds.count("computed"), exact + kinds.count("exact")
+        assert (ordering.exact_documents > 0) == ("computed" in kinds)
+        ordering.confirm(done.cached.total, done.prompt_tokens + 1, prompt_tokens=done.prompt_tokens)
+    assert invested and exact > 30

@@ -290,3 +290,91 @@ def test_so_are_system_prompts_and_the_number_of_documents(building: Make, monke
     ask(engine, C, D)
     assert [len(each.token_ids) for each in builder._documents.values()] == [len(D)]
     assert builder._tokens == len(SYSTEM) + len(D)
+
+
+class TestAShortageOfMemory:
+    @pytest.fixture
+    def sizes(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Tokens of each forward once the first element is set: to the most that memory suffices for."""
+        made: list[int] = []
+        forward = Forward.__call__
+
+        def short(self: Forward, token_ids: Any, *others: Any) -> Any:
+            if made:
+                made.append(len(token_ids))
+                if len(token_ids) > made[0]:
+                    raise torch.OutOfMemoryError("Zanzibar")
+            return forward(self, token_ids, *others)
+
+        monkeypatch.setattr(Forward, "__call__", short)
+        return made
+
+    def asked(self, building: Make) -> TieredEngine:
+        engine = building(max_batch_tokens=64)
+        for document in (A, B, D):
+            ask(engine, document, fusion="exact")
+        ask(engine, B, A)
+        return engine
+
+    def test_keeps_the_cache_and_makes_the_steps_smaller(self, building: Make, sizes: list[int], plain: Any) -> None:
+        engine = self.asked(building)
+        nodes = engine.stats().cache.device.nodes
+        sizes.append(20)
+        idle(engine)
+        assert sizes[1:] == [16, 37, 32, 16, 16, 5]
+        sizes.clear()
+        stats = engine.stats()
+        assert (stats.failed_steps, stats.idle_documents, stats.idle_aborted) == (2, 2, 0)
+        assert (stats.cache.device.nodes, stats.cache.device.evicted) == (nodes + 2, 0)
+        request = prompt_of(SYSTEM, [D], QUESTION, fusion="exact")
+        [found] = engine.generate([request])
+        assert found.cached.total == len(SYSTEM) + len(D)
+        assert difference(found, plain, request) <= 1e-4
+
+    def test_that_no_step_is_small_enough_for_ends_each_document(self, building: Make, sizes: list[int]) -> None:
+        engine = self.asked(building)
+        nodes = engine.stats().cache.device.nodes
+        sizes.append(0)
+        idle(engine)
+        # Both take turns, at 64 tokens a step, then 32, at last 1; without its neighbour the other is not begun.
+        assert sizes[1:] == [16, 32, 16, 8, 4, 2, 1]
+        sizes.clear()
+        stats = engine.stats()
+        assert (stats.idle_documents, stats.cache.leases) == (0, 0)
+        assert (stats.cache.device.nodes, stats.cache.device.evicted) == (nodes, 0)
+
+
+def test_a_step_examines_few_documents_whatever_is_remembered(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = building()
+    builder = engine._idle
+    assert isinstance(builder, IdleBuilder)
+
+    def observe(*documents: Sequence[int]) -> None:
+        builder.observe(engine._validator.admit(0, prompt_of(SYSTEM, documents, QUESTION)))
+
+    for number in range(2_000):
+        observe(tokens(6, number))
+    assert len(builder._documents) > 1_900
+    # Whatever the budget.
+    engine._counters.computed_tokens = 1_000_000
+    examined = 0
+    ranks = KnowledgeCache.ranks_elsewhere
+
+    def counted(self: KnowledgeCache, path: Any) -> Any:
+        nonlocal examined
+        examined += len(path) - 1
+        return ranks(self, path)
+
+    monkeypatch.setattr(KnowledgeCache, "ranks_elsewhere", counted)
+    most = 0
+    while engine.has_idle_work:
+        before = examined
+        engine.step()
+        most = max(most, examined - before)
+    assert most <= 8
+    assert examined == len(builder._documents)
+    # None has a neighbour: each waits until it is asked for again.
+    observe(tokens(6, 7))
+    engine.step()
+    assert examined == len(builder._documents) + 1
+    assert not engine.has_idle_work

@@ -1136,6 +1136,99 @@ class TestPoolsThatChange:
             engine().cache.resize(device_blocks=0)
 
 
+class TestInTheBackground:
+    def test_a_lease_without_room_leaves_the_device_as_it_is(self, engine: Made) -> None:
+        at = engine(device_blocks=8)
+        # The block in which C ends is there twice: with the tokens of B behind it, and of E.
+        at.serve(C, B)
+        at.serve(C, E)
+        at.serve(A)
+        both, other = Request([C, E]).path, Request([A]).path
+        lease = at.cache.acquire(both, background=True)
+        with pytest.raises(OutOfBlocksError):
+            at.cache.extend(lease, 8 * BLOCK)
+        at.cache.release(lease)
+        assert (at.cache.find(both).total, at.cache.find(other).total) == (len(C) + len(E), len(A))
+        assert at.cache.stats().device.evicted == 0
+        # A request gets all of it.
+        lease = at.cache.acquire(both)
+        at.cache.extend(lease, 8 * BLOCK)
+        at.cache.release(lease)
+        assert at.cache.find(other).total == 0
+
+
+class TestSuspectNodes:
+    @pytest.mark.parametrize(
+        "tiers", [{}, {"host_blocks": 20}, {"disk": PLENTY}, {"host_blocks": 6, "disk": PLENTY}], ids=str
+    )
+    def test_leave_every_tier_with_all_behind_them(self, engine: Made, tiers: dict[str, int]) -> None:
+        at = engine(device_blocks=14, **tiers)
+        for path in ([A, B, C], [A, B, D], [B, E]):
+            at.serve(*path)
+        if tiers:
+            at.empty_device()
+        before = at.cache.find(Request([B, E]).path)
+        assert before.total == len(B) + len(E)
+        suspect = Request([A, B]).path[-1].key
+        at.cache.purge([suspect])
+        for path in ([A, B], [A, B, C], [A, B, D]):
+            assert at.cache.find(Request(path).path).total == len(A)
+        assert at.cache.find(Request([B, E]).path).total == before.total
+        check_accounts(at.cache)
+        # What is computed in its place has nothing of the former behind it.
+        assert at.serve(A, B).total == len(A)
+        assert at.cache.find(Request([A, B, C]).path).total == len(A) + len(B)
+
+    def test_after_a_restart_they_are_not_found_either(self, engine: Made) -> None:
+        at = engine(device_blocks=8, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache.purge([Request([A, B]).path[-1].key])
+        at.cache.close()
+        again = engine(device_blocks=8, disk=PLENTY)
+        assert again.cache.find(Request([A, B, C]).path).total == len(A)
+
+    def test_a_lease_keeps_their_blocks_and_commits_nothing_behind_them(self, engine: Made) -> None:
+        at = engine()
+        request = Request([A, B, C])
+        at.acquire(request)
+        at.schedule(request, len(A) + 1)
+        at.step()
+        at.cache.purge([request.path[0].key])
+        at.schedule(request)
+        at.step()
+        at.release(request)
+        assert at.cache.find(request.path).total == 0
+        assert at.cache.stats().device.nodes == 0
+        check_accounts(at.cache)
+
+    def test_a_lease_that_has_not_begun_finds_what_is_in_front_of_them(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A, B, C)
+        request = Request([A, B, C])
+        lease = at.acquire(request)
+        assert lease.cached_tokens == request.document_tokens
+        at.cache.purge([request.path[1].key])
+        assert lease.cached_tokens == len(A)
+        at.schedule(request)
+        at.step()
+        at.release(request)
+        assert at.cache.find(request.path).total == request.document_tokens
+        check_accounts(at.cache)
+
+    def test_no_other_request_borrows_them(self, engine: Made) -> None:
+        at = engine()
+        documents = [segment._replace(content=segment.key) for segment in Request([A]).path]
+        lease = at.cache.acquire(documents)
+        at.cache.extend(lease, len(A))
+        at.cache.commit(lease, len(A))
+        at.cache.release(lease)
+        path = (*Request([E]).path, documents[0]._replace(key=b"elsewhere"))
+        assert at.cache.find_elsewhere(path).total == len(A)
+        at.cache.purge([documents[0].key])
+        assert at.cache.find_elsewhere(path).total == 0
+
+
 class TestAllAtOnce:
     def test_clear_forgets_all_tiers(self, engine: Made, tmp_path: Path) -> None:
         at = engine(device_blocks=6, host_blocks=4, disk=PLENTY)
@@ -1364,6 +1457,12 @@ class Machine(RuleBasedStateMachine):
             bytes = bytearray(path.read_bytes())
             bytes[place % len(bytes)] ^= 1
             path.write_bytes(bytes)
+
+    @rule(path=PATH)
+    def purge(self, path: list[list[int]]) -> None:
+        key = Request(path).path[-1].key
+        self.cache.purge([key])
+        assert not self.cache._tiers.holds(key)
 
     @precondition(lambda self: not self.engine.scheduled)
     @rule()

@@ -808,6 +808,56 @@ class TestFailures:
         assert again.cached.total == 0
         assert difference(again, plain, bad) <= 1e-4
 
+    def test_and_leave_nothing_of_earlier_steps(self, make: Make, plain: Any) -> None:
+        """What another request had computed stays, and what others computed behind its documents goes."""
+        engine = make(max_batch_tokens=64)
+        known, first, second, other = (tokens(length, seed) for length, seed in ((40, 1), (30, 2), (100, 3), (10, 4)))
+        engine.generate([ask([known], [1, 2])])
+        forward = engine._runner.forward
+        answers = 0
+
+        def poisoned(*arguments: Any) -> Any:
+            nonlocal answers
+            logits = forward(*arguments).clone()
+            if len(logits):
+                answers += 1
+                if answers == 1:
+                    logits[0] = math.nan
+            return logits
+
+        engine._runner.forward = poisoned
+        bad, behind = ask([known, first, second], tokens(9, 5)), ask([known, first, other], tokens(9, 6))
+        numbers = [engine.add(bad)]
+        engine.step()
+        numbers.append(engine.add(behind))
+        done = run(engine)
+        failed, served = (done[number] for number in numbers)
+        engine._runner.forward = forward
+        assert "not numbers" in (failed.error or "")
+        # In the step of the bad logits it was computed behind a document of theirs.
+        assert served.cached.total == len(known) + len(first)
+        assert engine.stats().cache.device.nodes == 1
+        for request in (bad, behind):
+            [again] = engine.generate([request])
+            assert again.cached.total >= len(known)
+            assert difference(again, plain, request) <= 1e-4
+        assert engine.stats().cache.device.nodes == 4
+
+    def test_and_leave_nothing_that_was_computed_before_a_preemption(self, make: Make) -> None:
+        engine = make(max_batch_tokens=16)
+        request = ask([tokens(30, 1), tokens(30, 2)], tokens(9, 3))
+        engine.add(request)
+        for _ in range(3):
+            engine.step()
+        scheduler = engine._scheduler
+        scheduler._preempt(scheduler.running[0])
+        assert engine.stats().cache.device.nodes == 1
+        forward = engine._runner.forward
+        engine._runner.forward = lambda *arguments: torch.full_like(forward(*arguments), math.nan)
+        [failed] = run(engine).values()
+        assert failed.cached.total == 0 and "not numbers" in (failed.error or "")
+        assert engine.stats().cache.device.nodes == 0
+
     @pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
     def test_an_unknown_token_fails_only_its_request(
         self, make: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

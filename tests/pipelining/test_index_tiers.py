@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -281,3 +282,61 @@ class TestForeseen:
                     search.advance()
                     assert tiers.held_bytes <= capacity
         assert fast.held and fast.largest_bytes <= capacity
+
+
+class TestSearchesThatMayNotUseIt:
+    def test_are_scanned_on_the_cores_beside_others(self, queries: Any) -> None:
+        index, fast = build(), ExactScan()
+        tiers = tiers_of(fast)
+        search = search_with(index, tiers)
+        for query in queries[:40]:
+            search.submit(query, 5).result()
+        assert len(fast.held) == NLIST
+        scanned, codes = tiers.fast_codes, tiers.codes
+        handles = [search.submit(query, 5, fast=row % 2 == 0) for row, query in enumerate(queries[:20])]
+        while search.advance():
+            pass
+        for row, handle in enumerate(handles):
+            expected = index.search(queries[row : row + 1], 5, params=faiss.SearchParametersIVF(nprobe=9))
+            assert handle.result().ids.tolist() == expected[1].tolist()
+        sizes = np.array([index.get_list_size(cluster) for cluster in range(NLIST)])
+        of_each = sizes[index.quantizer.search(queries[:20], 9)[1]].sum(axis=1)
+        assert tiers.codes - codes == of_each.sum()
+        assert tiers.fast_codes - scanned == of_each[::2].sum()
+
+
+class TestGains:
+    @staticmethod
+    def tiers(call_s: float, code_s: float, held: float) -> IndexTiers:
+        tiers = IndexTiers(ExactScan(), EVERYTHING)
+        tiers.costs.calls, tiers.costs.call_s, tiers.costs.code_s = 100, call_s, code_s
+        tiers._held_share.add(held)
+        return tiers
+
+    def test_are_what_the_cores_need_not_scan_as_long_as_the_tier_is_done_first(self) -> None:
+        gains = self.tiers(0.0, 1e-6, 0.4).gains(1000, 0.1)
+        assert gains.scan_s == pytest.approx(0.04)
+        assert gains.prefetch_s == pytest.approx(0.06 - 0.001)
+
+    def test_end_with_the_tier(self) -> None:
+        """It needs 80 ms for what it holds, the cores 50 ms for the rest."""
+        gains = self.tiers(0.03, 1e-4, 0.5).gains(1000, 0.1)
+        assert gains.scan_s == pytest.approx(0.02)
+        assert gains.prefetch_s == pytest.approx(0.08 - 0.13)
+
+    @pytest.mark.parametrize(("call_s", "held"), [(0.5, 0.4), (0.0, 0.0)])
+    def test_of_a_slower_or_an_empty_tier_there_are_none(self, call_s: float, held: float) -> None:
+        assert self.tiers(call_s, 1e-6, held).gains(1000, 0.1).scan_s == 0
+
+    def test_are_not_known_before_it_was_tried(self) -> None:
+        assert IndexTiers(ExactScan(), 1).gains(1000, 0.1) == (0.0, math.inf, math.inf)
+        assert self.tiers(0.0, 1e-6, 0.4).gains(None, 0.1)[1:] == (math.inf, math.inf)
+
+    def test_after_a_failure_there_are_none(self) -> None:
+        tiers = self.tiers(0.0, 1e-6, 0.4)
+        tiers._held = np.zeros(NLIST, bool)
+        tiers.fail(RuntimeError("lost"))
+        assert tiers.gains(1000, 0.1)[1:] == (0.0, 0.0)
+
+    def test_of_a_search_without_tiers_there_are_none(self) -> None:
+        assert ContinuousIVF(build(), thread=False).tier_gains is None

@@ -23,6 +23,7 @@ from ragorder.pipelining import (
     plain_retrieval,
 )
 from ragorder.pipelining.load import prefill_batch
+from ragorder.pipelining.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,38 @@ class TestLoad:
         asyncio.get_running_loop().call_later(0.01, engine.gate.set)
         stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.trace.speculations == 3 and stream.trace.refused == 0 and load.pending == 0
+
+    def test_what_is_admitted_is_pending_until_it_is_sent(self) -> None:
+        load = EngineLoad(2, reported=lambda: 1)
+        admission = load.admit()
+        assert admission is not None
+        assert load.pending == 2
+        assert load.admit() is None
+        for _ in range(2):
+            admission.end()
+            assert load.pending == 1
+        assert load.admit() is not None
+
+    async def test_one_that_is_cancelled_before_it_begins_leaves_its_place(self) -> None:
+        engine, load = PlayedEngine(), EngineLoad(1)
+        admission = load.admit()
+        assert admission is not None
+        speculation = Speculation(engine, Sent("q", ("A",)), load, admission, at_s=0.0)
+        speculation.cancel()
+        await speculation.ended()
+        assert load.pending == 0 and not engine.sent
+
+    async def test_speculations_of_several_questions_are_admitted_one_by_one(self) -> None:
+        """All searches show their first documents at the same time; the engine takes one prefill."""
+        engine, load = PlayedEngine(free=False), EngineLoad(1)
+        shared = Pipeline(Search("A", "A", pauses=3), PlayedPrompts(), engine, load=load, key=str)
+        tasks = [asyncio.create_task(shared.answer(f"question {number}")) for number in range(8)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(engine.sent) == load.pending == 1
+        engine.gate.set()
+        streams = await asyncio.gather(*tasks)
+        assert sum(stream.trace.speculations for stream in streams) == 1
 
     def test_the_larger_of_our_count_and_the_engines_counts(self) -> None:
         assert EngineLoad(3, reported=lambda: 2).pending == 2

@@ -49,6 +49,29 @@ class TestWhoIsNext:
         queue.enter("all", lambda: CachedLengths(50, 0))
         assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
 
+    def test_what_is_next_can_be_looked_at_and_taken_later(self) -> None:
+        queue: CacheAwareQueue[str] = CacheAwareQueue(window=2)
+        for name, value in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
+            queue.enter(name, priority(value))
+        ticket = queue.peek()
+        assert ticket is queue.peek() and ticket.item == "b" and len(queue) == 3 and queue.largest_overtaking == 0
+        assert queue.take(ticket) is ticket and list(queue) == ["a", "c"] and queue.largest_overtaking == 1
+        assert drain(queue) == ["c", "a"]
+        with pytest.raises(IndexError, match="empty"):
+            queue.peek()
+
+    @given(st.permutations(range(8)), st.integers(0, 8))
+    def test_what_is_put_back_waits_in_its_old_place(self, back: list[int], count: int) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue(window=0)
+        for number in range(8):
+            queue.enter(number)
+        tickets = [queue.take() for _ in range(8)]
+        queue.enter(8)
+        for number in back[:count]:
+            queue.put_back(tickets[number])
+        expected = [*sorted(back[:count]), 8]
+        assert list(queue) == expected and drain(queue) == expected
+
     def test_lengths_are_read_when_a_request_is_taken(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         cached = {"a": 1.0, "b": 2.0, "c": 3.0}
@@ -190,9 +213,11 @@ class Stage:
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def send(self, name: str, lengths: Callable[[], CachedLengths] | None = None) -> None:
+    async def send(
+        self, name: str, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
+    ) -> None:
         async def hold() -> None:
-            async with self.gate.slot(name, lengths):
+            async with self.gate.slot(name, lengths, patient=patient):
                 self.begun.append(name)
                 assert self.gate.in_flight <= self.gate.limit
                 await self.ends[name].wait()
@@ -208,6 +233,7 @@ class Stage:
 
     def assert_idle(self) -> None:
         assert (self.gate.in_flight, len(self.gate.queue), self.gate._places) == (0, 0, {})
+        assert not self.gate._patient
 
 
 async def let_tasks_run() -> None:
@@ -306,20 +332,41 @@ class TestTheGate:
         await stage.end("a", "b")
         stage.assert_idle()
 
+    @pytest.mark.parametrize("max_waiting", [0, 1, 2])
+    async def test_patient_requests_wait_in_front_of_a_full_queue_in_order(self, max_waiting: int) -> None:
+        stage = Stage(1, window=0, max_waiting=max_waiting)
+        for name in "abcdef":
+            await stage.send(name, patient=True)
+            assert len(stage.gate.queue) <= max_waiting
+        stage.tasks["d"].cancel()
+        await let_tasks_run()
+        with pytest.raises(QueueFullError, match=f"{max_waiting} requests are already waiting"):
+            async with stage.gate.slot("impatient"):
+                pass
+        for name in "abce":
+            assert stage.begun[-1] == name
+            await stage.end(name)
+        await stage.end("f")
+        assert "".join(stage.begun) == "abcef"
+        stage.assert_idle()
+
     @pytest.mark.parametrize(("limit", "max_waiting"), [(0, None), (1, -1)])
     def test_numbers_that_cannot_be_are_refused(self, limit: int, max_waiting: int | None) -> None:
         with pytest.raises(ValueError, match="must"):
             ConcurrencyLimiter(limit, CacheAwareQueue(), max_waiting=max_waiting)
 
     @settings(max_examples=examples(40))
-    @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
-    def test_no_slot_is_lost_and_every_request_was_served_or_cancelled(self, limit: int, seed: int) -> None:
+    @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20), max_waiting=st.none() | st.integers(0, 3))
+    def test_no_slot_is_lost_and_every_request_was_served_or_cancelled(
+        self, limit: int, seed: int, max_waiting: int | None
+    ) -> None:
         async def play() -> None:
             rng = random.Random(seed)
-            stage = Stage(limit, window=2)
+            stage = Stage(limit, window=2, max_waiting=max_waiting)
             gone = set()
             for number in range(20):
-                await stage.send(str(number), priority(rng.random()))
+                await stage.send(str(number), priority(rng.random()), patient=True)
+                assert max_waiting is None or len(stage.gate.queue) <= max_waiting
                 name = rng.choice(list(stage.tasks))
                 if rng.random() < 0.5:
                     stage.ends[name].set()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ np = pytest.importorskip("numpy")
 
 from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.pipelining import QueueFullError, staged_retrieval
-from ragorder.pipelining.search import History, SearchProcess, SearchProcessError
+from ragorder.pipelining.search import History, IndexTiers, SearchProcess, SearchProcessError
 
 D, N = 16, 2000
 WAIT_S = 60
@@ -134,12 +136,103 @@ def test_a_search_can_be_cancelled_and_promoted(search: SearchProcess, queries: 
         (np.zeros((2, D)), 5, {}, "submit takes one query, got 2"),
         (np.zeros(D), N + 1, {}, "k=2001, but the index has 2000 vectors"),
         (np.zeros(D), 5, {"nprobe": 0}, "nprobe must be at least 1"),
-        (np.zeros(D), 5, {"sel": faiss.IDSelectorRange(0, 9)}, "a selector cannot be sent to another process"),
+        (
+            np.zeros(D),
+            5,
+            {"sel": faiss.IDSelectorBatch([1, 2])},
+            "IDSelectorBatch does not give back its ids.*IDSelectorArray",
+        ),
+        (
+            np.zeros(D),
+            5,
+            {"sel": faiss.IDSelectorNot(faiss.IDSelectorBatch([1]))},
+            "IDSelectorBatch does not give back its ids",
+        ),
     ],
 )
 def test_bad_input_is_refused_here(query: Any, k: int, params: Any, says: str, search: SearchProcess) -> None:
     with pytest.raises(ValueError, match=says):
         search.submit(query, k, params=faiss.SearchParametersIVF(**params) if params else None)
+
+
+def selectors(index: Any) -> dict[str, Any]:
+    ids = faiss.vector_to_array(index.id_map)
+    chosen = ids[:: len(ids) // 40]
+    bits = np.zeros(1 + int(ids.max() - 10**12) // 8, np.uint8)
+    some, low = faiss.IDSelectorArray(chosen), faiss.IDSelectorRange(10**12, 10**12 + 700)
+    return {
+        "array": some,
+        "range": low,
+        "sorted": faiss.IDSelectorRange(10**12 + 5, 10**12 + 900, True),
+        "none": faiss.IDSelectorArray([]),
+        "all": faiss.IDSelectorAll(),
+        "bitmap": faiss.IDSelectorBitmap(bits + 255),
+        "not": faiss.IDSelectorNot(some),
+        "and": faiss.IDSelectorAnd(some, low),
+        "or": faiss.IDSelectorOr(some, faiss.IDSelectorNot(low)),
+        "xor": faiss.IDSelectorXOr(some, low),
+    }
+
+
+@pytest.mark.parametrize("name", ["array", "range", "sorted", "none", "all", "bitmap", "not", "and", "or", "xor"])
+def test_finds_the_same_with_a_selector(name: str, search: SearchProcess, index: Any, queries: Any) -> None:
+    params = faiss.SearchParametersIVF(nprobe=9, sel=selectors(index)[name])
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    expected = index.search(queries[:10], 5, params=params)
+    faiss.omp_set_num_threads(before)
+    *_, found = search.search(queries[:10], 5, params=params)
+    np.testing.assert_array_equal(found.ids, expected[1])
+    np.testing.assert_array_equal(found.distances, expected[0])
+    assert (expected[1] == -1).all() == (name in ("none", "bitmap"))
+    alone = search.submit(queries[0], 5, params=params).result(WAIT_S)
+    np.testing.assert_array_equal(alone.ids[0], expected[1][0])
+
+
+def test_a_selector_set_afterwards_is_sent_too(search: SearchProcess, queries: Any) -> None:
+    params = faiss.SearchParametersIVF(nprobe=9)
+    params.sel = faiss.IDSelectorArray([10**12 + 3])
+    assert search.submit(queries[0], 5, params=params).result(WAIT_S).ids[0].tolist()[1:] == [-1] * 4
+
+
+def test_a_selector_has_no_history(search: SearchProcess, queries: Any) -> None:
+    params = faiss.SearchParametersIVF(nprobe=9, sel=faiss.IDSelectorAll())
+    with pytest.raises(ValueError, match="a search with a selector has no history"):
+        search.submit(queries[0], 5, history=History(), params=params)
+
+
+def test_has_tiers_of_its_own(path: Path, queries: Any, expected: Any) -> None:
+    pytest.importorskip("torch")
+    from ragorder.kernels.vectors import TorchClusterScan
+
+    tiers = partial(IndexTiers, TorchClusterScan("L2"), 1 << 30, every=1)
+    with SearchProcess(path, nprobe=9, cores=1, tiers=tiers) as search:
+        assert search.tier_gains == (0.0, math.inf, math.inf)
+        for _ in range(2):
+            for row, query in enumerate(queries):
+                found = search.submit(query, 5).result(WAIT_S)
+                np.testing.assert_allclose(found.distances[0], expected[0][row], rtol=1e-4, atol=1e-5)
+        gains = search.tier_gains
+        assert gains is not None
+        assert gains.hit_share > 0.5
+        # On the cores alone the share falls.
+        for query in queries:
+            search.submit(query, 5, fast=False).result(WAIT_S)
+        assert 0 < search.tier_gains.hit_share < gains.hit_share
+
+
+def test_tiers_that_cannot_be_sent_are_refused_here(path: Path) -> None:
+    with pytest.raises(TypeError, match="tiers cannot be sent to the search's process"):
+        SearchProcess(path, tiers=lambda: IndexTiers(None, 1))  # type: ignore[arg-type]
+
+
+def test_tiers_that_cannot_be_made_are_an_error_at_the_start(path: Path) -> None:
+    with pytest.raises(ValueError, match="capacity_bytes must be at least 1, got 0"):
+        SearchProcess(path, tiers=partial(IndexTiers, None, 0))  # type: ignore[arg-type]
+
+
+def test_without_tiers_there_are_no_gains(search: SearchProcess) -> None:
+    assert search.tier_gains is None
 
 
 def test_files_and_settings_that_no_search_can_have_are_errors_at_the_start(path: Path, tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def test_no_core_has_more_of_one_search_than_a_third_above_what_is_possible(code
     assert most <= 4 / 3 * possible + 1
 
 
+@given(st.lists(st.integers(500, 1000), min_size=200, max_size=400), st.integers(2, 6))
+def test_of_many_clusters_no_core_has_one_more_than_its_share(codes: list[int], shares: int) -> None:
+    dealt = visits([0] * len(codes), codes).deal(shares)
+    assert len(dealt) == shares
+    assert max(int(part.codes.sum()) for part in dealt) <= sum(codes) / shares + max(codes)
+    # In runs: dealing by size takes longer than it saves.
+    assert [number for part in dealt for number in part.clusters.tolist()] == list(range(len(codes)))
+
+
 def test_little_work_is_left_to_few_cores() -> None:
     costs = ClusterCosts(1e-7, call_s=1e-5)
     assert shares_of(10, 64, costs) == 1

@@ -24,7 +24,7 @@ from ragorder.kernels.engine import EngineSettings, TieredEngine
 from ragorder.kernels.random_model import make_model
 from ragorder.pipelining import ContinuousIVF, EngineLoad
 from ragorder.pipelining.search import Budget
-from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, hyde, interpret, irg, multistep
+from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, hyde, interpret, irg, multistep, one_shot, recomp
 
 SYSTEM = "Answer from the documents. " * 4
 DOCUMENTS = [Document(f"document {id}", f"The {id}th document tells of number {id}. " * 2) for id in range(N)]
@@ -70,11 +70,14 @@ GRAPHS = [
     hyde(topk=2, guess_tokens=24, max_tokens=8).compile(),
     irg(rounds=2, topk=2, max_tokens=16).compile(),
     multistep(rounds=2, topk=1, plan_tokens=24, max_tokens=8).compile(),
+    one_shot(topk=2, max_tokens=8).compile(),
+    recomp(topk=2, each=True, compress_tokens=12, max_tokens=8).compile(),
 ]
 
 
+@pytest.mark.parametrize("max_generations", [None, 2])
 async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
-    folder: Path, worker: EngineWorker
+    folder: Path, worker: EngineWorker, max_generations: int | None
 ) -> None:
     index = small_index()
     _, ordered = prompts_for(folder)
@@ -89,7 +92,14 @@ async def test_answers_are_those_of_the_interpreter_whatever_is_speculated_on(
     ]
     with ContinuousIVF(index, cores=1, budget=Budget(1e-12)) as search:
         async with WorkflowServer(
-            engine, search, vector, DOCUMENTS.__getitem__, prompts, transformations=eager(), load=EngineLoad(8)
+            engine,
+            search,
+            vector,
+            DOCUMENTS.__getitem__,
+            prompts,
+            transformations=eager(),
+            load=EngineLoad(8),
+            max_generations=max_generations,
         ) as server:
             results = await asyncio.gather(*(server.run(graph, "Which number?") for graph in GRAPHS * 2))
     assert [result.text for result in results] == expected * 2

@@ -174,8 +174,9 @@ class LoopSearch:
         return LoopHandle(self._index.search(vector[None], k)[1][0].tolist(), self.running)
 
 
+@pytest.mark.parametrize("max_generations", [None, 1])
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.name)
-async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any) -> None:
+async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any, max_generations: int | None) -> None:
     """From the first turn to the last, each once; another request beside it is answered all the same."""
     index = small_index()
     expected = (await interpreted(graph, index, "why?")).text
@@ -196,6 +197,7 @@ async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any) -> None:
             prompts,
             transformations=eager(),
             load=EngineLoad(8),
+            max_generations=max_generations,
             observer=traces.append,
         ) as server:
             run = asyncio.create_task(server.run(graph, "why?"))

@@ -316,6 +316,18 @@ class TestRuns:
         with pytest.raises(NodeError, match="no node on the way has written the answer, 'answer'"):
             await run(graph.compile())
 
+    async def test_a_single_name_is_not_split_into_letters(self) -> None:
+        graph = RAGraph("styled", inputs="style").add_generation("answer", prompt="{query} in {style}")
+        assert graph.inputs == ("style",)
+        graph.add_generation(3, prompt="{answer}", output="last")
+        graph.add_edge(START, lambda state: "answer", to="answer").add_edge("answer", lambda state: 3, to=3)
+        graph.add_edge(3, lambda state: END, to=END)
+        compiled = graph.compile(answer="answer")
+        assert [compiled.foreseen(place) for place in (START, "answer", 3)] == [("answer",), (3,), ()]
+        engine = ScriptedEngine()
+        await run(compiled, engine, state={"style": "verse"})
+        assert engine.sent[0].question.text == f"{QUESTION} in verse"
+
     async def test_inputs(self) -> None:
         graph = RAGraph("styled", inputs=["style"]).add_generation("a", prompt="{query} in {style}")
         compiled = chain(graph, "a").compile()

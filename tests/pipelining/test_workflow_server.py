@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from contextvars import ContextVar
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 from typing import Any
 
@@ -36,7 +37,7 @@ from support.workflow_server import (
     small_index,
     vector,
 )
-from support.workflows import Asked, PlainPrompts, compiled, graphs
+from support.workflows import Asked, PlainPrompts, ScriptedEngine, compiled, graphs
 
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, Stage, StagedIVF, WarmUp
 from ragorder.pipelining.search import Budget, History, IndexTiers
@@ -64,6 +65,7 @@ from ragorder.pipelining.workflow.transformations import (
     SpeculateGeneration,
     SpeculateRetrieval,
     Split,
+    all_transformations,
 )
 from ragorder.pipelining.workflow.wavefront import Piece
 
@@ -106,9 +108,9 @@ class TestAnswers:
             await settled(server, engine, search, prompts)
 
     @settings(max_examples=examples(150))
-    @given(graphs(), st.integers(0, 2**32), st.booleans())
+    @given(graphs(), st.integers(0, 2**32), st.booleans(), st.none() | st.integers(1, 2))
     async def test_on_any_graph_they_are_the_interpreters(
-        self, index: Any, graph: RAGraph, seed: int, odds: bool
+        self, index: Any, graph: RAGraph, seed: int, odds: bool, max_generations: int | None
     ) -> None:
         """Loops, conditions, branches that meet; requests side by side that are at different places."""
         runnable = compiled(graph)
@@ -120,7 +122,14 @@ class TestAnswers:
         with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
             chosen = None if odds else eager()
             async with WorkflowServer(
-                engine, search, vector, document, prompts, transformations=chosen, load=EngineLoad(16)
+                engine,
+                search,
+                vector,
+                document,
+                prompts,
+                transformations=chosen,
+                load=EngineLoad(16),
+                max_generations=max_generations,
             ) as server:
                 runs = (outcome(server.run(runnable, question)) for question in questions)
                 assert await asyncio.gather(*runs) == expected
@@ -181,6 +190,67 @@ class TestSpeculation:
         found = [piece for piece in trace.pieces if piece.kind == "speculative" and piece.worker == "search"]
         assert found and {piece.outcome for piece in found} == {"rolled back"}
         assert engine.sent[-1].documents == tuple(await retriever(index)(" ".join(f"word{n}" for n in range(41)), 5))
+
+    @pytest.mark.parametrize("across", [True, False])
+    async def test_a_generation_begins_on_what_a_search_ahead_of_need_has_found(
+        self, index: Any, search: ContinuousIVF, across: bool
+    ) -> None:
+        """Whatever is guessed, the same documents are found, and the answer's prompt shows these alone."""
+        engine, prompts, graph = SlowEngine(pause_s=0.002), PlainPrompts(), hyde().compile()
+
+        async def embed(query: str) -> Any:
+            return vector("same")
+
+        async def retrieve(query: str, topk: int) -> Any:
+            return await retriever(index)("same", topk)
+
+        expected = await interpret(
+            graph, "why?", engine=ScriptedEngine(long_answer), prompts=prompts, retrieve=retrieve
+        )
+        chosen = (SpeculateGeneration(odds=False, across=across), *eager()[1:])
+        async with WorkflowServer(engine, search, embed, document, prompts, transformations=chosen) as server:
+            result = await server.run(graph, "why?")
+            await settled(server, engine, search, prompts)
+        assert result.text == expected.text
+        pieces = result.trace.pieces
+        ahead = [piece for piece in pieces if piece.kind == "speculative" and piece.worker == "engine"]
+        used = [piece for piece in ahead if piece.outcome == "used"]
+        assert pieces[0].node == "guess" and len(used) <= 1
+        if across:
+            assert used and used[0].started_s < pieces[0].ended_s
+        assert across or all(piece.started_s >= pieces[0].ended_s for piece in ahead)
+
+    async def test_what_is_two_stages_ahead_is_dropped_with_its_branch(self, search: ContinuousIVF) -> None:
+        """Half the text would lead to a search and an answer, the whole leads to the end."""
+        words = [f"word{number}" for number in range(30)]
+        graph = RAGraph("turns")
+        graph.add_generation("think", prompt="{query}", output="text")
+        graph.add_retrieval("search", query="text")
+        graph.add_generation("answer", prompt="{docs} {query}")
+        graph.add_edge(START, "think").add_edge("search", "answer").add_edge("answer", END)
+        graph.add_edge("think", lambda state: END if words[-1] in state["text"] else "search", to=("search", END))
+
+        async def embed(query: str) -> Any:
+            return vector("same")
+
+        engine, prompts = SlowEngine(lambda request: " ".join(words), pause_s=0.002), PlainPrompts()
+        async with WorkflowServer(engine, search, embed, document, prompts, transformations=eager()) as server:
+            trace = (await server.run(graph.compile(answer="text"), "why?")).trace
+            await settled(server, engine, search, prompts)
+        ahead = [piece for piece in trace.pieces if piece.node == "answer"]
+        assert ahead and ahead[-1].outcome == "wasted" and "used" not in {piece.outcome for piece in ahead}
+
+    async def test_a_prompt_that_shows_the_answer_before_it_is_not_tried_for_long(self, index: Any) -> None:
+        """The second round's notes hold the first answer: what is generated beside that is never right."""
+        chosen = all_transformations()
+        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
+            async with WorkflowServer(
+                SlowEngine(pause_s=0.004), search, vector, document, PlainPrompts(), transformations=chosen
+            ) as server:
+                for number in range(6):
+                    await server.run(multistep(rounds=2).compile(), f"question {number}")
+                odds = server.facts._odds["multistep", "search", "answer"]
+        assert odds._stages and {odds.right(part) for part in odds._stages} == {0.0}
 
     async def test_a_branch_that_is_not_taken_leaves_nothing(self, search: ContinuousIVF) -> None:
         """Half the text would lead to a search, the whole does not."""
@@ -269,6 +339,35 @@ class TestSpeculation:
                 search.next()
                 traces = [result.trace for result in await asyncio.gather(*runs)]
                 assert sum(trace.refused for trace in traces) == 5 - started
+
+    async def test_what_a_cycle_admits_is_counted_before_it_begins(self) -> None:
+        """Eight searches have news at the same time, and the engine has room for one prefill."""
+        engine, search, load = SlowEngine(pause_s=0.01), PlayedSearch([1], [1]), EngineLoad(1)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), load=load) as server:
+            graph = one_shot(topk=1).compile()
+            runs = [asyncio.create_task(server.run(graph, f"question {number}")) for number in range(8)]
+            while len(search.handles) < 8:
+                await asyncio.sleep(0)
+            search.next()
+            while not engine.sent:
+                await asyncio.sleep(0)
+            assert len(engine.sent) == server.wavefront.count("engine", speculative=True) == 1 >= load.pending
+            search.next()
+            traces = [result.trace for result in await asyncio.gather(*runs)]
+        assert sum(trace.refused for trace in traces) == 7 and load.pending == 0
+
+    async def test_several_generations_after_one_search_are_admitted_one_by_one(self) -> None:
+        engine, search, load = SlowEngine(pause_s=0.01), PlayedSearch([1, 2, 3], [1, 2, 3]), EngineLoad(2)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), load=load) as server:
+            run = asyncio.create_task(server.run(recomp(topk=3, each=True).compile(), "why?"))
+            while not search.handles:
+                await asyncio.sleep(0)
+            search.next()
+            while len(engine.sent) < 2:
+                await asyncio.sleep(0)
+            assert len(engine.sent) == server.wavefront.count("engine", speculative=True) == 2
+            search.next()
+            assert (await run).trace.refused == 1 and load.pending == 0
 
     async def test_a_last_generation_is_no_refused_speculation(self, search: ContinuousIVF) -> None:
         """Nothing follows that could be searched for; there is no room either."""
@@ -448,6 +547,52 @@ class TestServer:
         assert isinstance(failed, NodeError) and "secret" not in str(failed)
         for number, result in results.items():
             assert result.text == (await interpreted(graph, index, f"question {number}")).text
+
+    @pytest.mark.parametrize("max_waiting", [0, 2])
+    async def test_a_batch_waits_for_its_turn_beside_a_full_queue(
+        self, search: ContinuousIVF, max_waiting: int
+    ) -> None:
+        """Two batches at once, and requests that fill the queue: none of a batch is refused, all begin in order."""
+        graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
+        async with WorkflowServer(
+            engine,
+            search,
+            vector,
+            document,
+            PlainPrompts(),
+            transformations=(),
+            max_requests=2,
+            max_waiting=max_waiting,
+        ) as server:
+
+            async def batch(name: str) -> dict[int, Any]:
+                questions = (f"{name} {number}" for number in range(10))
+                return {number: result async for number, result in server.batch(graph, questions)}
+
+            runs = [asyncio.create_task(server.run(graph, f"single {number}")) for number in range(2 + max_waiting)]
+            await asyncio.sleep(0)
+            found = await asyncio.gather(batch("first"), batch("second"))
+            await asyncio.gather(*runs)
+            assert len(server._limiter.queue) == server._limiter.in_flight == 0
+        for results in found:
+            assert sorted(results) == list(range(10))
+            assert all(isinstance(result, WorkflowResult) for result in results.values())
+        for name in ("single", "first", "second"):
+            sent = [request.question.text for request in engine.sent if name in request.question.text]
+            numbers = [int(text.split()[-1]) for text in sent]
+            # Two run side by side.
+            assert all(abs(place - number) <= 1 for place, number in enumerate(numbers))
+
+    async def test_a_batch_that_is_left_early_leaves_the_queue(self, search: ContinuousIVF) -> None:
+        graph, engine, prompts = one_shot().compile(), SlowEngine(pause_s=0.001), PlainPrompts()
+        async with WorkflowServer(engine, search, vector, document, prompts, max_requests=3, max_waiting=0) as server:
+            single = asyncio.create_task(server.run(graph, "why?"))
+            await asyncio.sleep(0)
+            async with aclosing(server.batch(graph, (f"question {number}" for number in range(20)))) as results:
+                await anext(results)
+            assert not server._limiter._patient
+            await single
+            await settled(server, engine, search, prompts)
 
     async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)
@@ -663,6 +808,43 @@ class TestGains:
         pieces = [piece for result in results for piece in result.trace.pieces if piece.worker == "search"]
         assert "fast_index" in pieces[0].applied and tiers.codes > 0
         assert any("prefetch" in piece.applied for piece in pieces if piece.kind == "speculative")
+
+    @pytest.mark.parametrize(("tick_s", "used"), [(1e-9, True), (10.0, False)])
+    async def test_a_fast_tier_is_used_where_it_is_faster(self, index: Any, tick_s: float, used: bool) -> None:
+        """A scan of the tier takes a tick of its clock. After its trials a slower one is left alone."""
+        pytest.importorskip("torch")
+        from ragorder.kernels.vectors import TorchClusterScan
+
+        ticks = count()
+        tiers = IndexTiers(TorchClusterScan("L2"), 1 << 30, every=2, clock=lambda: tick_s * next(ticks))
+        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES), tiers=tiers) as search:
+            async with WorkflowServer(
+                SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(), FastIndex())
+            ) as server:
+                graph = one_shot().compile()
+                for number in range(30):
+                    await server.run(graph, f"question {number}")
+                # No more exchanges, after each of which the tier is tried once.
+                tiers._every, tiers._trials = 1 << 30, 8
+                while tiers.costs.calls < 8:
+                    await server.run(graph, "question 0")
+                before = tiers.fast_codes
+                traces = [(await server.run(graph, f"question {number}")).trace for number in range(10)]
+        assert all(("fast_index" in trace.pieces[0].applied) is used for trace in traces)
+        assert (tiers.fast_codes > before) is used
+
+    async def test_without_the_transformation_the_cores_scan_all(self, index: Any) -> None:
+        pytest.importorskip("torch")
+        from ragorder.kernels.vectors import TorchClusterScan
+
+        tiers = IndexTiers(TorchClusterScan("L2"), 1 << 30, every=1, clock=lambda: 0.0)
+        with ContinuousIVF(index, cores=1, budget=Budget(SMALL_PIECES), tiers=tiers) as search:
+            async with WorkflowServer(
+                SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(),)
+            ) as server:
+                for number in range(10):
+                    await server.run(multistep(rounds=2).compile(), f"question {number}")
+        assert tiers.codes > 0 and tiers.held_bytes > 0 and tiers.fast_codes == 0
 
     @pytest.mark.parametrize(("search_s", "split"), [(None, True), (1.0, True), (1e-5, False)])
     async def test_short_searches_are_not_split(

@@ -91,3 +91,15 @@ def test_a_workflow(python: Any, tmp_path: Path) -> None:
     assert len(cached) == 12 and max(cached) > 0
     shown = python("-m", "ragorder", "workflow", "trace", trace)
     assert "12 (12 answered)" in shown.stdout
+
+
+def test_batches_of_a_backlog(python: Any) -> None:
+    for module in ("faiss", "torch", "transformers", "starlette"):
+        pytest.importorskip(module)
+    done = python(EXAMPLES / "batching.py", timeout=180)
+    assert done.returncode == 0, done.stderr
+    *searches, generated, answered = done.stdout.strip().splitlines()
+    assert searches[0].startswith("searched in a batch of ") and "2 partitions in memory" in searches[-1]
+    most, last = map(int, re.findall(r"\d+", generated))
+    assert 1 <= last <= most
+    assert answered.startswith("answered 40 questions, ")

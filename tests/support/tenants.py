@@ -44,6 +44,7 @@ class _Engine(SimEngine):
 class Tenants:
     """Requests of many tenants, with a prompt of its own each, in front of one engine, `in_flight` at a time.
 
+    An answer is generated just before its request ends, and takes blocks only then; its last token takes none (vLLM).
     With `tell_every` an orderer follows the engine's events, told after so many requests. `apart` gives each tenant an
     orderer of its own. `name` gives the id of a tenant's document.
     """
@@ -68,12 +69,12 @@ class Tenants:
         self._blocks = EngineBlocks(BLOCK)
         self._noted: set[int] = set()
         self._untold: deque[tuple[Any, ...]] = deque()
-        self._running: deque[tuple[Any, int, int, int]] = deque()
+        self._running: deque[tuple[Any, int, int, int, int]] = deque()
         self._options = {
             "capacity_tokens": capacity_tokens,
             "block_size": BLOCK,
             "prefix_tokens": PREFIX,
-            "suffix_tokens": QUESTION + ANSWER,
+            "suffix_tokens": QUESTION + ANSWER - 1,
             "partial_blocks_first": self.engine.partial_blocks_first,
             "strict": True,
         } | options
@@ -98,19 +99,21 @@ class Tenants:
             for number in documents
         ]
         prefix_tokens = PREFIX if self._tell_every is not None else PREFIX + 3 * tenant
-        ordering = self.orderer(tenant).order(given, scope=f"t{tenant}", prefix_tokens=prefix_tokens)
+        ordering = self.orderer(tenant).order(
+            given, scope=f"t{tenant}", prefix_tokens=prefix_tokens, answer_tokens=ANSWER - 1
+        )
         prompt = array("q", range(prefix_tokens))
         for document in ordering.documents:
             prompt.extend(token_ids(document))
         end = -QUESTION * (len(self.served) + 1)
         prompt.extend(range(end, end + QUESTION))
         salted = self.salted(tenant, prompt)
-        completion, handle = self.engine.admit(salted, answer_tokens)
+        completion, handle = self.engine.admit(salted, 0)
         if self._tell_every is not None:
             self._note(salted, prompt, f"t{tenant}")
             if len(self.served) % self._tell_every == 0:
                 self.tell()
-        self._running.append((ordering, handle, completion.cached_tokens, len(prompt) + answer_tokens))
+        self._running.append((ordering, handle, completion.cached_tokens, len(prompt), answer_tokens))
         served = Served(tenant, tuple(ordering.permutation), ordering.cached_tokens, completion.cached_tokens)
         self.served.append(served)
         return served
@@ -133,21 +136,28 @@ class Tenants:
     def finish(self) -> None:
         if not self._running:
             return
-        ordering, handle, cached_tokens, total_tokens = self._running.popleft()
+        ordering, handle, cached_tokens, prompt_tokens, answer_tokens = self._running.popleft()
+        end = -_TEXT * handle
+        self.engine.extend(handle, range(end - answer_tokens + 1, end))
         self.engine.finish(handle)
-        ordering.confirm(cached_tokens, total_tokens)
+        if self._tell_every is not None:
+            self._note_removed()
+        ordering.confirm(cached_tokens, prompt_tokens + answer_tokens)
 
     def _note(self, salted: array[int], prompt: array[int], salt: Hashable) -> None:
         held, hashes = self.engine._block_of, self.engine.block_hashes(salted)
-        self._noted.difference_update(self.engine.removed)
-        self._untold.append(("removed", self.engine.removed))
-        self.engine.removed = []
+        self._note_removed()
         for place, each in enumerate(hashes):
             if each in held and each not in self._noted:
                 self._noted.add(each)
                 parent = hashes[place - 1] if place else None
                 tokens = prompt[place * BLOCK : (place + 1) * BLOCK]
                 self._untold.append(("stored", [each], parent, tokens, None if place else [[salt]]))
+
+    def _note_removed(self) -> None:
+        self._noted.difference_update(self.engine.removed)
+        self._untold.append(("removed", self.engine.removed))
+        self.engine.removed = []
 
     def tell(self) -> None:
         while self._untold:

@@ -157,7 +157,9 @@ class PlayedSearch:
             handle.next()
 
 
-def played_server(engine: SlowEngine, search: PlayedSearch, *transformations: Any) -> WorkflowServer[Any, Any]:
+def played_server(
+    engine: SlowEngine, search: PlayedSearch, *transformations: Any, load: EngineLoad | None = None, **options: Any
+) -> WorkflowServer[Any, Any]:
     async def embedded(query: str) -> Any:
         return vector(query)
 
@@ -168,7 +170,8 @@ def played_server(engine: SlowEngine, search: PlayedSearch, *transformations: An
         document,
         PlainPrompts(),
         transformations=transformations or (SpeculateGeneration(odds=False), Split()),
-        load=EngineLoad(16),
+        load=load or EngineLoad(16),
+        **options,
     )
 
 

@@ -126,6 +126,24 @@ class TestExpectedUses:
         expected = uses.along("abcdefghij")
         assert all(later <= former for former, later in pairwise(expected))
 
+    def test_documents_are_expected_together_with_each_of_others(self) -> None:
+        """As along the path that ends with it; nothing is learnt by it."""
+        rng = random.Random(1)
+        uses = learnt([rng.sample("abcdefghij", 4) for _ in range(500)])
+        uses.learn()
+        keys = list("abcdefghij")
+        alone, behind = uses.joined(keys, [], range(10)), uses.joined(keys, [0, 1], [2, 5])
+        assert alone[0] == pytest.approx(uses.along("a")[0])
+        assert behind[0] == pytest.approx(uses.along("abc")[-1])
+        votes = (uses.voters & uses.cohorts.masks["a"] & uses.cohorts.masks["b"] & uses.cohorts.masks["f"]).bit_count()
+        burst = uses.burst * uses.kept[0] * uses.kept[1] * uses.kept[5]
+        assert behind[1] == pytest.approx(uses.per_vote * votes + burst)
+        assert 0 < behind[1] < alone[5]
+        uses.observe(["new"])
+        added = uses.cohorts.added
+        assert uses.joined(["new"], [], [0]) == [pytest.approx(uses.burst * uses.kept[0])]
+        assert uses.cohorts.added == added
+
     @pytest.mark.parametrize("requests", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
     def test_memory_is_flat(self, requests: int) -> None:
         """Requests for 5 of 50,000 documents, skewed."""

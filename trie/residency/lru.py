@@ -39,7 +39,9 @@ class LRUResidency:
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+    def lease(
+        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
+    ) -> Lease:
         block_size = self.tree.block_size
         stamp = next(self.pool.clock)
         documents_end = path[-1].end
@@ -62,10 +64,14 @@ class LRUResidency:
                 node.missing = 0
                 node.leases += 1
                 node.stamp = stamp
-        suffix_blocks = (documents_end + suffix_tokens) // block_size - documents_blocks
-        partial_blocks = 1 if (documents_end + suffix_tokens) % block_size else 0
+        # The engine takes blocks for an answer as it generates it: one made room for now might never be written.
+        prompt_end = documents_end + max(0, suffix_tokens - answer_tokens)
+        suffix_blocks = prompt_end // block_size - documents_blocks
+        partial_blocks = 1 if prompt_end % block_size else 0
         self.used_blocks += new_blocks + suffix_blocks + partial_blocks
-        lease = Lease(path, stamp, suffix_blocks, partial_blocks, held - 1 if held else 0, held_end, previous_stamp)
+        cached_documents = held - 1 if held else 0
+        answered = suffix_tokens if answer_tokens else None
+        lease = Lease(path, stamp, suffix_blocks, partial_blocks, cached_documents, held_end, previous_stamp, answered)
         self.pool.begin(self, lease)
         return lease
 
@@ -80,8 +86,9 @@ class LRUResidency:
             return
         lease.open = False
         pool = self.pool
-        if total_tokens is not None:
-            self._correct_suffix(lease, total_tokens)
+        answered = total_tokens is not None or lease.answered_suffix_tokens is not None
+        if answered:
+            self._count_answer(lease, total_tokens)
             pool.count(self)
             if pool.used_blocks > pool.capacity_blocks:
                 pool.make_room(self)
@@ -102,11 +109,19 @@ class LRUResidency:
         pool.append(UseEntry(self, path[-1], stamp, suffix_blocks))
         pool.count(self)
         lease.path = ()
+        if answered and pool.used_blocks > pool.capacity_blocks:
+            # It alone exceeds the cache: its head stays.
+            pool.make_room(self)
 
-    def _correct_suffix(self, lease: Lease, total_tokens: float) -> None:
-        block_size = self.tree.block_size
-        kept_tokens = max(lease.path[-1].end, min(int(total_tokens), _MAX_TOKENS) - 1)
-        suffix_blocks = kept_tokens // block_size - lease.path[-1].end // block_size
+    def _count_answer(self, lease: Lease, total_tokens: float | None) -> None:
+        """Of `total_tokens` reported, or as expected. The last token of an answer is never computed on: its keys and
+        values are nowhere."""
+        block_size, documents_end = self.tree.block_size, lease.path[-1].end
+        if total_tokens is None:
+            kept_tokens = documents_end + (lease.answered_suffix_tokens or 0)
+        else:
+            kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
+        suffix_blocks = kept_tokens // block_size - documents_end // block_size
         partial_blocks = 1 if kept_tokens % block_size else 0
         self.used_blocks += suffix_blocks + partial_blocks - lease.suffix_blocks - lease.partial_blocks
         lease.suffix_blocks, lease.partial_blocks = suffix_blocks, partial_blocks

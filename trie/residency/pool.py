@@ -176,11 +176,12 @@ class Pool:
                 return
 
     def finish_oldest(self, current: Holder) -> bool:
-        """Count the oldest request in flight as served; False without one."""
+        """Count the oldest request in flight as served, without what is left of its answer; False without one."""
         while self.in_flight:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
             if pinned:
+                lease.answered_suffix_tokens = None
                 self.change(holder, current, holder.release, lease)
             # Only now: after an interrupt it would be pinned for ever.
             self.in_flight.popleft()

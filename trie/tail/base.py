@@ -46,6 +46,13 @@ class Tail(ABC):
         """Requests to come that will contain the first document, the first two, …; empty without a forecast."""
         return ()
 
+    def coming_uses(
+        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
+    ) -> Sequence[float]:
+        """For each of `candidates`, how many of the next `expected_uses.HORIZON` requests will contain it and all
+        documents `placed`, all given by rank; empty without a forecast."""
+        return ()
+
     def copy(self) -> Self:
         """An independent policy with the same memory."""
         return self

@@ -51,6 +51,11 @@ class CohortTail(Tail):
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         return self.uses.in_the_long_run(keys)
 
+    def coming_uses(
+        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
+    ) -> Sequence[float]:
+        return self.uses.joined(request.keys, placed, candidates)
+
     def copy(self) -> Self:
         copy = shallow_copy(self)
         copy.uses = self.uses.copy()

@@ -36,6 +36,11 @@ class QueueTail(Tail):
     def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
         return self.fallback.expected_uses(keys)
 
+    def coming_uses(
+        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
+    ) -> Sequence[float]:
+        return self.fallback.coming_uses(request, placed, candidates)
+
     def copy(self) -> Self:
         copy = shallow_copy(self)
         copy.fallback = self.fallback.copy()

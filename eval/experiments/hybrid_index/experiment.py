@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.hybrid_index.record import HybridCell, HybridRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["HybridIndex"]
 
@@ -29,13 +25,8 @@ class HybridIndex(Experiment):
     cell = HybridCell
     policies: ClassVar[Any] = ("file", "file and memory")
     unit = "searches"
+    packages: ClassVar[Any] = {"faiss": "retrieval", "torch": "torch"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: HybridCell, policy: str) -> str | None:
-        for package, extra in (("faiss", "retrieval"), ("torch", "torch")):
-            if find_spec(package) is None:
-                return f"an index in two tiers needs {package}: pip install 'ragorder[{extra}]'"
-        return super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
@@ -27,12 +26,8 @@ class Locality(Experiment):
     cell = LocalityCell
     policies: ClassVar[Any] = ("nearest", "history")
     unit = "searches"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: LocalityCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
-        return super().obstacle(suite, cell, policy)
 
     def requests(self, suite: Suite, cell: LocalityCell) -> int:
         return min(cell.questions, self.options.limit or cell.questions)

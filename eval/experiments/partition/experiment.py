@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.arrivals import poisson_arrivals
@@ -16,11 +16,11 @@ from ragorder.eval.running.experiment import Experiment, Job, Line
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.partition.playing import Clock, System
-    from ragorder.eval.experiments.partition.real import MeasuredCosts
     from ragorder.eval.running.suite import Suite
+    from ragorder.eval.virtual.costs import ScanCosts
 
-    Prepared = tuple[MeasuredCosts, float, Callable[[str], tuple[System, Clock]], dict[str, float]]
-    """Costs, mean seconds of a search on one core, each policy's engine with its clock, and further facts."""
+    Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]
+    """Each policy's engine with its clock, and a function that measures the facts."""
 
 __all__ = ["Partition"]
 
@@ -35,11 +35,10 @@ class Partition(Experiment):
     cell = PartitionCell
     policies: ClassVar[Any] = (*_BATCHES, "equal shares", "oldest first", "shortest first")
     unit = "searches"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
 
     def obstacle(self, suite: Suite, cell: PartitionCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
         if cell.clock == "real" and cell.cores > (os.cpu_count() or 1):
             return f"{cell.cores} cores are more than this machine has"
         return super().obstacle(suite, cell, policy)
@@ -52,16 +51,10 @@ class Partition(Experiment):
         shares = [draw.choice(_MIXED) if cell.mixed else 1.0 for _ in range(job.requests)]
         prepare = self._real if cell.clock == "real" else _virtual
         with ExitStack() as stack:
-            costs, search_s, system_of, measured = prepare(job, shares, stack)
-            arrivals = poisson_arrivals(cell.load * cell.cores / search_s, job.requests, job.seed)
-            facts = {
-                "search_ms": 1e3 * search_s,
-                "overhead_ms": 1e3 * costs.overhead_s,
-                "code_ns": 1e9 * costs.code_s,
-                "call_us": 1e6 * costs.call_s,
-                "hand_us": 1e6 * costs.hand_s,
-                **measured,
-            }
+            system_of, measure = prepare(job, shares, stack)
+            known = self.measured_before(job)
+            facts = measure() if known is None else known["facts"]
+            arrivals = poisson_arrivals(1e3 * cell.load * cell.cores / facts["search_ms"], job.requests, job.seed)
             for policy in job.policies:
                 before = load_average()
                 system, clock = system_of(policy)
@@ -86,15 +79,22 @@ class Partition(Experiment):
         stack.callback(faiss.omp_set_num_threads, faiss.omp_get_max_threads())
         queries = clustered(job.requests, cell.dimensions, clusters=cell.vectors // 50, seed=job.seed + 1)
 
-        def start() -> tuple[Any, MeasuredCosts, dict[str, float]]:
+        def start() -> tuple[Any, Callable[[], dict[str, float]]]:
             index = real.build_index(cell.vectors, cell.dimensions)
             faiss.omp_set_num_threads(1)
             index.nprobe = max(1, round(cell.nprobe * index.nlist))
-            piece = {"piece_cpu_us": 1e6 * real.piece_cpu_seconds(index, queries[:_MEASURED])}
-            return index, real.measure_costs(index, queries[:_MEASURED]), piece
 
-        index, costs, piece = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
+            def measure_costs() -> dict[str, float]:
+                piece = {"piece_cpu_us": 1e6 * real.piece_cpu_seconds(index, queries[:_MEASURED])}
+                return _facts(real.measure_costs(index, queries[:_MEASURED])) | piece
+
+            return index, cache(measure_costs)
+
+        index, costs = self.kept((cell.vectors, cell.dimensions, cell.nprobe), start)
         nprobes = [max(1, round(share * cell.nprobe * index.nlist)) for share in shares]
+
+        def measure() -> dict[str, float]:
+            return {"search_ms": 1e3 * real.search_seconds(index, queries, nprobes), **costs()}
 
         def system_of(policy: str) -> tuple[System, Clock]:
             if policy in _BATCHES:
@@ -104,16 +104,16 @@ class Partition(Experiment):
             search = stack.enter_context(real.pieces_of(index, policy, cell.cores))
             return real.RealPieces(search, queries, nprobes), playing.RealClock()
 
-        return costs, real.search_seconds(index, queries, nprobes), system_of, piece
+        return system_of, measure
 
 
 def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
     from ragorder.eval.experiments.partition import playing, virtual
-    from ragorder.eval.experiments.partition.real import MeasuredCosts
+    from ragorder.eval.virtual.costs import ScanCosts
 
     cell: PartitionCell = job.cell
     code_s = 1e-9 * cell.code_ns * virtual.PAPER_DIMENSIONS / 128
-    costs = MeasuredCosts(code_s, 1e-6 * cell.call_us, 1e-3 * cell.overhead_ms, 1e-6 * cell.hand_us)
+    costs = ScanCosts(code_s, 1e-6 * cell.call_us, 1e-3 * cell.overhead_ms, 1e-6 * cell.hand_us)
     nprobes = [max(1, round(share * virtual.PAPER_NPROBE)) for share in shares]
     index = virtual.VirtualIndex(virtual.paper_sizes(), nprobes, job.seed)
 
@@ -124,4 +124,16 @@ def _virtual(job: Job, shares: Sequence[float], stack: ExitStack) -> Prepared:
             return virtual.VirtualBatches(index, costs, cell.cores, clock, by_clusters=by_clusters), clock
         return virtual.VirtualPieces(index, costs, cell.cores, clock, policy), clock
 
-    return costs, costs.call_s + costs.code_s * index.mean_codes, system_of, {}
+    def measure() -> dict[str, float]:
+        return {"search_ms": 1e3 * costs.scan_seconds(index.mean_codes), **_facts(costs)}
+
+    return system_of, measure
+
+
+def _facts(costs: ScanCosts) -> dict[str, float]:
+    return {
+        "overhead_ms": 1e3 * costs.piece_s,
+        "code_ns": 1e9 * costs.code_s,
+        "call_us": 1e6 * costs.call_s,
+        "hand_us": 1e6 * costs.hand_s,
+    }

@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.eval.experiments.partition.sharing import EqualShares
 from ragorder.eval.experiments.staging.measuring import clustered
+from ragorder.eval.virtual.costs import ScanCosts
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, SearchHandle
 from ragorder.pipelining.staged._faiss import load_faiss
 
 __all__ = [
-    "MeasuredCosts",
     "RealBatches",
     "RealPieces",
     "build_index",
@@ -32,15 +32,6 @@ Vectors = NDArray[np.float32]
 _K = 1
 _IN_FLIGHT, _PIECES = 100, 600
 _ONE_CLUSTER_S = 1e-30
-
-
-class MeasuredCosts(NamedTuple):
-    """Seconds: of a code, a call, a piece beside its scan, and of handing a share to a thread."""
-
-    code_s: float
-    call_s: float
-    overhead_s: float
-    hand_s: float
 
 
 class _WatchedBudget(Budget):
@@ -79,7 +70,7 @@ def search_seconds(index: Any, queries: Vectors, nprobes: Sequence[int]) -> floa
     return sums / len(nprobes)
 
 
-def measure_costs(index: Any, queries: Vectors) -> MeasuredCosts:
+def measure_costs(index: Any, queries: Vectors) -> ScanCosts:
     budget = _WatchedBudget()
     search = ContinuousIVF(index, cores=1, budget=budget, thread=False)
     for query in queries:
@@ -90,7 +81,7 @@ def measure_costs(index: Any, queries: Vectors) -> MeasuredCosts:
             start_s = time.perf_counter()
             pool.submit(int).result()
             times.append(time.perf_counter() - start_s)
-    return MeasuredCosts(search.costs.code_s, search.costs.call_s, median(budget.seen_s), median(times))
+    return ScanCosts(search.costs.code_s, search.costs.call_s, median(budget.seen_s), median(times))
 
 
 def piece_cpu_seconds(index: Any, queries: Vectors) -> float:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.eval.experiments.partition.playing import VirtualClock
-from ragorder.eval.experiments.partition.real import MeasuredCosts
 from ragorder.eval.experiments.partition.sharing import share_equally
+from ragorder.eval.virtual.costs import ScanCosts
 from ragorder.pipelining.search import Budget, SearchHandle
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.filling import fill
@@ -53,7 +53,7 @@ class VirtualBatches:
     """See `RealBatches`."""
 
     def __init__(
-        self, index: VirtualIndex, costs: MeasuredCosts, cores: int, clock: VirtualClock, *, by_clusters: bool
+        self, index: VirtualIndex, costs: ScanCosts, cores: int, clock: VirtualClock, *, by_clusters: bool
     ) -> None:
         self._index, self._costs, self._cores, self._clock = index, costs, cores, clock
         self._by_clusters = by_clusters
@@ -74,11 +74,9 @@ class VirtualBatches:
     def _seconds(self, numbers: Sequence[int]) -> float:
         codes = [self._index.sizes[self._index.visits[number]] for number in numbers]
         if self._by_clusters:
-            return sum(
-                self._costs.call_s + self._costs.code_s * _makespan(sizes.tolist(), self._cores) for sizes in codes
-            )
+            return sum(self._costs.scan_seconds(_makespan(sizes.tolist(), self._cores)) for sizes in codes)
         shares = np.array_split(np.array([sizes.sum() for sizes in codes]), min(self._cores, len(codes)))
-        return float(self._costs.call_s + self._costs.code_s * max(share.sum() for share in shares))
+        return self._costs.scan_seconds(max(float(share.sum()) for share in shares))
 
 
 def _makespan(sizes: list[int], cores: int) -> int:
@@ -90,14 +88,14 @@ def _makespan(sizes: list[int], cores: int) -> int:
 
 
 class VirtualPieces:
-    def __init__(self, index: VirtualIndex, costs: MeasuredCosts, cores: int, clock: VirtualClock, policy: str) -> None:
+    def __init__(self, index: VirtualIndex, costs: ScanCosts, cores: int, clock: VirtualClock, policy: str) -> None:
         self._index, self._cores, self._clock, self._policy = index, cores, clock, policy
         self._costs = ClusterCosts(costs.code_s, costs.call_s)
         self._measured = costs
         self._search_s = self._costs.seconds(index.mean_codes)
         self._cluster_s = costs.code_s * float(index.sizes[:-1].mean())
         self._budget = Budget()
-        self._budget.learn(costs.overhead_s)
+        self._budget.learn(costs.overhead_seconds(1))
         self._running: dict[RunningSearch, int] = {}
 
     def submit(self, number: int) -> None:
@@ -115,9 +113,8 @@ class VirtualPieces:
         piece = self._piece(list(self._running))
         visits = Visits.of(piece, self._index.sizes)
         parts = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self._costs))
-        overhead_s = self._measured.overhead_s + self._measured.hand_s * (len(parts) - 1)
-        self._budget.learn(overhead_s)
-        self._clock.spend(overhead_s + max(self._costs.seconds(int(part.codes.sum())) for part in parts))
+        self._budget.learn(self._measured.overhead_seconds(len(parts)))
+        self._clock.spend(self._measured.piece_seconds([int(part.codes.sum()) for part in parts]))
         for search, stop in piece:
             search.done = stop
             if stop == search.total:

@@ -70,7 +70,8 @@ class Order:
             return make_policy(self.policy, engine=engine, prompts=prompts, seed=seed)
         options = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens, **self.guards}
         if self.fused is not None:
-            options |= {"reuse": "fused", "recompute": self.fused.recompute, "copies": "all"}
+            # Its requests do not say which documents are to be exact.
+            options |= {"reuse": "fused", "recompute": self.fused.recompute, "copies": "all", "invest": False}
         try:
             return make_orderer(self.policy, engine=engine, **options)
         except ValidationError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
@@ -32,12 +31,8 @@ class Staging(Experiment):
         *(f"HNSW {ef_search}" for ef_search in (64, 256)),
     )
     unit = "searches"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: StagingCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches in stages need faiss: pip install 'ragorder[retrieval]'"
-        return super().obstacle(suite, cell, policy)
 
     def requests(self, suite: Suite, cell: StagingCell) -> int:
         return min(cell.queries, self.options.limit or cell.queries)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.wavefront.record import WavefrontCell, WavefrontRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["WavefrontTime"]
 
@@ -23,15 +19,8 @@ class WavefrontTime(Experiment):
     cell = WavefrontCell
     policies: ClassVar[Any] = ("stage by stage", "all")
     unit = "repeats"
+    packages: ClassVar[Any] = {"numpy": "retrieval"}
     one_job = True
-
-    def obstacle(self, suite: Suite, cell: WavefrontCell, policy: str) -> str | None:
-        if find_spec("numpy") is None:
-            return "searches need numpy: pip install 'ragorder[retrieval]'"
-        return super().obstacle(suite, cell, policy)
-
-    def requests(self, suite: Suite, cell: WavefrontCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         return len(job.policies) * int(job.cell.repeats)

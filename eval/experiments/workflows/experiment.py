@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
@@ -18,7 +17,6 @@ from ragorder.eval.running.experiment import Experiment, Job, Line
 if TYPE_CHECKING:
     from ragorder.eval.experiments.workflows.embedder import Embedder
     from ragorder.eval.experiments.workflows.measuring import Materials
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["Workflows"]
 
@@ -29,18 +27,11 @@ class Workflows(Experiment):
     cell = WorkflowsCell
     policies: ClassVar[Any] = tuple(SYSTEMS)
     unit = "runs"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._embed: Embedder | None = None
-
-    def obstacle(self, suite: Suite, cell: WorkflowsCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
-        return super().obstacle(suite, cell, policy)
-
-    def requests(self, suite: Suite, cell: WorkflowsCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         return len(job.policies)

@@ -12,7 +12,7 @@ from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptRequest
 from ragorder.adapters.workflows import WorkflowPrompts
 from ragorder.document import Document
-from ragorder.eval.experiments.workflows.costs import MODELS, SEARCH, SYSTEM_PROMPT_WORDS
+from ragorder.eval.experiments.workflows.costs import FAST, MODELS, SEARCH, SYSTEM_PROMPT_WORDS
 from ragorder.eval.experiments.workflows.embedder import Embedder
 from ragorder.eval.experiments.workflows.lockstep import Retrieve, stage_by_stage
 from ragorder.eval.experiments.workflows.prompts import RankedPrompts
@@ -22,6 +22,7 @@ from ragorder.eval.experiments.workflows.systems import System
 from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.eval.virtual.search import VirtualIVF, WholeSearches
+from ragorder.eval.virtual.tiers import VirtualClusterScan, VirtualTiers
 from ragorder.pipelining import EngineLoad, prefill_batch
 from ragorder.pipelining.workflow import WorkflowServer
 from ragorder.prompt import PromptBuilder
@@ -49,7 +50,8 @@ async def serve(
 
     Facts: seconds until all are answered, and those that engine and searches were busy; prompt tokens, and those of
     them that were computed; requests that the engine dropped; of speculative generations, those that ran and those that
-    were right; of the generations after a request's first, prompt tokens and cached ones.
+    were right; of the generations after a request's first, prompt tokens and cached ones; with a fast tier, the
+    share of codes scanned there.
     """
     loop = asyncio.get_running_loop()
     tokenizer, costs, search = WordTokenizer(), MODELS[cell.model], replace(SEARCH, busy_cores=cell.cores)
@@ -58,6 +60,7 @@ async def serve(
     )
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graphs = {name: compiled(name, cell.top_k) for name in dict.fromkeys(workflows)}
+    tiers = _tiers(cell, search, materials)
     latency_s = [0.0] * len(at_s)
     traces: list[Any] = []
 
@@ -70,7 +73,7 @@ async def serve(
             server = await stack.enter_async_context(
                 WorkflowServer(
                     engine,
-                    VirtualIVF(materials.index, search),
+                    VirtualIVF(materials.index, search, tiers=tiers),
                     materials.embed,
                     materials.documents.__getitem__,
                     _ordered(builder, engine),
@@ -78,6 +81,8 @@ async def serve(
                     load=EngineLoad(prefill_batch(costs.token_budget, _PROMPT_TOKENS), clock=loop.time),
                     max_requests=_UNBOUNDED,
                     max_waiting=_UNBOUNDED,
+                    max_generations=system.max_generations,
+                    window=system.window,
                     clock=loop.time,
                 )
             )
@@ -102,6 +107,7 @@ async def serve(
             "computed_tokens": engine.computed_tokens,
             "aborted": engine.aborted,
             **facts_of_traces([trace for trace in traces if trace is not None]),
+            **({} if tiers is None else {"fast_share": tiers.hit_share}),
         },
     }
 
@@ -114,6 +120,17 @@ def _retrieve(system: System, costs: SearchCosts, materials: Materials) -> Retri
         return [materials.documents[int(id)] for id in ids if id >= 0]
 
     return retrieve
+
+
+def _tiers(cell: WorkflowsCell, search: SearchCosts, materials: Materials) -> VirtualTiers | None:
+    if not cell.fast:
+        return None
+    from ragorder.kernels.vectors import TorchClusterScan
+
+    index = materials.index
+    costs = replace(FAST, code_s=1e-9 * cell.fast_ns)
+    scan = VirtualClusterScan(TorchClusterScan("inner product"), costs, search.vectors_of(index))
+    return VirtualTiers(scan, int(cell.fast * scan.bytes_of(index.ntotal, index.d)), cores=search.busy_cores)
 
 
 def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> WorkflowPrompts:

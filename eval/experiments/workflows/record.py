@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from ragorder.eval.data.names import unknown
-from ragorder.eval.experiments.workflows.costs import MODELS, SEARCH
+from ragorder.eval.experiments.workflows.costs import FAST, MODELS, SEARCH
 from ragorder.eval.experiments.workflows.script import WORKFLOWS
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.record import Record
@@ -25,7 +25,7 @@ def _known(names: str) -> str:
 class WorkflowsCell(SuiteCell):
     """Requests of a `workflow`, or of two ("multistep+one_shot", of which the first has the `share`), that arrive at
     `rate` a second (0: all at once). `nprobe` of the 4,096 clusters are searched on `cores`; `model` has the engine's
-    costs."""
+    costs. A GPU holds the share `fast` of the index, and scans a vector in `fast_ns`."""
 
     corpus: str = "nqopen"
     workflow: Annotated[str, AfterValidator(_known)] = "one_shot"
@@ -35,6 +35,8 @@ class WorkflowsCell(SuiteCell):
     cores: int = Field(SEARCH.busy_cores, ge=1)
     top_k: int = Field(1, ge=1, le=20)
     model: Annotated[str, one_of("model", MODELS)] = "llama3-8b"
+    fast: float = Field(0.0, ge=0, lt=1)
+    fast_ns: float = Field(FAST.code_s * 1e9, gt=0)
     requests: int = Field(300, ge=1)
 
 

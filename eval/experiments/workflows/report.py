@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -36,10 +37,12 @@ class _Setting(NamedTuple):
     cores: int
     model: str
     top_k: int
+    fast: float
+    fast_ns: float
 
     @classmethod
     def of(cls, cell: WorkflowsCell) -> _Setting:
-        return cls(cell.workflow, cell.share, cell.nprobe, cell.cores, cell.model, cell.top_k)
+        return cls(cell.workflow, cell.share, cell.nprobe, cell.cores, cell.model, cell.top_k, cell.fast, cell.fast_ns)
 
     def words(self, others: Iterable[_Setting]) -> str:
         """With what differs among the others, too."""
@@ -52,6 +55,10 @@ class _Setting(NamedTuple):
         said += [f"{self.cores} cores"] * (len({each.cores for each in others}) > 1)
         said += [self.model] * (len({each.model for each in others}) > 1)
         said += [f"top {self.top_k}"] * (len({each.top_k for each in others}) > 1)
+        if len({(each.fast, each.fast_ns) for each in others}) > 1:
+            said.append(
+                f"{format_number(100 * self.fast, 0)} % on the GPU at {format_number(self.fast_ns)} ns a vector"
+            )
         return ", ".join(said)
 
 
@@ -65,6 +72,8 @@ def make_part(suite: Suite, results: Results) -> Part:
         runs.setdefault(_Setting.of(cell), {}).setdefault(record.policy, {}).setdefault(cell.rate, []).append(record)
     if not runs:
         return Part()
+    if suite.report.chart == "compared":
+        return Part(list(_compared(runs, suite.baseline)), words=_COSTS)
     tables = {"offline": _offline, "speculation": _speculation}.get(suite.report.chart, _serving)
     return Part(list(tables(runs)), words=_COSTS)
 
@@ -126,6 +135,35 @@ def _speculation(runs: _Runs) -> Iterator[Table]:
         yield table
 
 
+def _compared(runs: _Runs, baseline: str) -> Iterator[Table]:
+    policies = _policies(runs)
+    for setting, systems in runs.items():
+        rates = _rates(systems)
+        table = Table(f"Mean latency, s: {setting.words(runs)}", ["", *(f"{rate:g}/s" for rate in rates)])
+        for policy in policies:
+            row = [systems.get(policy, {}).get(rate) for rate in rates]
+            theirs = [systems.get(baseline, {}).get(rate) for rate in rates]
+            table.add(_words(policy), *map(_against, row, theirs))
+            if (shares := [_fast_share(each) for each in row]) and any(shares):
+                table.add("on the GPU, % of the vectors scanned", *shares)
+        table.note = f"Below it: times shorter than {_words(baseline)}, the mean and the 99th percentile."
+        yield table
+    yield _cached(runs)
+
+
+def _against(records: Sequence[WorkflowsRecord] | None, theirs: Sequence[WorkflowsRecord] | None) -> Entry:
+    ours_s, their_s = _mean(records, _latency_s), _mean(theirs, _latency_s)
+    if not ours_s or not their_s or records is theirs:
+        return Entry(format_number(ours_s, 2))
+    late = (_mean(theirs, _late_s) or 0.0) / (_mean(records, _late_s) or math.inf)
+    return Entry(format_number(ours_s, 2), f"{format_number(their_s / ours_s, 2)}, {format_number(late, 2)}")
+
+
+def _fast_share(records: Sequence[WorkflowsRecord] | None) -> str:
+    shares = [record.facts["fast_share"] for record in records or () if "fast_share" in record.facts]
+    return format_number(100 * fmean(shares)) if shares else ""
+
+
 def _cached(runs: _Runs) -> Table:
     policies = _policies(runs)
     table = Table("Prompt tokens found in the engine's cache, %", ["", *policies])
@@ -159,6 +197,12 @@ def _latency_s(record: WorkflowsRecord) -> float:
     return fmean(record.rows["latency_s"])
 
 
+def _late_s(record: WorkflowsRecord) -> float:
+    """The 99th percentile."""
+    seconds: float = sorted(record.rows["latency_s"])[round(0.99 * (record.requests - 1))]
+    return seconds
+
+
 def _total_s(record: WorkflowsRecord) -> float:
     return float(record.facts["total_s"])
 
@@ -182,8 +226,7 @@ def _share(records: Iterable[WorkflowsRecord], part: str, whole: str) -> float |
 def _latency_entry(records: Sequence[WorkflowsRecord] | None) -> Entry:
     if not records:
         return Entry("–")
-    late = fmean(sorted(record.rows["latency_s"])[round(0.99 * (record.requests - 1))] for record in records)
-    return Entry(format_number(_mean(records, _latency_s), 2), format_number(late, 2))
+    return Entry(format_number(_mean(records, _latency_s), 2), format_number(_mean(records, _late_s), 2))
 
 
 def _odds(records: Sequence[WorkflowsRecord] | None) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
@@ -17,12 +19,16 @@ from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
 from ragorder.eval.running.experiment import Experiment, Job, Line
 
 if TYPE_CHECKING:
+    from ragorder.eval.data.corpora import Corpus
+    from ragorder.eval.experiments.workflows_live.engines import LiveEngine
     from ragorder.eval.experiments.workflows_live.measuring import LiveMaterials
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["WorkflowsLive"]
 
 _CAPACITY_REQUESTS = 32
+_BLOCK_SIZE = 32
+_LONGEST = 8192
 
 
 class WorkflowsLive(Experiment):
@@ -32,14 +38,12 @@ class WorkflowsLive(Experiment):
     policies: ClassVar[Any] = tuple(SYSTEMS)
     one_job = True
     unit = "runs"
+    packages: ClassVar[Any] = {"faiss": "retrieval"}
 
     def obstacle(self, suite: Suite, cell: LiveCell, policy: str) -> str | None:
-        if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
+        if cell.engine == "vllm" and (find_spec("vllm") is None or find_spec("openai") is None):
+            return "engine = vllm needs vLLM and a client: make vllm, pip install 'ragorder[live]'"
         return lacks_torch() or super().obstacle(suite, cell, policy)
-
-    def requests(self, suite: Suite, cell: LiveCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         return len(job.policies) + 1
@@ -50,29 +54,34 @@ class WorkflowsLive(Experiment):
         from ragorder.eval.experiments.workflows_live.parts import search_ms
 
         cell: LiveCell = job.cell
-        key = (cell.corpus, cell.vectors, cell.clusters, cell.shape, job.seed)
+        key = (cell.corpus, cell.vectors, cell.clusters, cell.engine, cell.shape, job.seed)
         parts = self.kept(key, lambda: self._materials(job))
         parts.index.nprobe = min(cell.nprobe, cell.clusters)
-        whole_ms = search_ms(parts.index, parts.embed(parts.script.question(0)).repeat(20, axis=0))
 
         def serve(policy: str, at_s: list[float]) -> Any:
             with threads(1):
                 return asyncio.run(serve_live(SYSTEMS[policy], cell.workflow, cell.top_k, parts, at_s))
 
-        full = serve("stages", [0.0] * min(_CAPACITY_REQUESTS, job.requests))
-        rate = cell.load * len(full["rows"]["latency_s"]) / full["facts"]["total_s"]
+        def capacity() -> dict[str, float]:
+            full = serve("stages", [0.0] * min(_CAPACITY_REQUESTS, job.requests))
+            queries = parts.embed(parts.script.question(0)).repeat(20, axis=0)
+            rate = cell.load * len(full["rows"]["latency_s"]) / full["facts"]["total_s"]
+            return {"rate": rate, "search_ms": search_ms(parts.index, queries)}
+
+        before = self.measured_before(job)
+        shared = capacity() if before is None else {name: before["facts"][name] for name in ("rate", "search_ms")}
+        rate = shared["rate"]
         advance()
         at_s = [arrival.at_s for arrival in poisson_arrivals(rate, job.requests, job.seed)]
         for policy in job.policies:
             load = load_average()
             found = serve(policy, at_s)
-            facts = found["facts"] | {"rate": rate, "search_ms": whole_ms}
-            engine = {"name": "torch", "model": cell.shape}
+            facts = found["facts"] | shared
+            engine = {"name": cell.engine, "model": cell.shape}
             yield {"policy": policy, "engine": engine, "load_average": load, "rows": found["rows"], "facts": facts}
             advance()
 
     def _materials(self, job: Job) -> LiveMaterials:
-        from ragorder.eval.experiments.embedded.shapes import SHAPES
         from ragorder.eval.experiments.pipelining.search import embed
         from ragorder.eval.experiments.workflows.embedder import Embedder
         from ragorder.eval.experiments.workflows.script import Script
@@ -84,4 +93,26 @@ class WorkflowsLive(Experiment):
         vectors = embed([each.text for each in corpus.documents], cache_folder())
         index = large_index(vectors, cell.vectors, cell.clusters, cell.nprobe)
         embedder = Embedder(DenseRetriever(default_model()).embed)
-        return LiveMaterials(corpus.documents, index, embedder, Script(corpus, job.seed), SHAPES[cell.shape].make())
+        return LiveMaterials(corpus.documents, index, embedder, Script(corpus, job.seed), self._engine(cell, corpus))
+
+    def _engine(self, cell: LiveCell, corpus: Corpus) -> LiveEngine:
+        from ragorder.eval.engines.server import VLLMServer
+        from ragorder.eval.experiments.embedded.shapes import SHAPES
+        from ragorder.eval.experiments.workflows_live.engines import (
+            CAPACITY_TOKENS,
+            LiveTorch,
+            LiveVLLM,
+            vllm_environment,
+        )
+        from ragorder.kernels.random_model import make_model
+
+        shape = SHAPES[cell.shape]
+        if cell.engine == "torch":
+            return LiveTorch(shape.make())
+        folder = Path(self.resources.enter_context(TemporaryDirectory(prefix="ragorder-live-")))
+        texts = [each.text for each in corpus.documents]
+        make_model(folder, texts=texts, layers=shape.layers, hidden_size=shape.hidden_size, vocab_size=shape.vocabulary)
+        server = VLLMServer(
+            folder, blocks=CAPACITY_TOKENS // _BLOCK_SIZE, max_model_len=_LONGEST, environment=vllm_environment()
+        )
+        return LiveVLLM(self.resources.enter_context(server), shape.vocabulary)

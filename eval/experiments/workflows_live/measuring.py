@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder import Orderer
-from ragorder.adapters.embedded.streams import EmbeddedStreams
-from ragorder.adapters.embedded.worker import EngineWorker
 from ragorder.adapters.openai.prompts import OrderedPrompts
 from ragorder.adapters.workflows import WorkflowPrompts
 from ragorder.document import Document
-from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.experiments.workflows.costs import SYSTEM_PROMPT_WORDS
 from ragorder.eval.experiments.workflows.embedder import Embedder
 from ragorder.eval.experiments.workflows.lockstep import stage_by_stage
@@ -23,6 +20,7 @@ from ragorder.eval.experiments.workflows.measuring import facts_of_traces
 from ragorder.eval.experiments.workflows.prompts import RankedPrompts
 from ragorder.eval.experiments.workflows.script import Script, WordTokenizer, compiled
 from ragorder.eval.experiments.workflows.systems import System
+from ragorder.eval.experiments.workflows_live.engines import CAPACITY_TOKENS, TOKEN_BUDGET, LiveEngine
 from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, ScriptedEngine
 from ragorder.pipelining import ContinuousIVF, EngineLoad, prefill_batch
 from ragorder.pipelining.workflow import WorkflowServer
@@ -30,8 +28,6 @@ from ragorder.prompt import PromptBuilder
 
 __all__ = ["LiveMaterials", "serve_live"]
 
-_DEVICE_TOKENS = 32_768
-_TOKEN_BUDGET = 512
 _PROMPT_TOKENS = 256
 _UNBOUNDED = 1_000_000
 
@@ -42,7 +38,7 @@ class LiveMaterials:
     index: Any
     embed: Embedder
     script: Script
-    model: TorchModel
+    engine: LiveEngine
 
 
 async def serve_live(
@@ -52,14 +48,6 @@ async def serve_live(
     every query anew."""
     tokenizer = WordTokenizer()
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
-    served = TorchEngine(materials.model, capacity_tokens=_DEVICE_TOKENS, max_batch_tokens=_TOKEN_BUDGET)
-    worker = EngineWorker(served.engine)
-    engine = ScriptedEngine(
-        EmbeddedStreams(worker),
-        lambda request: materials.script.answer(tokenizer.words(request.token_ids or ())),
-        materials.model.vocabulary,
-    )
-    prompts = _prompts(builder, served)
     graph, state = compiled(workflow, top_k)
     latency_s = [0.0] * len(at_s)
     traces: list[Any] = []
@@ -68,7 +56,12 @@ async def serve_live(
         return materials.documents[id % len(materials.documents)]
 
     async with AsyncExitStack() as stack:
-        stack.callback(worker.close)
+        engine = ScriptedEngine(
+            await stack.enter_async_context(materials.engine.emptied()),
+            lambda request: materials.script.answer(tokenizer.words(request.token_ids or ())),
+            materials.engine.vocabulary,
+            materials.engine.forced,
+        )
         if system.transformations is None:
             searches = BatchedSearch(materials.index, batched=system.searches == "batch")
             stack.callback(searches.close)
@@ -78,7 +71,7 @@ async def serve_live(
                 return [document(id) for id in await searches.search(vector, k) if id >= 0]
 
             run: Any = stage_by_stage(
-                engine, RankedPrompts(_prompts(builder, served)), retrieve, lockstep=system.lockstep
+                engine, RankedPrompts(_prompts(builder, materials.engine)), retrieve, lockstep=system.lockstep
             )
         else:
             search = stack.enter_context(ContinuousIVF(materials.index, cores=1))
@@ -87,9 +80,9 @@ async def serve_live(
                 search,
                 materials.embed.anew,
                 document,
-                prompts,
+                _prompts(builder, materials.engine),
                 transformations=system.transformations(),
-                load=EngineLoad(prefill_batch(_TOKEN_BUDGET, _PROMPT_TOKENS)),
+                load=EngineLoad(prefill_batch(TOKEN_BUDGET, _PROMPT_TOKENS)),
                 max_requests=_UNBOUNDED,
                 max_waiting=_UNBOUNDED,
             )
@@ -116,11 +109,11 @@ async def serve_live(
     }
 
 
-def _prompts(builder: PromptBuilder, engine: TorchEngine) -> WorkflowPrompts:
+def _prompts(builder: PromptBuilder, engine: LiveEngine) -> WorkflowPrompts:
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,
-        capacity_tokens=engine.capacity_tokens,
+        capacity_tokens=CAPACITY_TOKENS,
         block_size=engine.block_size,
         partial_blocks_first=engine.partial_blocks_first,
     )

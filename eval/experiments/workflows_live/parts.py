@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -27,23 +27,29 @@ _JITTER = 3**0.5
 
 class ScriptedEngine:
     """Computes what `engine` computes, for as many tokens as the scripted answer has words, and streams these instead
-    of the tokens. `prompt_tokens` and `cached_tokens` are the engine's reports."""
+    of the tokens. `forced`: options that make the engine compute as many. `prompt_tokens` and `cached_tokens` are its
+    reports."""
 
     def __init__(
-        self, engine: StreamingEngine[PromptRequest], answer: Callable[[PromptRequest], Sequence[str]], vocabulary: int
+        self,
+        engine: StreamingEngine[PromptRequest],
+        answer: Callable[[PromptRequest], Sequence[str]],
+        vocabulary: int,
+        forced: Mapping[str, Any],
     ) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._engine = engine
         self._answer = answer
         self._vocabulary = vocabulary
+        self._forced = forced
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         words = [f"{word} " for word in self._answer(request)] or [" "]
         asked = replace(
             request,
             token_ids=[token % self._vocabulary for token in request.token_ids or ()],
-            options=dict(request.options) | {"max_tokens": len(words), "ignore_eos": True},
+            options={**request.options, "max_tokens": len(words), **self._forced},
         )
         async with aclosing(self._engine.stream(asked)) as chunks:
             async for chunk in chunks:

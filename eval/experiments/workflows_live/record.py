@@ -15,7 +15,8 @@ __all__ = ["LiveCell", "LiveRecord"]
 
 class LiveCell(SuiteCell):
     """Requests at a `load` of the rate at which a full queue is served stage by stage. The index has the corpus and
-    jittered copies of it, `vectors` in all, in `clusters`, of which a search scans `nprobe`."""
+    jittered copies of it, `vectors` in all, in `clusters`, of which a search scans `nprobe`. Answers are computed by
+    the embedded engine, or by a vLLM server, on a model of one `shape`."""
 
     corpus: str = "nqopen"
     workflow: Annotated[str, one_of("workflow", WORKFLOWS)] = "irg"
@@ -24,6 +25,7 @@ class LiveCell(SuiteCell):
     clusters: int = Field(512, ge=1)
     nprobe: int = Field(256, ge=1)
     top_k: int = Field(5, ge=1, le=20)
+    engine: Literal["torch", "vllm"] = "torch"
     shape: Literal["tiny", "small"] = "small"
     requests: int = Field(120, ge=1)
 

@@ -15,6 +15,8 @@ from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
 
+_ENGINES = {"torch": "the embedded engine", "vllm": "vLLM"}
+
 _WORDS = (
     "Real are FAISS, MiniLM, the engine and their times on this machine; the model's weights are random, and answers "
     "are scripted: nothing is said about answers. One core searches and one computes.",
@@ -30,7 +32,8 @@ def make_part(suite: Suite, results: Results) -> Part:
 def _table(group: RecordGroup[LiveRecord]) -> Table:
     cell = LiveCell.read(group.cell, "live")
     rate, search_ms = (fmean(float(run.facts[name]) for run in group.runs()) for name in ("rate", "search_ms"))
-    title = f"{cell.workflow}, load {cell.load:g}: {rate:.2f} requests/s, searches of {search_ms:.0f} ms"
+    title = f"{cell.workflow} on {_ENGINES[cell.engine]}, load {cell.load:g}: {rate:.2f} requests/s, "
+    title += f"searches of {search_ms:.0f} ms"
     headings = ["", "mean, s", "p99, s", "cached, %", "later, %", "right, %"]
     table = Table(title, [*headings, *(f"÷ {policy}" for policy in _OURS)])
     ours = {policy: _mean(group, policy) for policy in _OURS}

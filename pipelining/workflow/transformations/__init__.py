@@ -26,9 +26,10 @@ __all__ = [
 
 def all_transformations() -> tuple[Transformation, ...]:
     """In their order: pieces are added first, so that the others decide about them too."""
+    generations = SpeculateGeneration()
     return (
-        SpeculateGeneration(),
-        SpeculateRetrieval(),
+        generations,
+        SpeculateRetrieval(generations=generations),
         Split(),
         Reorder(),
         FastIndex(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ragorder.pipelining.warmup import WarmUp
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion
@@ -32,12 +30,8 @@ class Prefetch:
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
         """Of clusters in the fast tier; a warm-up is only started if it is needed."""
-        tiers, search_s = facts.tiers, facts.search_s.value
-        if tiers is None:
-            return 0.0
-        if search_s is None or not tiers.costs.calls:
-            return math.inf
-        return float((1 - tiers.hit_share) * search_s * (1 - tiers.costs.code_s / facts.search.costs.code_s))
+        gains = facts.tier_gains
+        return 0.0 if gains is None else gains.prefetch_s
 
     def _warm(self, piece: Piece) -> None:
         graph = piece.request.graph

@@ -28,8 +28,8 @@ class Reorder:
                 piece.trace.applied.append(self.name)
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """Of a request's only search there is none."""
-        if not piece.request.searches and not _may_search_again(piece):
+        """Of a request's only search there is none; one ahead of need comes before the due one."""
+        if piece.due and not piece.request.searches and not _may_search_again(piece):
             return 0.0
         if facts.search_s.value is None:
             return math.inf

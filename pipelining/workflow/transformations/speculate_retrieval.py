@@ -7,6 +7,7 @@ import math
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.nodes import Retrieval
 from ragorder.pipelining.workflow.trace import PieceTrace
+from ragorder.pipelining.workflow.transformations.speculate_generation import SpeculateGeneration
 from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
 
 __all__ = ["SpeculateRetrieval"]
@@ -20,19 +21,23 @@ class SpeculateRetrieval:
     - `bound`: of all searches, 32 in the paper
     - `every`: tokens between two looks at a generation; queries that have drifted least since the last look go first
     - `embeddings`: of such queries at a time
+    - `generations`: speculated on across the searches (None: a search is worth what it saves by itself)
 
     Raises ValueError for values below 1.
     """
 
     name = "speculate_retrieval"
 
-    def __init__(self, bound: int = 32, *, every: int = 16, embeddings: int = 1) -> None:
+    def __init__(
+        self, bound: int = 32, *, every: int = 16, embeddings: int = 1, generations: SpeculateGeneration | None = None
+    ) -> None:
         for name, value in (("bound", bound), ("every", every), ("embeddings", embeddings)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.bound = bound
         self.every = every
         self.embeddings = embeddings
+        self.generations = generations
 
     def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
         if not facts.cuts:
@@ -50,7 +55,7 @@ class SpeculateRetrieval:
                 if not isinstance(run.node, Retrieval):
                     continue
                 trace = PieceTrace(run.id, "speculative", "search", applied=[self.name])
-                piece = Piece(request, run, trace, generation)
+                piece = Piece(request, run, trace, generation, looks=generation.looks)
                 if self.gain_s(piece, facts) > 0:
                     room -= 1
                     wavefront.speculate(piece)
@@ -59,7 +64,7 @@ class SpeculateRetrieval:
 
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
         """The search and its embedding, at most the rest of the generation, if the query is the final one; otherwise
-        what the order of the clusters saves, less an embedding."""
+        what the order of the clusters saves, less an embedding. Either way, what a generation on its results saves."""
         search_s, embed_s = facts.search_s.value, facts.embed_s.value or 0.0
         if piece.after is None or search_s is None:
             return math.inf
@@ -67,7 +72,8 @@ class SpeculateRetrieval:
         right, gain_s = odds.right(number), odds.gain_s(number, embed_s, embed_s + search_s)
         if right is None or gain_s is None:
             return math.inf
-        return gain_s + (1 - right) * (max(facts.hint, 0.0) * search_s - embed_s)
+        across_s = 0.0 if self.generations is None else self.generations.across_s(piece, facts)
+        return across_s + gain_s + (1 - right) * (max(facts.hint, 0.0) * search_s - embed_s)
 
     def _concerns(self, piece: Piece) -> bool:
         return piece.tokens - piece.looked >= self.every and bool(piece.request.graph.foreseen(piece.run.id))

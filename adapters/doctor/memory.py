@@ -1,0 +1,130 @@
+"""What a model and an index need of this machine's memory, and the placement that results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragorder.extras import needs
+from ragorder.kernels.model_sizes import model_sizes
+from ragorder.pipelining.batching.budgets import Budgets, format_bytes
+from ragorder.pipelining.batching.costs import PlacementCosts
+from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
+from ragorder.pipelining.batching.explain import bottleneck
+from ragorder.pipelining.batching.placement_profile import PlacementProfile
+from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.batching.sizes import NO_INDEX, Workload
+
+__all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Needs by part, and the placement; `problem` says what is missing where there is none."""
+
+    costs: PlacementCosts
+    budgets: Budgets
+    placement: PlannedPlacement | None
+    problem: str | None = None
+
+    def needs(self) -> Iterator[tuple[str, int]]:
+        """Bytes of each part, wherever it lies."""
+        model, index, workload = self.costs.model, self.costs.index, self.costs.workload
+        yield f"weights: {len(model.layers)} layers", sum(model.layers)
+        yield "weights: outside the layers", model.outside
+        tokens = workload.prompt_tokens + workload.answer_tokens
+        yield f"KV of one request ({tokens:,} tokens)", model.kv(tokens)
+        yield f"workspace of a step of {self.costs.step_tokens:,} tokens", model.workspace(self.costs.step_tokens)
+        if index.partitions:
+            yield f"index: {len(index.partitions)} partitions", sum(index.partitions)
+        if index.total:
+            yield "index: what stays in memory", index.fixed
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.needs())
+        lines = ["Needed:", *(f"  {name.ljust(width)}  {format_bytes(size).rjust(10)}" for name, size in self.needs())]
+        budgets = self.budgets
+        shared = " (one memory: the device is a CPU)" if budgets.unified else ""
+        lines += [
+            f"Budgets: device {format_bytes(budgets.device_bytes)}, host {format_bytes(budgets.host_bytes)}{shared}, "
+            f"disk {format_bytes(budgets.disk_bytes)}",
+            "",
+        ]
+        if self.placement is not None:
+            lines.append(self.placement.explain())
+        return "\n".join(lines)
+
+    def as_json(self) -> Mapping[str, Any]:
+        """JSON values."""
+        found: dict[str, Any] = {
+            "model": self.costs.model.model_dump(mode="json"),
+            "index": self.costs.index.model_dump(mode="json"),
+            "workload": self.costs.workload.model_dump(mode="json"),
+            "budgets": asdict(self.budgets),
+            "estimated": self.costs.estimated,
+            "problem": self.problem,
+            "placement": None,
+        }
+        placed = self.placement
+        if placed is None:
+            return found
+        partitions = len(self.costs.index.partitions)
+        found["placement"] = {
+            "weights": asdict(placed.weights),
+            "kv": asdict(placed.kv),
+            "partitions": placed.partitions,
+            "batch": placed.batch,
+            "step_tokens": placed.step_tokens,
+            "slots": placed.slots,
+            "used": asdict(placed.footprint.total(placed)),
+            "engine_settings": dict(placed.engine_settings),
+            "generation_s": placed.generation_s,
+            "retrieval_s": placed.retrieval_s,
+            "latency_s": placed.latency_s,
+            "bottleneck": bottleneck(placed, placed.retrieval_s, placed.generation_s, partitions),
+        }
+        return found
+
+
+def choose_budgets(
+    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, folder: Path | str = "."
+) -> Budgets:
+    """Those given, and for the others what this machine has; a device and a host that are both given are two memories.
+    Raises ImportError without psutil, which only this machine's sizes need."""
+    if device_bytes is not None and host_bytes is not None:
+        return Budgets(device_bytes, host_bytes, disk_bytes or 0)
+    given = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    machine = Budgets.of_this_machine(folder)
+    return machine.changed(**{name: size for name, size in given.items() if size is not None})
+
+
+def estimated_costs(
+    model: Path,
+    index: Path | None,
+    *,
+    workload: Workload,
+    on_a_cpu: bool,
+    partitions: int = 32,
+    dtype: str | None = None,
+) -> EstimatedCosts:
+    """Of a folder of a model or its config.json, and a FAISS file. Raises OSError, ValueError, and ImportError for an
+    index without FAISS."""
+    rates = Rates.of_a_cpu() if on_a_cpu else Rates.of_a_gpu()
+    sizes = model_sizes(model, dtype=dtype)
+    if index is None:
+        return EstimatedCosts(sizes, rates, NO_INDEX, workload)
+    with needs("retrieval", "an index"):
+        from ragorder.pipelining.batching.index_sizes import index_sizes
+
+    return EstimatedCosts(sizes, rates, index_sizes(index, partitions), workload)
+
+
+def examine_memory(costs: PlacementCosts | Path, budgets: Budgets, *, backlog: int | None = None) -> MemoryReport:
+    """The placement by these costs, or by a profile's file. Raises OSError and ValueError for a file that is none."""
+    found = PlacementProfile.from_file(costs) if isinstance(costs, Path) else costs
+    try:
+        return MemoryReport(found, budgets, plan_placement(budgets, found, backlog=backlog))
+    except PlacementError as error:
+        return MemoryReport(found, budgets, None, str(error))

@@ -1,0 +1,1 @@
+"""Batches that a bounded KV cache holds, and what a streamed gigabyte of weights serves: the suite doll-ordering."""

@@ -1,0 +1,1 @@
+"""Tokens that fused requests compute, by the order of their documents: suite fusion-orders."""

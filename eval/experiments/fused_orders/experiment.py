@@ -1,0 +1,30 @@
+"""What fused requests compute: the suites of kind "fused-orders"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from ragorder.eval.data.trace import trace_of_corpus
+from ragorder.eval.experiments.fused_orders.measuring import ORDERS, measure
+from ragorder.eval.experiments.fused_orders.record import FusedOrdersCell, FusedOrdersRecord
+from ragorder.eval.experiments.replacement.streams import stream_of_trace
+from ragorder.eval.running.experiment import Experiment, Job, Line
+
+__all__ = ["FusedOrders"]
+
+
+class FusedOrders(Experiment):
+    kind = "fused-orders"
+    record = FusedOrdersRecord
+    cell = FusedOrdersCell
+    policies: ClassVar[Any] = ORDERS
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: FusedOrdersCell = job.cell
+        assert job.corpus is not None, "a cell has a corpus"
+        trace = trace_of_corpus(job.corpus, top_k=cell.top_k, order=cell.order, seed=job.seed, limit=job.requests)
+        stream = stream_of_trace(trace)
+        for policy in job.policies:
+            rows = measure(stream, cell, policy, advance)
+            yield {"policy": policy, "engine": {"name": "sim"}, "rows": rows}

@@ -1,0 +1,264 @@
+"""A model on the embedded engine and a FAISS index, placed and timed for a profile of placements."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+from ragorder.eval.data.machine import describe_environment
+from ragorder.extras import needs
+from ragorder.kernels.model_sizes import model_sizes
+from ragorder.pipelining.batching.budgets import Budgets, format_bytes
+from ragorder.pipelining.batching.index_sizes import index_sizes
+from ragorder.pipelining.batching.sizes import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
+
+__all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
+
+_STEPS = (64, 256, 1024, 4096)
+_LARGEST_STEP = 8192
+# Of the device, for the workspace, as `plan_placement` and the engine choose their steps.
+_WORKSPACE_SHARE = 0.125
+_RESULTS = 5
+
+
+class PlacedEngine:
+    """A model whose layers lie where `place` puts them. `sizes`: with the measured workspace.
+
+    Raises ImportError without torch, and what `TieredEngine.load` and `model_sizes` raise.
+    """
+
+    def __init__(
+        self, model: Path, budgets: Budgets, workload: Workload, *, batch: int, seed: int = 0, device: str | None = None
+    ) -> None:
+        with needs("torch", "ragorder profile --placement"):
+            from ragorder.kernels.engine import EngineSettings, TieredEngine
+            from ragorder.kernels.engine.loading import pick_device
+
+        sizes = model_sizes(model)
+        steps = [step for step in (*_STEPS, _LARGEST_STEP) if step >= batch]
+        small = [step for step in steps if sizes.workspace(step) <= _WORKSPACE_SHARE * budgets.device_bytes]
+        self.step_tokens = max(small, default=max(batch, _STEPS[0]))
+        self.workload = workload
+        self._layers = len(sizes.layers)
+        self._slot = sizes.slot
+        tokens = batch * _whole_blocks(workload.prompt_tokens + workload.answer_tokens)
+        # Beside layers and their buffers.
+        others = sizes.outside + tokens * sizes.kv_token + sizes.workspace(self.step_tokens)
+        self._device_room = budgets.device_bytes - others
+        self._host_room = budgets.host_bytes
+        self.from_host = pick_device(device).type == "cuda"
+        self._random = Random(seed)
+        self._vocabulary = range(100, 256)
+        self._salts = count()
+        self._engine = TieredEngine.load(
+            model,
+            EngineSettings(
+                device=device,
+                device_bytes=budgets.device_bytes,
+                # Host memory is for layers alone, where they are placed there.
+                host_bytes=0,
+                device_tokens=tokens,
+                max_model_len=workload.prompt_tokens + workload.answer_tokens,
+                max_requests=batch,
+                max_batch_tokens=self.step_tokens,
+            ),
+        )
+        try:
+            # Every block of the pool is written once, so that it counts as memory in use before a step is measured.
+            self.place(self._layers, 0)
+            self.generation_s(batch)
+            self.sizes = sizes.model_copy(update={"step_bytes": self._measure_steps(batch)})
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def place(self, device_layers: int, host_layers: int) -> bool:
+        from ragorder.kernels.offload.residency import Place, Residency
+
+        buffers = 1 if device_layers < self._layers else 0
+        needed = (device_layers + buffers) * self._slot
+        # A machine short of memory ends processes instead of refusing it.
+        if (device_layers and needed > self._device_room) or host_layers * self._slot > self._host_room:
+            return False
+        reached = self._engine.move_layers(Residency.spread(self._layers, device_layers, host_layers))
+        return bool((reached.count(Place.DEVICE), reached.count(Place.HOST)) == (device_layers, host_layers))
+
+    def generation_s(self, batch: int) -> float:
+        """Raises RuntimeError if a request fails."""
+        return self._timed([self.workload.prompt_tokens] * batch, self.workload.answer_tokens)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _timed(self, prompts: Sequence[int], answer: int) -> float:
+        from ragorder.kernels.engine import Request, Sampling
+
+        # Random tokens under a salt of their own: nothing of them is cached.
+        salt = f"placement-{next(self._salts)}"
+        requests = [
+            Request(self._random.choices(self._vocabulary, k=tokens), (), Sampling(answer, ignore_eos=True), salt)
+            for tokens in prompts
+        ]
+        start = time.perf_counter()
+        completions = self._engine.generate(requests)
+        seconds = time.perf_counter() - start
+        failed = next((each for each in completions if each.error is not None), None)
+        if failed is not None:
+            raise RuntimeError(f"a batch of {len(prompts)} requests failed: {failed.error}")
+        return seconds
+
+    def _measure_steps(self, batch: int) -> Curve:
+        """Bytes that a prefill of so many tokens takes at its peak."""
+        points: list[tuple[int, int]] = []
+        largest = min(self.step_tokens, batch * self.workload.prompt_tokens)
+        for step in [*(each for each in _STEPS if each < largest), largest]:
+            prompts = _cut(step, self.workload.prompt_tokens)
+            memory = MemoryPeak(cuda=self.from_host)
+            self._timed(prompts, 1)
+            points.append((step, max(memory.taken(), points[-1][1] if points else 1)))
+        return tuple(points)
+
+
+class PlacedIndex:
+    """A FAISS index whose partitions are resident as told, within `host_bytes`. Raises ImportError without FAISS,
+    OSError, ValueError and TypeError for a file that is no IVF index."""
+
+    def __init__(self, path: Path, partitions: int, host_bytes: int, *, queries: int, seed: int = 0) -> None:
+        with needs("retrieval", "ragorder profile --placement --index"):
+            import faiss
+            import numpy as np
+
+            from ragorder.pipelining.search.partitioned import PartitionedSearch
+
+        self.sizes: IndexSizes = index_sizes(path, partitions)
+        if not self.sizes.partitions:
+            raise ValueError(f"{path} is no IVF index, and is in memory as a whole: leave out --index")
+        self._host_bytes = host_bytes
+        self._search = PartitionedSearch(path, len(self.sizes.partitions))
+        dimension = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY).d
+        self._queries = np.random.default_rng(seed).standard_normal((queries, dimension), dtype=np.float32)
+
+    def retrieval_s(self, partitions: int) -> float | None:
+        sizes = self.sizes
+        if sizes.fixed + sizes.resident(partitions) + sizes.reading(partitions) > self._host_bytes:
+            return None
+        try:
+            self._search.resize(partitions)
+            # Partitions become resident as a search reads them.
+            self._pass()
+            return self._pass()
+        except MemoryError:
+            return None
+
+    def close(self) -> None:
+        self._search.close()
+
+    def _pass(self) -> float:
+        start = time.perf_counter()
+        for _ in self._search.search(self._queries, _RESULTS):
+            pass
+        return time.perf_counter() - start
+
+
+class PlacedSystem:
+    """Both, or the model alone: what `measure_placement` measures. To be closed."""
+
+    def __init__(
+        self,
+        model: Path,
+        index: Path | None,
+        budgets: Budgets,
+        workload: Workload,
+        *,
+        batch: int,
+        partitions: int = 32,
+        seed: int = 0,
+        device: str | None = None,
+    ) -> None:
+        with ExitStack() as opened:
+            self._index = (
+                None if index is None else PlacedIndex(index, partitions, budgets.host_bytes, queries=batch, seed=seed)
+            )
+            if self._index is not None:
+                opened.callback(self._index.close)
+            self.engine = PlacedEngine(model, budgets, workload, batch=batch, seed=seed, device=device)
+            opened.callback(self.engine.close)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    @property
+    def model(self) -> ModelSizes:
+        return self.engine.sizes
+
+    @property
+    def index(self) -> IndexSizes:
+        return NO_INDEX if self._index is None else self._index.sizes
+
+    def place(self, device_layers: int, host_layers: int) -> bool:
+        return self.engine.place(device_layers, host_layers)
+
+    def generation_s(self, batch: int) -> float:
+        return self.engine.generation_s(batch)
+
+    def retrieval_s(self, partitions: int) -> float | None:
+        return None if self._index is None else self._index.retrieval_s(partitions)
+
+    def facts(self) -> dict[str, Any]:
+        return {"environment": describe_environment(), "weights": format_bytes(self.model.weights)}
+
+
+class MemoryPeak:
+    """Peak of the memory in use from now on, of the process or the GPU."""
+
+    def __init__(self, *, cuda: bool) -> None:
+        self._cuda = cuda
+        self._before: int
+        if cuda:
+            import torch
+
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            # What the allocator keeps of freed memory would be taken without a trace.
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            # Linux resets the peak of the process's memory (proc(5)).
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
+            self._before = _status("VmRSS")
+
+    def taken(self) -> int:
+        """Bytes above those in use at the beginning."""
+        if self._cuda:
+            import torch
+
+            return int(torch.cuda.max_memory_allocated()) - self._before
+        return _status("VmHWM") - self._before
+
+
+def _status(name: str) -> int:
+    lines: Iterator[str] = iter(Path("/proc/self/status").read_text("ascii").splitlines())
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def _cut(tokens: int, longest: int) -> list[int]:
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + ([rest] if rest else [])
+
+
+def _whole_blocks(tokens: int, block: int = 16) -> int:
+    return (-(-tokens // block) + 1) * block

@@ -1,0 +1,83 @@
+"""Engines that serve workflows in real time, with random weights, on one core."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
+from ragorder.adapters.openai.engine import OpenAIStreams
+from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.engines.torch import TorchEngine, TorchModel
+from ragorder.pipelining import StreamingEngine
+
+__all__ = ["CAPACITY_TOKENS", "TOKEN_BUDGET", "LiveEngine", "LiveTorch", "LiveVLLM", "vllm_environment"]
+
+CAPACITY_TOKENS = 32_768
+TOKEN_BUDGET = 512
+"""Tokens of a step."""
+
+
+class LiveEngine(Protocol):
+    """`forced`: options that make an answer as long as its `max_tokens`."""
+
+    name: str
+    block_size: int
+    partial_blocks_first: bool
+    vocabulary: int
+    forced: Mapping[str, Any]
+
+    def emptied(self) -> AbstractAsyncContextManager[StreamingEngine[PromptRequest]]:
+        """With an empty cache. Raises EngineError."""
+
+
+class LiveTorch:
+    """The embedded engine in this process, a new one each time."""
+
+    name = "torch"
+    block_size = 16
+    partial_blocks_first = TorchEngine.partial_blocks_first
+    forced: Mapping[str, Any] = {"ignore_eos": True}
+
+    def __init__(self, model: TorchModel) -> None:
+        self._model = model
+        self.vocabulary = model.vocabulary
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
+        served = TorchEngine(self._model, capacity_tokens=CAPACITY_TOKENS, max_batch_tokens=TOKEN_BUDGET)
+        worker = EngineWorker(served.engine)
+        try:
+            yield EmbeddedStreams(worker)
+        finally:
+            worker.close()
+
+
+class LiveVLLM:
+    """A running vLLM server, through its API."""
+
+    name = "vllm"
+    partial_blocks_first = True
+    forced: Mapping[str, Any] = {"extra_body": {"ignore_eos": True}}
+
+    def __init__(self, server: VLLMServer, vocabulary: int) -> None:
+        self._server = server
+        self.block_size = server.block_size
+        self.vocabulary = vocabulary
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
+        from openai import AsyncOpenAI
+
+        await asyncio.to_thread(self._server.reset)
+        async with AsyncOpenAI(base_url=f"{self._server.base_url}/v1", api_key="none", max_retries=0) as client:
+            yield OpenAIStreams(client, self._server.model_name)
+
+
+def vllm_environment() -> Mapping[str, str]:
+    """Variables for a vLLM that computes on the last core alone, where it runs on a CPU."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": str((os.cpu_count() or 1) - 1)}

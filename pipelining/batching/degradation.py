@@ -1,0 +1,153 @@
+"""What follows a failure: a smaller batch, then less memory for others, then an error for one request."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from ragorder.pipelining.batching.requests import BatchedRequest
+
+__all__ = ["Degradation", "Relief", "is_out_of_memory", "is_shortage"]
+
+_logger = logging.getLogger("ragorder")
+
+# No relief helps for ever.
+_MOST_RELIEFS = 64
+# torch's and this project's errors, without importing either; on a CPU torch raises plain RuntimeErrors.
+_SHORTAGES = {"OutOfMemoryError", "OutOfBlocksError"}
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED")
+# Too many requests, and a server that is overloaded.
+_OVERLOAD = {429, 503}
+
+
+class Relief(Protocol):
+    def relieve(self) -> bool:
+        """Give memory back, at the price of speed. False: there is nothing left to give. Called from another thread."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether fewer requests, or the next try, may do without this error: out of memory or blocks, input and output,
+    an overloaded server."""
+    return any(
+        isinstance(each, OSError) or is_out_of_memory(each) or getattr(each, "status_code", None) in _OVERLOAD
+        for each in _causes(error)
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory that others give back may help."""
+    return any(
+        isinstance(each, MemoryError)
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or any(base.__name__ in _SHORTAGES for base in type(each).__mro__)
+        or (type(each) is RuntimeError and _NO_MEMORY.search(str(each)) is not None)
+        for each in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+class Degradation:
+    """The ladder of one worker.
+
+    A request whose batch has failed runs in one of half the size, down to one of its own; then, out of memory, each of
+    `reliefs` is called until one helps; then it is tried `max_retries` times more, and ends with the error. Meanwhile
+    `limit` holds for all batches; it grows by one after as many answers of batches that reach it. `on_relief` is called
+    after each relief.
+    """
+
+    def __init__(
+        self,
+        reliefs: Sequence[Relief],
+        *,
+        max_retries: int = 2,
+        shortage: Callable[[BaseException], bool] = is_shortage,
+        on_relief: Callable[[], None] | None = None,
+    ) -> None:
+        if max_retries < 0:
+            raise ValueError(f"max_retries must not be negative, got {max_retries}")
+        self.limit: int | None = None
+        self._reliefs = tuple(reliefs)
+        self._max_retries = max_retries
+        self._shortage = shortage
+        self._on_relief = on_relief
+        self._answered = 0
+        self._failed = False
+        self._relieving = asyncio.Lock()
+
+    def bound(self, size: int) -> int:
+        return size if self.limit is None else max(1, min(size, self.limit))
+
+    def succeeded(self, size: int) -> None:
+        """A request has run, among `size`."""
+        if self.limit is None or size < self.limit:
+            return
+        self._answered += 1
+        if self._answered >= self.limit:
+            self.limit, self._answered = self.limit + 1, 0
+
+    async def retries(
+        self, request: BatchedRequest[Any, Any], size: int, error: Exception, *, shared: bool, progress: bool = False
+    ) -> bool:
+        """Whether the request runs once more, after an error among `size` requests.
+
+        `shared`: one of the others may be at fault. `progress`: more has been done than at its failure before.
+        """
+        if request.abandoned or request.ended.done():
+            return False
+        shortage = self._is_shortage(error)
+        if not shortage and not shared:
+            return False
+        request.trace.failures += 1
+        if shortage:
+            self._shrink(size)
+        if size > 1:
+            request.most = max(1, min(request.most, size) // 2)
+            return True
+        if not shortage:
+            return False
+        if progress:
+            request.alone = 0
+        if is_out_of_memory(error) and request.reliefs < _MOST_RELIEFS and await self._relieve():
+            request.reliefs += 1
+            return True
+        request.alone += 1
+        return request.alone <= self._max_retries
+
+    def _shrink(self, size: int) -> None:
+        limit = max(1, size // 2)
+        self.limit = limit if self.limit is None else min(self.limit, limit)
+        self._answered = 0
+
+    def _is_shortage(self, error: Exception) -> bool:
+        try:
+            return self._shortage(error)
+        except Exception:
+            return False
+
+    async def _relieve(self) -> bool:
+        async with self._relieving:
+            for relief in self._reliefs:
+                try:
+                    helped = await asyncio.to_thread(relief.relieve)
+                except Exception as error:
+                    if not self._failed:
+                        self._failed = True
+                        _logger.warning(
+                            "no memory was relieved: %s; later failures are not logged", type(error).__name__
+                        )
+                    continue
+                if helped:
+                    if self._on_relief is not None:
+                        self._on_relief()
+                    return True
+        return False

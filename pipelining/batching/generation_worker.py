@@ -1,0 +1,264 @@
+"""Workers for the context queue."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from ragorder.pipelining.attempt import Attempt
+from ragorder.pipelining.batching.batchers.base import Backlog
+from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
+from ragorder.pipelining.batching.requests import BatchedRequest
+from ragorder.pipelining.batching.worker import Worker
+from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+
+__all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
+
+
+class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
+    """Generates answers. `kv` of the requests that run together is at most `kv_limit` tokens, except for one alone.
+    `arrivals_s()`: when requests are expected that are being searched for; `made_room` is called when requests leave
+    the queue."""
+
+    name = "generation"
+
+    def __init__(
+        self,
+        engine: StreamingEngine[R],
+        prompts: RequestBuilder[Q, D, R],
+        *,
+        kv: KVTokens[Q, D] | None,
+        kv_limit: int | None,
+        arrivals_s: Callable[[], Sequence[float]],
+        made_room: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.kv_limit = kv_limit
+        self._engine = engine
+        self._prompts = prompts
+        self._kv = kv
+        self._arrivals_s = arrivals_s
+        self._made_room = made_room
+        self._tasks: dict[BatchedRequest[Q, D], asyncio.Task[_Outcome]] = {}
+
+    def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
+        """Those of a batch whose turn has not come, first."""
+        own = [request for request in self.running if not request.sent][:count]
+        return [*own, *super().upcoming(count - len(own))]
+
+    async def end(self, request: BatchedRequest[Q, D]) -> None:
+        """A request's generation is aborted; returns when the engine is done with it."""
+        task = self._tasks.get(request)
+        if task is None:
+            return
+        task.cancel()
+        await _all_ended((task,))
+
+    async def _end_running(self) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await _all_ended(tasks)
+
+    def _policy_size(self) -> int:
+        return self.batcher.size(Backlog(self.waiting, len(self.running)))
+
+    def _kv_tokens(self) -> int | None:
+        return self._kv_of(self.running)
+
+    def _fits(self, requests: Iterable[BatchedRequest[Q, D]]) -> bool:
+        tokens = self._kv_of(requests)
+        return tokens is None or self.kv_limit is None or tokens <= self.kv_limit
+
+    def _kv_of(self, requests: Iterable[BatchedRequest[Q, D]]) -> int | None:
+        if self._kv is None or self.kv_limit is None:
+            return None
+        try:
+            return self._kv([Context(request.question, request.documents) for request in requests])
+        except Exception as error:
+            # Lengths that cannot be read are no reason not to answer.
+            self._warn("kv_tokens", error)
+            return None
+
+    def _start_request(self, request: BatchedRequest[Q, D]) -> None:
+        request.trace.generation_began_s = self._clock()
+        request.peak, request.sent = 0, False
+        for each in self.running:
+            each.peak = max(each.peak, len(self.running))
+            each.trace.generation_batch = max(each.trace.generation_batch, len(self.running))
+        self._made_room()
+        task = self._tasks[request] = asyncio.create_task(self._generate(request))
+        # A task that is cancelled before its first step runs nothing of its own.
+        task.add_done_callback(lambda done: self._over(request, done))
+
+    async def _generate(self, request: BatchedRequest[Q, D]) -> _Outcome:
+        try:
+            await self._answer(request)
+        except Exception as error:
+            return _Outcome(error, await self.degradation.retries(request, request.peak, error, shared=False))
+        return _Outcome()
+
+    async def _answer(self, request: BatchedRequest[Q, D]) -> None:
+        request.begin_answer()
+        began_s, trace = self._clock(), request.trace
+        attempt: Attempt[Q, D, R] = Attempt(
+            self._engine, self._prompts, None, trace.generation, lambda: self._clock() - began_s
+        )
+        async with aclosing(attempt.answer(request.question, request.documents)) as chunks:
+            async for chunk in chunks:
+                request.add(chunk)
+        if trace.generation.first_token_s is not None:
+            trace.first_token_s = began_s + trace.generation.first_token_s
+
+    def _over(self, request: BatchedRequest[Q, D], task: asyncio.Task[_Outcome]) -> None:
+        """All that follows from the end of a generation, at once: the request may run again before this returns to the
+        event loop, and must not be found running twice."""
+        del self._tasks[request]
+        outcome = _Outcome(_cut_off(task)) if task.cancelled() or task.exception() else task.result()
+        if outcome.retries and not request.abandoned:
+            self._put_back(request)
+        else:
+            self._drop(request)
+            if outcome.error is not None:
+                request.fail(outcome.error, self._clock())
+            else:
+                request.finish(self._clock())
+                self.degradation.succeeded(request.peak)
+        self._ended(request, outcome.error)
+        self.wake()
+
+    @abstractmethod
+    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None:
+        """A request has left `running`."""
+
+
+class _Outcome(NamedTuple):
+    """How a generation ended, and whether the request goes back into its queue."""
+
+    error: BaseException | None = None
+    retries: bool = False
+
+
+class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
+    """For an engine that lets requests join between two steps. How many may run is chosen anew whenever one comes or
+    ends: in the steps between, nothing has changed by which it is chosen."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Requests that ran, summed up over time.
+        self._area = 0.0
+        self._counted_s = self._clock()
+        self._began: dict[BatchedRequest[Q, D], tuple[float, float]] = {}
+
+    async def _serve(self) -> bool:
+        if self._hooks:
+            # They wait until nothing runs.
+            return False
+        ticket = self._queue.peek() if self._queue else None
+        if ticket is None:
+            return False
+        request = ticket.item
+        most = min((each.most for each in (*self.running, request)), default=1)
+        size = self._choose(most)
+        if len(self.running) >= size:
+            return False
+        if self.running and not self._fits((*self.running, request)):
+            return False
+        self._count()
+        self._take(ticket)
+        self._began[request] = self._counted_s, self._area
+        self._start_request(request)
+        self._event("began")
+        # The next choice comes after what this request puts into the cache, and other tasks have their turn.
+        await asyncio.sleep(0)
+        return True
+
+    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None:
+        self._count(1)
+        seconds: float | None = None
+        if (began := self._began.pop(request, None)) is not None:
+            began_s, area = began
+            seconds = self._counted_s - began_s
+            if error is None and not request.abandoned and seconds > 0:
+                self._learn(max(1, round((self._area - area) / seconds)), seconds)
+        self._event("ended" if error is None else "failed", seconds)
+
+    def _count(self, just_ended: int = 0) -> None:
+        now_s = self._clock()
+        self._area += (len(self.running) + just_ended) * (now_s - self._counted_s)
+        self._counted_s = now_s
+
+
+class StaticGenerationWorker(GenerationWorker[Q, D, R]):
+    """For an engine whose batches are computed to their ends, and as a baseline: the next batch begins when all
+    requests of one have ended."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._batch_size = 0
+        self._batch_failed = False
+        self._began_s = 0.0
+
+    def _policy_size(self) -> int:
+        # Requests that come during a batch wait for its end: a smaller one may be better.
+        return self.batcher.size(Backlog(self.waiting, 0, self._arrivals_s()))
+
+    async def _serve(self) -> bool:
+        if self._hooks or self.running:
+            return False
+        batch = self._next_batch()
+        if not batch:
+            return False
+        self._batch_size, self._batch_failed, self._began_s = len(batch), False, self._clock()
+        for request in batch:
+            self._start_request(request)
+        self._event("began")
+        return True
+
+    def _next_batch(self) -> list[BatchedRequest[Q, D]]:
+        size = self._choose(self.waiting)
+        batch: list[BatchedRequest[Q, D]] = []
+        while self._queue and len(batch) < size:
+            ticket = self._queue.peek()
+            size = min(size, ticket.item.most)
+            if len(batch) >= size:
+                break
+            batch.append(self._take(ticket))
+        fitting = largest_prefix(len(batch), lambda count: self._fits(batch[:count])) if batch else 0
+        for request in reversed(batch[fitting:]):
+            self._put_back(request)
+        return batch[:fitting]
+
+    def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None:
+        self._batch_failed |= error is not None or request.abandoned
+        if not self.running:
+            seconds = self._clock() - self._began_s
+            if not self._batch_failed:
+                self._learn(self._batch_size, seconds)
+            self._event("failed" if self._batch_failed else "ended", seconds)
+
+
+def _cut_off(task: asyncio.Task[Any]) -> BaseException:
+    if task.cancelled():
+        return RuntimeError("the generation was cancelled by the engine")
+    return task.exception() or RuntimeError("the generation ended without an answer")
+
+
+async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """A caller that is cancelled meanwhile waits all the same."""
+    cancelled: asyncio.CancelledError | None = None
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,182 @@
+"""Retrieval for a batch of questions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from ragorder.pipelining.retrieval import Retrieval
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.search import PartitionedPass, PartitionedSearch
+    from ragorder.pipelining.search.pass_rows import PassRows
+
+__all__ = ["BatchRetrieval", "ConcurrentRetrieval", "PartitionedRetrieval", "SearchTask"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+Q_co = TypeVar("Q_co", covariant=True)
+Q_contra = TypeVar("Q_contra", contravariant=True)
+D_co = TypeVar("D_co", covariant=True)
+
+
+class SearchTask(Protocol[Q_co]):
+    """A question of a batch. `checkpoint` is for the retrieval: what it has found before the batch failed, another
+    object whenever that is more. `abandoned`: no result is needed any more, which `cancel_search` is called to say."""
+
+    checkpoint: Any
+    cancel_search: Callable[[], object] | None
+
+    @property
+    def question(self) -> Q_co: ...
+
+    @property
+    def abandoned(self) -> bool: ...
+
+
+class BatchRetrieval(Protocol[Q_contra, D_co]):
+    def search_batch(
+        self, tasks: Sequence[SearchTask[Q_contra]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
+        """(place of the task, documents in rank order or its own error), as soon as each is final. An error that is
+        raised is one of all tasks without a result so far."""
+
+
+class ConcurrentRetrieval(Generic[Q, D]):
+    """A batch of separate searches that run side by side: for searches that share their time by themselves, such as
+    `ContinuousIVF`, and for services."""
+
+    def __init__(self, retrieval: Retrieval[Q, D]) -> None:
+        self._retrieval = retrieval
+
+    async def search_batch(
+        self, tasks: Sequence[SearchTask[Q]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
+        places = {}
+        for place, task in enumerate(tasks):
+            search = asyncio.create_task(self._search(task.question))
+            places[search], task.cancel_search = place, search.cancel
+        left = set(places)
+        try:
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for search in sorted(done, key=places.__getitem__):
+                    yield places[search], _outcome(search)
+        finally:
+            for search in left:
+                search.cancel()
+            while left:
+                _, left = await asyncio.wait(left)
+
+    async def _search(self, question: Q) -> Sequence[D]:
+        async with aclosing(self._retrieval(question)) as stages:
+            async for stage in stages:
+                if stage.final:
+                    return stage.documents
+        raise RuntimeError("the retrieval ended without a final stage")
+
+
+class PartitionedRetrieval(Generic[Q, D]):
+    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2).
+
+        PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
+
+    - `embed` makes the vectors of a sequence of questions, an array of shape (questions, dimensions)
+    - `document` returns the document of an index id
+
+    Both and each stage run in a thread. A question whose clusters are in resident partitions is answered after the
+    first stage. After an error each question goes on with the partitions that it still needs, in whatever batch.
+    Raises ValueError for a `top_k` below 1.
+    """
+
+    def __init__(
+        self,
+        search: PartitionedSearch,
+        embed: Callable[[Sequence[Q]], Any],
+        document: Callable[[int], D],
+        *,
+        top_k: int,
+    ) -> None:
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        self.index = search
+        self._embed = embed
+        self._document = document
+        self._top_k = top_k
+
+    @property
+    def partitions(self) -> int:
+        """Partitions in memory."""
+        return len(self.index.held)
+
+    def resize(self, partitions: int) -> None:
+        """At most so many partitions stay in memory. Between two batches: it waits for the stage that runs."""
+        self.index.resize(partitions)
+
+    def relieve(self) -> bool:
+        return self.index.relieve()
+
+    async def search_batch(
+        self, tasks: Sequence[SearchTask[Q]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
+        # Read once: a request that is cancelled meanwhile has no checkpoint any more.
+        begun = {place: task.checkpoint for place, task in enumerate(tasks) if task.checkpoint is not None}
+        new = [place for place in range(len(tasks)) if place not in begun]
+        passing = await asyncio.to_thread(self._begin, list(begun.values()), [tasks[place].question for place in new])
+        places = [*begun, *new]
+        stages = 0
+        try:
+            while places:
+                found, left = await asyncio.to_thread(self._advance, passing, [not tasks[p].abandoned for p in places])
+                stages += 1
+                for row, documents in found:
+                    yield places[row], documents
+                places = [places[row] for row in left]
+        except Exception:
+            for row, place in enumerate(places):
+                # Another object means that more has been found.
+                if stages or place not in begun:
+                    tasks[place].checkpoint = passing.rows.part([row])
+            raise
+        finally:
+            passing.close()
+
+    def _begin(self, begun: list[PassRows], new: list[Q]) -> PartitionedPass:
+        """A pass of queries that have been searched for in part, and then of new ones."""
+        if new:
+            vectors = self._embed(new)
+            if len(vectors) != len(new):
+                raise ValueError(f"embed returned {len(vectors)} vectors for {len(new)} questions")
+            begun.append(self.index.search(vectors, self._top_k).rows)
+        return self.index.resume(begun)
+
+    def _advance(
+        self, passing: PartitionedPass, wanted: Sequence[bool]
+    ) -> tuple[list[tuple[int, Sequence[D] | Exception]], list[int]]:
+        """One stage: what is final, and the rows that are left and go on."""
+        stage = next(passing)
+        ended = passing.rows.ended.tolist()
+        found = [(row, self._documents(stage.ids[row])) for row, end in enumerate(ended) if end and wanted[row]]
+        left = [row for row, end in enumerate(ended) if not end and wanted[row]]
+        if left and len(left) < len(ended):
+            passing.keep(left)
+        return found, left
+
+    def _documents(self, ids: Any) -> Sequence[D] | Exception:
+        try:
+            return [self._document(id) for id in ids.tolist() if id >= 0]
+        except Exception as error:
+            return error
+
+
+def _outcome(search: asyncio.Task[Sequence[D]]) -> Sequence[D] | Exception:
+    if search.cancelled():
+        return RuntimeError("the search was cancelled")
+    error = search.exception()
+    if error is None:
+        return search.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error

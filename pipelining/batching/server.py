@@ -1,0 +1,343 @@
+"""Server whose retrieval and generation are workers with batches of their own (RAGDoll section 4.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
+
+from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
+from ragorder.pipelining.batching.degradation import Relief, is_shortage
+from ragorder.pipelining.batching.generation_worker import (
+    GenerationWorker,
+    JoiningGenerationWorker,
+    StaticGenerationWorker,
+)
+from ragorder.pipelining.batching.kv import Context, KVTokens
+from ragorder.pipelining.batching.requests import BatchedAnswer, BatchedRequest
+from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRetrieval
+from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
+from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
+from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, QueueFullError
+from ragorder.pipelining.retrieval import Retrieval
+
+__all__ = ["BatchedStream", "DecoupledServer", "ServingPlacement"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+R = TypeVar("R", bound=EngineRequest)
+
+_logger = logging.getLogger("ragorder")
+
+
+class ServingPlacement(Protocol):
+    """What of a placement concerns the server: requests that may run at once, and partitions in memory."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def partitions(self) -> int: ...
+
+
+class DecoupledServer(Generic[Q, D, R]):
+    """Retrieval and generation of many requests on one machine, in batches that are formed anew from either queue. For
+    one event loop.
+
+        retrieval = PartitionedRetrieval(PartitionedSearch("index.faiss"), embed, documents.__getitem__, top_k=5)
+        async with DecoupledServer(retrieval, prompts, engine) as server:
+            answer = await server.run("Which drawer?")
+            async with server.stream("Which drawer?") as stream: ...
+            async for number, answer in server.batch(questions): ...
+
+    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches then run side by side
+    - `placement`: the largest generation batch, and the partitions in memory; another one by `place`
+    - `batching`: of generations; `searching`: of searches (default: all that wait)
+    - `joins`: whether the engine lets requests join between two steps; else a batch runs to its end
+    - `kv`, `kv_limit`: tokens of KV that the requests which run together may take
+    - `lengths`: cached and computed tokens of a question and its documents; what is cached goes first, within `window`
+    - `reliefs`: give memory back if a request runs out of it even alone; then the engine and the retrieval, if they
+      have `relieve`
+    - `shortage`: errors after which a request is tried again, `max_retries` times alone
+    - `max_requests` are in the server at once, beyond is QueueFullError; `max_contexts` of them wait for generation
+    - `observer` is called with each `BatchEvent`, and with the `RequestTrace` of each request that has ended
+
+    A request ends exactly once: with its answer, or with its own error. Raises ValueError for limits below 1 and a
+    `kv_limit` without `kv`.
+    """
+
+    def __init__(
+        self,
+        retrieval: BatchRetrieval[Q, D] | Retrieval[Q, D],
+        prompts: RequestBuilder[Q, D, R],
+        engine: StreamingEngine[R],
+        *,
+        placement: ServingPlacement | None = None,
+        batching: Batcher | None = None,
+        searching: Batcher | None = None,
+        joins: bool = True,
+        kv: KVTokens[Q, D] | None = None,
+        kv_limit: int | None = None,
+        lengths: Callable[[Q, Sequence[D]], CachedLengths] | None = None,
+        window: int = 32,
+        reliefs: Sequence[Relief] = (),
+        shortage: Callable[[BaseException], bool] = is_shortage,
+        max_retries: int = 2,
+        max_requests: int = 1024,
+        max_contexts: int = 256,
+        observer: Callable[[BatchEvent | RequestTrace], None] | None = None,
+        events: int = 4096,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        for name, value in (("max_requests", max_requests), ("max_contexts", max_contexts), ("events", events)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if kv_limit is not None and (kv is None or kv_limit < 1):
+            raise ValueError(f"kv_limit={kv_limit}: it must be at least 1, and takes kv, which counts tokens (TrieKV)")
+        self.max_requests = max_requests
+        self.trace: deque[BatchEvent] = deque(maxlen=events)
+        self._lengths = lengths
+        self._observer = observer
+        self._clock = clock
+        self._requests: dict[BatchedRequest[Q, D], None] = {}
+        self._closed = False
+        self._failing = False
+        if hasattr(retrieval, "search_batch"):
+            self._searched: BatchRetrieval[Q, D] = cast("BatchRetrieval[Q, D]", retrieval)
+        else:
+            self._searched = ConcurrentRetrieval(retrieval)
+        common: dict[str, Any] = {
+            "max_retries": max_retries,
+            "shortage": shortage,
+            "observe": self._record,
+            "clock": clock,
+        }
+        own = [each for each in (engine, self._searched) if callable(getattr(each, "relieve", None))]
+        chosen = (*reliefs, *cast("list[Relief]", own))
+        worker: type[GenerationWorker[Q, D, R]] = JoiningGenerationWorker if joins else StaticGenerationWorker
+        self.retrieving: RetrievalWorker[Q, D] = RetrievalWorker(
+            self._searched,
+            self._found,
+            lambda: max_contexts - self.generating.waiting,
+            batcher=searching or AllWaiting(),
+            queue=CacheAwareQueue(window=0),
+            reliefs=chosen,
+            **common,
+        )
+        self.generating = worker(
+            engine,
+            prompts,
+            kv=kv,
+            kv_limit=kv_limit,
+            arrivals_s=self.retrieving.expected_s,
+            made_room=self.retrieving.wake,
+            batcher=batching or BacklogAware(),
+            queue=CacheAwareQueue(window if lengths is not None else 0),
+            reliefs=chosen,
+            **common,
+        )
+        if placement is not None:
+            self._check_placement(placement)
+            self.generating.most = placement.batch
+            self._resize_now(placement.partitions)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    def contexts(self, count: int = 8) -> Sequence[Context[Q, D]]:
+        """At most `count` of the contexts that wait for generation, probably the next ones."""
+        upcoming = self.generating.upcoming(count)
+        return [Context(request.question, request.documents) for request in upcoming]
+
+    async def run(self, question: Q) -> BatchedAnswer[D]:
+        """Raises the error of its retrieval or generation, QueueFullError, and RuntimeError if the server is closed.
+        Cancelling it ends its generation; a search leaves it out from the next stage on."""
+        request = self._enter(question)
+        told = False
+        try:
+            answer = await asyncio.shield(request.ended)
+            told = True
+            return answer
+        except Exception:
+            told = True
+            raise
+        finally:
+            await self._leave(request, told)
+
+    def stream(self, question: Q) -> BatchedStream[D]:
+        """The answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation that
+        has failed after its first words begins otherwise when it is repeated."""
+        return BatchedStream(self._stream(question))
+
+    async def batch(
+        self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
+    ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
+        """(number of the question, answer or error) in the order in which they end. Questions are taken as there is
+        room for them. `on_progress` is called with how many have ended."""
+        numbered = enumerate(questions)
+        tasks: dict[asyncio.Task[BatchedAnswer[D]], int] = {}
+        most, ended = max(1, self.max_requests // 2), 0
+        try:
+            while True:
+                while len(tasks) < most and (item := next(numbered, None)) is not None:
+                    tasks[asyncio.create_task(self.run(item[1]))] = item[0]
+                if not tasks:
+                    return
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=tasks.__getitem__):
+                    number = tasks.pop(task)
+                    ended += 1
+                    if on_progress is not None:
+                        on_progress(ended)
+                    yield number, _outcome(task)
+        finally:
+            for task in tasks:
+                task.cancel()
+            while left := [task for task in tasks if not task.done()]:
+                await asyncio.wait(left)
+
+    async def place(self, placement: ServingPlacement) -> None:
+        """Serve by another placement, as soon as no batch of each worker runs. Raises ValueError for one that the
+        retrieval cannot take."""
+        self._check_placement(placement)
+
+        async def take_batch() -> None:
+            self.generating.most = placement.batch
+
+        await self.retrieving.between_batches(lambda: self._resize_now(placement.partitions))
+        await self.generating.between_batches(take_batch)
+
+    async def close(self) -> None:
+        """End all requests with RuntimeError. Engine and retrieval stay open."""
+        self._closed = True
+        for request in tuple(self._requests):
+            request.fail(RuntimeError("the server was closed before this request ended"), self._clock())
+            request.abandoned = True
+        await self.retrieving.close()
+        await self.generating.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _enter(self, question: Q, chunks: asyncio.Queue[str | None] | None = None) -> BatchedRequest[Q, D]:
+        if self._closed:
+            raise RuntimeError("this server is closed")
+        if len(self._requests) >= self.max_requests:
+            raise QueueFullError(f"{len(self._requests)} requests are in the server already (max_requests)")
+        ended: asyncio.Future[BatchedAnswer[D]] = asyncio.get_running_loop().create_future()
+        request = BatchedRequest[Q, D](question, RequestTrace(self._clock()), ended, chunks)
+        self._requests[request] = None
+        self.retrieving.start()
+        self.generating.start()
+        self.retrieving.enter(request)
+        return request
+
+    async def _leave(self, request: BatchedRequest[Q, D], told: bool) -> None:
+        """Whatever has become of it: nothing is left of it anywhere. `told`: the caller has its outcome."""
+        request.cancel(self._clock())
+        if not told:
+            # It may have ended in the very moment of its cancellation.
+            request.trace.outcome = "cancelled"
+        self.retrieving.leave(request)
+        self.generating.leave(request)
+        try:
+            await self.generating.end(request)
+        finally:
+            # Contexts that have left the queue make room for others.
+            self.retrieving.wake()
+            if request in self._requests:
+                del self._requests[request]
+                self._observe(request.trace)
+
+    async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
+        chunks: asyncio.Queue[str | None] = asyncio.Queue()
+        request = self._enter(question, chunks)
+        told = False
+        try:
+            while (text := await chunks.get()) is not None:
+                yield text
+            answer = await asyncio.shield(request.ended)
+            told = True
+            yield answer
+        except Exception:
+            told = True
+            raise
+        finally:
+            await self._leave(request, told)
+
+    def _found(self, request: BatchedRequest[Q, D]) -> None:
+        lengths = self._lengths
+        if lengths is None:
+            self.generating.enter(request)
+        else:
+            self.generating.enter(request, lambda: lengths(request.question, request.documents))
+
+    def _check_placement(self, placement: ServingPlacement) -> None:
+        if placement.batch < 1 or placement.partitions < 0:
+            raise ValueError(
+                f"a placement has a batch of at least 1 and no negative partitions, got batch={placement.batch}, "
+                f"partitions={placement.partitions}"
+            )
+
+    def _resize_now(self, partitions: int) -> None:
+        resize = getattr(self._searched, "resize", None)
+        if callable(resize):
+            resize(partitions)
+
+    def _record(self, event: BatchEvent) -> None:
+        self.trace.append(event)
+        self._observe(event)
+
+    def _observe(self, observed: BatchEvent | RequestTrace) -> None:
+        if self._observer is None:
+            return
+        try:
+            self._observer(observed)
+        except Exception as error:
+            if not self._failing:
+                self._failing = True
+                _logger.warning("an observer failed: %s; later failures are not logged", type(error).__name__)
+
+
+class BatchedStream(AsyncIterator[str], Generic[D]):
+    """The pieces of an answer. Closing it early, or leaving `async with`, ends its request. `answer` is there once the
+    stream has ended."""
+
+    def __init__(self, pieces: AsyncGenerator[str | BatchedAnswer[D], None]) -> None:
+        self.answer: BatchedAnswer[D] | None = None
+        self._pieces = pieces
+
+    async def __anext__(self) -> str:
+        async for piece in self._pieces:
+            if isinstance(piece, str):
+                return piece
+            self.answer = piece
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._pieces.aclose()
+
+
+def _outcome(task: asyncio.Task[BatchedAnswer[D]]) -> BatchedAnswer[D] | Exception:
+    if task.cancelled():
+        return RuntimeError("the request was cancelled")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error

@@ -1,0 +1,124 @@
+"""Sizes of what a placement distributes: a model, an index, and the requests of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["NO_INDEX", "Curve", "IndexSizes", "ModelSizes", "Workload"]
+
+Curve = tuple[tuple[int, int], ...]
+"""Points (x, y), ascending in x."""
+
+_Bytes = Annotated[int, Field(ge=0)]
+# Partitions that are in memory beside the resident ones.
+_PASSING = 2
+
+
+class _Sizes(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSizes(_Sizes):
+    """Bytes of a model: of each decoder layer, of all weights outside the layers, which stay on the device, and of a
+    token's KV in all layers.
+
+    `step_bytes`: (tokens, bytes) of the workspace H, what a step of so many tokens takes beside weights and KV,
+    measured or estimated. `staging`: host memory through which streamed layers pass.
+    """
+
+    layers: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
+    outside: _Bytes
+    kv_token: int = Field(gt=0)
+    step_bytes: Curve = Field(min_length=1)
+    itemsize: int = Field(default=2, gt=0)
+    block_tokens: int = Field(default=16, gt=0)
+    staging: _Bytes = 0
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        _check_curve("step_bytes", self.step_bytes)
+        return self
+
+    @property
+    def slot(self) -> int:
+        """Of a buffer that any layer fits into."""
+        return max(self.layers)
+
+    @property
+    def weights(self) -> int:
+        return sum(self.layers) + self.outside
+
+    def workspace(self, tokens: int) -> int:
+        """Of a step. Linear between measured points, never falling; below the first point as there."""
+        return int(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
+
+    def kv(self, tokens: int, requests: int = 1) -> int:
+        """Of so many tokens in blocks. Each request may end inside one."""
+        return (-(-tokens // self.block_tokens) + requests - 1) * self.block_tokens * self.kv_token
+
+
+class IndexSizes(_Sizes):
+    """Bytes of an index: `fixed` stay in host memory, such as centroids; each of `partitions` may."""
+
+    fixed: _Bytes = 0
+    partitions: tuple[_Bytes, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return self.fixed + sum(self.partitions)
+
+    def resident(self, count: int) -> int:
+        """Of so many partitions, the largest."""
+        # Which ones stay is decided by their use: any may.
+        return sum(sorted(self.partitions, reverse=True)[:count])
+
+    def reading(self, resident: int) -> int:
+        """Of the partitions that pass through memory during a search: one is scanned while the next is read."""
+        return sum(sorted(self.partitions, reverse=True)[resident : resident + _PASSING])
+
+
+NO_INDEX = IndexSizes()
+
+
+class Workload(_Sizes):
+    """Tokens of a request. `shared`: (requests, tokens of their KV) by batch, where requests share documents, see
+    `shared_tokens`; without it nothing is shared."""
+
+    prompt_tokens: int = Field(default=2048, gt=0)
+    answer_tokens: int = Field(default=128, gt=0)
+    shared: Curve = ()
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.shared:
+            _check_curve("shared", self.shared)
+        return self
+
+    def kv_tokens(self, batch: int) -> int:
+        """Of the KV of so many requests: a batch's KV is its trie, not its sum. Between two
+        measured batches no less than either leaves open."""
+        each = self.prompt_tokens + self.answer_tokens
+        requests, tokens = max((point for point in self.shared if point[0] <= batch), default=(0, 0))
+        bounds = [tokens + (batch - requests) * each]
+        bounds += [tokens for requests, tokens in self.shared if requests >= batch]
+        return min(bounds)
+
+
+def _check_curve(name: str, points: Curve) -> None:
+    if points[0][0] < 1 or any(before[0] >= after[0] for before, after in pairwise(points)):
+        raise ValueError(f"{name} must have ascending counts from 1 on, got {[count for count, _ in points]}")
+    if points[0][1] < 0 or any(before[1] > after[1] for before, after in pairwise(points)):
+        raise ValueError(f"{name} must not fall, got {[size for _, size in points]}")
+
+
+def _value(points: Sequence[tuple[int, int]], at: int) -> float:
+    """Linear, with the first and last slope beyond the points."""
+    if len(points) == 1:
+        return points[0][1] * max(1.0, at / points[0][0])
+    right = next((index for index in range(1, len(points)) if points[index][0] >= at), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)

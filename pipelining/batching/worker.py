@@ -1,0 +1,244 @@
+"""Worker that forms batches from its queue, and is reorganised between them (RAGDoll sections 4.1 and 4.2)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar, cast, overload
+
+from ragorder.pipelining.batching.batchers.base import Batcher
+from ragorder.pipelining.batching.degradation import Degradation, Relief
+from ragorder.pipelining.batching.requests import BatchedRequest
+from ragorder.pipelining.batching.trace import BatchEvent, WorkerName
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
+
+__all__ = ["Worker", "is_being_cancelled"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+T = TypeVar("T")
+
+_logger = logging.getLogger("ragorder")
+
+
+class Worker(ABC, Generic[Q, D]):
+    """Serves the requests in its queue, `running` of them now. For one event loop.
+
+    Hooks run while no request does, and none starts until they have ended: a worker of its own lock, beside the other
+    worker's batches.
+    """
+
+    name: WorkerName
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        queue: CacheAwareQueue[BatchedRequest[Q, D]],
+        *,
+        reliefs: Sequence[Relief],
+        max_retries: int,
+        shortage: Callable[[BaseException], bool],
+        observe: Callable[[BatchEvent], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.batcher = batcher
+        self.most: int | None = None
+        self.running: dict[BatchedRequest[Q, D], None] = {}
+        self.degradation = Degradation(
+            reliefs, max_retries=max_retries, shortage=shortage, on_relief=lambda: self._event("relieved")
+        )
+        self._queue = queue
+        self._tickets: dict[BatchedRequest[Q, D], Ticket[BatchedRequest[Q, D]]] = {}
+        self._observe = observe
+        self._clock = clock
+        self._size = 0
+        self._hooks: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._failing: set[str] = set()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def enter(self, request: BatchedRequest[Q, D], lengths: Callable[[], CachedLengths] | None = None) -> None:
+        self._tickets[request] = self._queue.enter(request, lengths)
+        self.wake()
+
+    def leave(self, request: BatchedRequest[Q, D]) -> None:
+        """A request that waits is in the queue no longer; one that runs does not come back."""
+        ticket = self._tickets.pop(request, None)
+        if ticket is not None:
+            self._queue.leave(ticket)
+            self.wake()
+
+    def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
+        """At most so many of those that wait, by the last choice."""
+        return self._queue.upcoming(count)
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    @overload
+    async def between_batches(self, hook: Callable[[], Awaitable[T]]) -> T: ...
+
+    @overload
+    async def between_batches(self, hook: Callable[[], T]) -> T: ...
+
+    async def between_batches(self, hook: Callable[[], Any]) -> Any:
+        """The result of `hook`, called once while no batch runs: a coroutine function in the event loop, another in a
+        thread. Raises what it raises, and RuntimeError if the server is closed before."""
+        if self._closed:
+            raise RuntimeError("the server was closed")
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._hooks.append((hook, future))
+        self.start()
+        self.wake()
+        return await future
+
+    def start(self) -> None:
+        if self._task is None and not self._closed:
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """What runs is cancelled; hooks that have not begun raise RuntimeError."""
+        self._closed = True
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+        await self._end_running()
+        for _, future in self._hooks:
+            if not future.done():
+                future.set_exception(RuntimeError("the server was closed"))
+        self._hooks.clear()
+
+    @abstractmethod
+    async def _serve(self) -> bool:
+        """Start what may run now. False: wait for a change."""
+
+    @abstractmethod
+    async def _end_running(self) -> None:
+        """Cancel what runs, and wait for its end."""
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                await self._reorganise()
+                again = await self._serve()
+            except Exception as error:
+                # A policy that fails must not end all requests that come later.
+                self._warn("batching", error)
+                again = False
+            if not again:
+                await self._changed.wait()
+
+    async def _reorganise(self) -> None:
+        while self._hooks and not self.running:
+            hook, future = self._hooks.popleft()
+            if future.done():
+                continue
+            try:
+                if inspect.iscoroutinefunction(hook):
+                    result = await hook()
+                else:
+                    result = await asyncio.to_thread(hook)
+                    if inspect.isawaitable(result):
+                        result = await result
+            except asyncio.CancelledError:
+                closed = is_being_cancelled()
+                if not future.done():
+                    future.set_exception(RuntimeError("the server was closed" if closed else "the hook was cancelled"))
+                if closed:
+                    raise
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+                self._event("reorganised")
+
+    def _choose(self, room: int) -> int:
+        """How many may run at once, at most `room`; 0 without requests."""
+        if not self._queue and not self.running:
+            return 0
+        wanted = self._wanted()
+        self._size = max(0, min(self.degradation.bound(wanted), room))
+        return self._size
+
+    def _wanted(self) -> int:
+        """By the policy alone."""
+        try:
+            wanted = max(1, self._policy_size())
+        except Exception as error:
+            # Without its policy a worker goes on with one request after another.
+            self._warn("the batching policy", error)
+            wanted = 1
+        return wanted if self.most is None else max(1, min(wanted, self.most))
+
+    @abstractmethod
+    def _policy_size(self) -> int: ...
+
+    def _learn(self, size: int, seconds: float) -> None:
+        try:
+            self.batcher.learn(size, seconds)
+        except Exception as error:
+            self._warn("the batching policy", error)
+
+    def _take(self, ticket: Ticket[BatchedRequest[Q, D]] | None = None) -> BatchedRequest[Q, D]:
+        ticket = self._queue.take(ticket)
+        self.running[ticket.item] = None
+        return ticket.item
+
+    def _put_back(self, request: BatchedRequest[Q, D]) -> None:
+        """To its old place: requests that have failed keep their order, in front of those that came later."""
+        self.running.pop(request, None)
+        if (ticket := self._tickets.get(request)) is not None:
+            self._queue.put_back(ticket)
+
+    def _drop(self, request: BatchedRequest[Q, D]) -> None:
+        self.running.pop(request, None)
+        self._tickets.pop(request, None)
+
+    def _event(self, event: str, seconds: float | None = None) -> None:
+        kind = cast("Any", event)
+        try:
+            self._observe(
+                BatchEvent(
+                    self._clock(),
+                    self.name,
+                    kind,
+                    self._size,
+                    len(self.running),
+                    self.waiting,
+                    self._kv_tokens(),
+                    self._partitions(),
+                    seconds,
+                )
+            )
+        except Exception as error:
+            self._warn("an observer", error)
+
+    def _kv_tokens(self) -> int | None:
+        return None
+
+    def _partitions(self) -> int | None:
+        return None
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if name not in self._failing:
+            self._failing.add(name)
+            _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
+
+
+def is_being_cancelled() -> bool:
+    """Whether the running task is meant by a CancelledError, and not something that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

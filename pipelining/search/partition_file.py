@@ -1,0 +1,175 @@
+"""Partitions of an index file: ranges of clusters that are read into memory one by one (RAGDoll section 4.2)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.staged._faiss import load_faiss
+from ragorder.pipelining.staged._ivf import ClusterIndex
+
+__all__ = ["PartitionFile", "PartitionLists"]
+
+_ID_BYTES = 8
+
+
+class PartitionLists:
+    """The inverted lists of one partition in memory."""
+
+    __slots__ = ("invlists", "read_bytes")
+
+    def __init__(self, invlists: Any, read_bytes: int) -> None:
+        self.invlists = invlists
+        self.read_bytes = read_bytes
+
+
+class PartitionFile:
+    """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
+
+    FAISS maps such files, and a page that cannot be read then ends the process. Here only centroids, sizes and places
+    come through FAISS; the lists are read, so that a failing disk is an OSError. Clusters `bounds[p]` to
+    `bounds[p + 1]` are partition p; `home[cluster]` is the partition of a cluster, and its last place, that of cluster
+    -1, is `count`.
+
+    `drop_pages`: pages leave the operating system's cache once they are read, and the index takes no memory but that of
+    its partitions. Raises TypeError for what is no path or no IVF index whose parts add up to its search, ValueError
+    for another file and for a `count` of partitions that it does not have, OSError for a file that cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:
+        index = _open_index(path, searcher)
+        self.index = ClusterIndex(index, searcher)
+        ivf, faiss = self.index.ivf, load_faiss()
+        if not ivf.is_trained:
+            raise ValueError(f"the {type(ivf).__name__} in {path} is not trained: train it, add its vectors, write it")
+        if not 1 <= count <= ivf.nlist:
+            raise ValueError(f"partitions must be 1 to {ivf.nlist}, the clusters of {path}, got {count}")
+        lists = faiss.downcast_InvertedLists(ivf.invlists)
+        if not isinstance(lists, faiss.OnDiskInvertedLists):
+            raise TypeError(
+                f"{searcher} reads inverted lists from a file, but those of {path} are {type(lists).__name__}: write "
+                "the index with plain lists"
+            )
+        self.count = count
+        self.code_size = int(lists.code_size)
+        self.path = _lists_file(path, lists.filename)
+        places = [lists.lists.at(number) for number in range(ivf.nlist)]
+        self._sizes = np.array([place.size for place in places], np.int64)
+        self._capacities = np.array([place.capacity for place in places], np.int64)
+        self._offsets = [int(place.offset) for place in places]
+        del places
+        # The last place is that of cluster -1: none.
+        self.sizes = np.append(self._sizes, 0)
+        self.bounds = _cut(self._sizes, count)
+        self.home = np.append(np.repeat(np.arange(count), np.diff(self.bounds)), count)
+        self.partition_bytes = np.add.reduceat(self._sizes, self.bounds[:-1]) * (self.code_size + _ID_BYTES)
+        self._drop_pages = drop_pages
+        self._none = [faiss.ArrayInvertedLists(int(width), self.code_size) for width in np.diff(self.bounds)]
+        self._stack: Any = None
+        self._file: int | None = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        # The mapping goes with FAISS's own lists.
+        self.show({})
+
+    def read(self, partition: int) -> PartitionLists:
+        """Raises OSError for a file that cannot be read or has been cut off, MemoryError if there is no room."""
+        faiss = load_faiss()
+        first, last = int(self.bounds[partition]), int(self.bounds[partition + 1])
+        lists, total = faiss.ArrayInvertedLists(last - first, self.code_size), 0
+        for number, cluster in enumerate(range(first, last)):
+            size = int(self._sizes[cluster])
+            if not size:
+                continue
+            lists.resize(number, size)
+            codes = faiss.rev_swig_ptr(lists.get_codes(number), size * self.code_size)
+            ids = faiss.rev_swig_ptr(lists.get_ids(number), size)
+            start = self._offsets[cluster]
+            self._fill(codes, start)
+            self._fill(ids.view(np.uint8), start + int(self._capacities[cluster]) * self.code_size)
+            total += codes.nbytes + ids.nbytes
+        return PartitionLists(lists, total)
+
+    def show(self, loaded: Mapping[int, PartitionLists]) -> None:
+        """The clusters of these partitions are what the index scans; the others are empty."""
+        faiss = load_faiss()
+        parts = faiss.InvertedListsPtrVector()
+        for partition, none in enumerate(self._none):
+            parts.push_back(loaded[partition].invlists if partition in loaded else none)
+        stack = faiss.VStackInvertedLists(parts.size(), parts.data())
+        self.index.ivf.replace_invlists(stack)
+        # The former one is in use up to here.
+        self._stack = stack
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _fill(self, buffer: NDArray[np.uint8], offset: int) -> None:
+        if self._file is None:
+            raise ValueError("this index file is closed")
+        left = memoryview(buffer)  # type: ignore[arg-type]
+        start = offset
+        while left:
+            count = os.preadv(self._file, [left], offset)
+            if not count:
+                raise OSError(f"{self.path.name} ends before its inverted lists do: it has been cut off")
+            left, offset = left[count:], offset + count
+        if self._drop_pages and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._file, start, offset - start, os.POSIX_FADV_DONTNEED)
+
+
+def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
+    faiss = load_faiss()
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{searcher} searches an index file, got {type(path).__name__}: write it with faiss.write_index, and pass "
+            "its path"
+        )
+    with open(path, "rb"):
+        # A file that cannot be read is an OSError with its name, not FAISS's RuntimeError.
+        pass
+    try:
+        return faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except RuntimeError as error:
+        if "could not load ArrayInvertedLists" in str(error):
+            raise TypeError(
+                f"the inverted lists in {path} are of a kind that cannot be read in parts: use IndexIVFFlat, "
+                "IndexIVFPQ or IndexIVFScalarQuantizer"
+            ) from error
+        raise ValueError(f"FAISS cannot open {path} as an index: {_reason(error)}") from error
+
+
+def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
+    """Where an index has its lists: between its other parts, in a file of their own, or in one moved with it."""
+    lists = Path(filename or path)
+    if lists.exists():
+        return lists
+    beside = Path(path).with_name(lists.name)
+    if beside.exists():
+        return beside
+    raise FileNotFoundError(
+        f"the inverted lists of {path} are in {lists}, which does not exist, nor does {beside}: put the file there"
+    )
+
+
+def _reason(error: RuntimeError) -> str:
+    """FAISS's sentence without the place in its source."""
+    return re.sub(r"^Error in .*? at \S+:\d+: ", "", str(error)).partition("\n")[0][:200]
+
+
+def _cut(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Bounds of `count` ranges of about equal sizes, none without a cluster."""
+    total = np.cumsum(sizes)
+    bounds = [0]
+    for number in range(1, count):
+        wanted = int(np.searchsorted(total, total[-1] * number / count, side="left")) + 1
+        bounds.append(min(max(wanted, bounds[-1] + 1), len(sizes) - (count - number)))
+    return np.array([*bounds, len(sizes)], np.int64)

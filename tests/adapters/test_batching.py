@@ -1,0 +1,216 @@
+"""Decoupled batches on ordered prompts and real engines; their metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for _module in ("faiss", "numpy", "prometheus_client"):
+    pytest.importorskip(_module)
+
+import faiss
+import numpy as np
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.batching import BatchingMetrics, ordered_batches
+from ragorder.adapters.openai.prompts import PromptRequest, Question
+from ragorder.pipelining import AnswerChunk, PartitionedSearch, Usage, plain_retrieval
+from ragorder.pipelining.batching import AllWaiting, PartitionedRetrieval, StaticBatch
+
+DOCUMENTS = [Document(f"d{number}", f"text of document {number} " * 6) for number in range(40)]
+
+
+async def retrieve(question: Question) -> list[Document]:
+    """Neighbours share documents, in different orders of rank."""
+    number = int(question.query.split()[-1])
+    found = [DOCUMENTS[(number + step) % 8] for step in range(3)]
+    return found[::-1] if number % 2 else found
+
+
+class NotedEngine:
+    def __init__(self) -> None:
+        self.sent: list[PromptRequest] = []
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        self.sent.append(request)
+        await asyncio.sleep(0)
+        yield AnswerChunk("an answer")
+        yield AnswerChunk("", Usage(request.prompt_tokens, 0, 2, "stop"))
+
+
+def asked(count: int, **options: Any) -> list[Question]:
+    return [Question(f"What of {number}", **options) for number in range(count)]
+
+
+def order_of(request: PromptRequest) -> list[str]:
+    assert request.messages is not None
+    text = request.messages[-1]["content"]
+    places = {number: text.find(f"text of document {number} ") for number in range(8)}
+    return [f"d{number}" for number in sorted(places, key=places.__getitem__) if places[number] >= 0]
+
+
+async def test_documents_are_ordered_for_those_that_wait_and_nothing_else_changes() -> None:
+    engine, orderer, builder = NotedEngine(), Orderer(capacity_tokens=100_000), PromptBuilder()
+    async with ordered_batches(
+        engine, plain_retrieval(retrieve), orderer=orderer, builder=builder, batching=StaticBatch(1)
+    ) as server:
+        answers = await asyncio.gather(*(server.run(question) for question in asked(16)))
+        for question, answer in zip(asked(16), answers, strict=True):
+            assert answer.text == "an answer" and list(answer.documents) == await retrieve(question)
+    orders = [order_of(request) for request in engine.sent]
+    assert len(orders) == 16
+    for request, order in zip(engine.sent, orders, strict=True):
+        text = str(request.messages)
+        question = next(each for each in reversed(asked(16)) if each.query in text)
+        assert sorted(order) == sorted(document.id for document in await retrieve(question))
+    # Requests of the same documents make the same prompt up to the question, whatever their ranks.
+    by_set: dict[frozenset[str], set[tuple[str, ...]]] = {}
+    for order in orders:
+        by_set.setdefault(frozenset(order), set()).add(tuple(order))
+    assert len(by_set) == 8 and all(len(found) == 1 for found in by_set.values())
+
+
+async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
+    builder = PromptBuilder()
+    tokens = builder.document_tokens(DOCUMENTS[0])
+
+    async def same(question: Question) -> list[Document]:
+        return DOCUMENTS[:4]
+
+    async def largest(limit: int, **options: Any) -> int:
+        async with ordered_batches(
+            NotedEngine(),
+            plain_retrieval(same),
+            orderer=Orderer(capacity_tokens=100_000),
+            builder=builder,
+            joins=False,
+            batching=AllWaiting(),
+            kv_limit=limit,
+            **options,
+        ) as server:
+            await asyncio.gather(*(server.run(question) for question in asked(20, max_tokens=10)))
+            began = [event for event in server.trace if event.worker == "generation" and event.event == "began"]
+            assert all(event.kv_tokens is not None for event in began)
+            return max(event.running for event in began)
+
+    own = builder.suffix_tokens("What of 19") + 10
+    limit = builder.prefix_tokens + 4 * (tokens + 1) + 20 * own
+    assert limit < 20 * (own + 4 * tokens) / 2
+    assert await largest(limit) == 20
+    assert await largest(100) == 1
+
+
+async def test_tenants_share_nothing() -> None:
+    engine, orderer = NotedEngine(), Orderer(capacity_tokens=100_000)
+    async with ordered_batches(
+        engine, plain_retrieval(retrieve), orderer=orderer, builder=PromptBuilder(), batching=StaticBatch(1)
+    ) as server:
+        questions = [Question(f"What of {number}", scope=f"tenant {number % 2}") for number in range(12)]
+        await asyncio.gather(*(server.run(question) for question in questions))
+    assert {request.scope for request in engine.sent} == {"tenant 0", "tenant 1"}
+
+
+async def test_metrics_count_batches_and_requests_and_name_no_text() -> None:
+    from prometheus_client import generate_latest
+
+    metrics = BatchingMetrics()
+
+    def broken(observed: Any) -> None:
+        raise ZeroDivisionError
+
+    async with ordered_batches(
+        NotedEngine(),
+        plain_retrieval(retrieve),
+        orderer=Orderer(capacity_tokens=100_000),
+        builder=PromptBuilder(),
+        joins=False,
+        batching=StaticBatch(4),
+        kv_limit=100_000,
+        observers=[broken, metrics],
+    ) as server:
+        await asyncio.gather(*(server.run(question) for question in asked(12)))
+    value = metrics.registry.get_sample_value
+    assert value("ragorder_batching_requests_total", {"outcome": "answered"}) == 12
+    assert value("ragorder_batching_events_total", {"worker": "generation", "event": "began"}) == 3
+    assert value("ragorder_batching_events_total", {"worker": "generation", "event": "ended"}) == 3
+    assert value("ragorder_batching_batch_size", {"worker": "generation"}) == 4
+    assert value("ragorder_batching_running", {"worker": "generation"}) == 0
+    assert value("ragorder_batching_seconds_count") == 12
+    assert (value("ragorder_batching_prompt_tokens_total") or 0) > 12 * 30
+    page = generate_latest(metrics.registry).decode()
+    assert "What of" not in page and "document" not in page
+    with pytest.raises(ValueError, match="uplicated"):
+        BatchingMetrics(metrics.registry)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    for module in ("torch", "transformers"):
+        pytest.importorskip(module)
+    from transformers import AutoTokenizer
+
+    from ragorder.adapters.embedded import EngineWorker
+    from ragorder.kernels.engine import EngineSettings, TieredEngine
+    from ragorder.kernels.random_model import make_model
+
+    folder = tmp_path_factory.mktemp("model")
+    texts = [document.text for document in DOCUMENTS]
+    make_model(folder, texts=texts, layers=2, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
+    settings = EngineSettings(device_tokens=8192, dtype="float32", device="cpu")
+    worker = EngineWorker(TieredEngine.load(str(folder), settings))
+    yield worker, AutoTokenizer.from_pretrained(folder)
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def index_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("index") / "index.faiss"
+    index = faiss.index_factory(8, "IVF8,Flat")
+    vectors = np.random.default_rng(0).random((40, 8), np.float32)
+    index.train(np.repeat(vectors, 10, axis=0))
+    index.add(vectors)
+    index.nprobe = 8
+    faiss.write_index(index, str(path))
+    return path
+
+
+def embed(questions: Sequence[Question]) -> Any:
+    seeds = [int(each.query.split()[-1]) % 5 for each in questions]
+    return np.stack([np.random.default_rng(seed).random(8, np.float32) for seed in seeds])
+
+
+@pytest.mark.parametrize("joins", [True, False])
+async def test_on_the_embedded_engine_and_an_index_on_disk(engine: Any, index_path: Path, joins: bool) -> None:
+    """Answers are those of each request alone on the engine; documents are cached for those that follow."""
+    from ragorder.adapters.embedded import EmbeddedStreams
+
+    worker, tokenizer = engine
+    builder = PromptBuilder(tokenizer=tokenizer)
+    orderer: Orderer[Document] = Orderer(
+        capacity_tokens=8192, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens
+    )
+    streams = EmbeddedStreams(worker)
+    questions = asked(20, max_tokens=4)
+    with PartitionedSearch(index_path, 4, resident=1, cores=1) as search:
+        async with ordered_batches(
+            streams,
+            PartitionedRetrieval(search, embed, DOCUMENTS.__getitem__, top_k=3),
+            orderer=orderer,
+            builder=builder,
+            prompts="token_ids",
+            joins=joins,
+            kv_limit=6000,
+        ) as server:
+            answers = await asyncio.gather(*(server.run(question) for question in questions))
+    found = faiss.read_index(str(index_path)).search(embed(questions), 3)[1].tolist()
+    for row, answer in zip(found, answers, strict=True):
+        assert [document.id for document in answer.documents] == [f"d{number}" for number in row]
+        assert answer.usage is not None and answer.usage.completion_tokens == 4
+    # Five different questions: of four in five the documents are cached, or nearly.
+    cached = sum(answer.trace.cached_tokens or 0 for answer in answers)
+    assert cached > 10 * 3 * builder.document_tokens(DOCUMENTS[0])
+    assert not streams.relieve() or hasattr(worker.engine, "relieve")

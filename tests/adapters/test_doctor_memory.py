@@ -1,0 +1,242 @@
+"""`ragorder doctor --memory`: what a model and an index need, and where they are placed."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import run_command
+
+from ragorder.adapters.doctor.memory import choose_budgets
+from ragorder.cli import main
+from ragorder.pipelining.batching.budgets import Budgets
+from ragorder.pipelining.batching.placement_profile import GenerationSample, PlacementProfile
+from ragorder.pipelining.batching.sizes import ModelSizes
+
+doctor = partial(run_command, main, "doctor", "--memory")
+
+CONFIG = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "dtype": "float16",
+}
+BUDGETS = ("--device-bytes", "12GiB", "--host-bytes", "24GiB")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of a 7B model, without weights."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    faiss, np = pytest.importorskip("faiss"), pytest.importorskip("numpy")
+    made = faiss.index_factory(16, "IVF64,Flat")
+    vectors = np.random.default_rng(0).random((5000, 16), dtype=np.float32)
+    made.train(vectors)
+    made.add(vectors)
+    path = tmp_path / "index.faiss"
+    faiss.write_index(made, str(path))
+    return path
+
+
+def reported(*arguments: Any) -> dict[str, Any]:
+    done = doctor(*arguments, "--json")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert (done.exit_code == 0) == (found["placement"] is not None), done.output
+    return found
+
+
+class TestReport:
+    def test_says_what_is_needed_and_what_results(self, config: Path) -> None:
+        done = doctor("--model", config, *BUDGETS)
+        assert done.exit_code == 0, done.output
+        # 202 million parameters a layer, 32 of them, two bytes each.
+        assert re.search(r"weights: 32 layers +12\.1 GiB", done.stdout)
+        assert re.search(r"KV of one request \(2,176 tokens\) +1\.1 GiB", done.stdout)
+        assert "Budgets: device 12.0 GiB, host 24.0 GiB, disk 0 B" in done.stdout
+        assert re.search(r"Of 32 layers \d+ stay on the device, \d+ in host memory, 0 on the disk", done.stdout)
+        assert "Bottleneck:" in done.stdout
+        assert "These times are estimates" in done.stdout
+
+    def test_as_json_has_the_same(self, config: Path) -> None:
+        found = reported("--model", config, *BUDGETS)
+        placement = found["placement"]
+        assert found["estimated"] is True
+        assert found["budgets"] == {"device_bytes": 12 << 30, "host_bytes": 24 << 30, "disk_bytes": 0, "unified": False}
+        assert sum(placement["weights"].values()) == 32
+        assert placement["used"]["device"] <= 12 << 30
+        assert placement["used"]["host"] <= 24 << 30
+        assert placement["engine_settings"]["max_requests"] == placement["batch"]
+        assert sum(found["model"]["layers"]) == pytest.approx(32 * 202.4e6 * 2, rel=0.01)
+
+    def test_shorter_requests_let_more_run(self, config: Path) -> None:
+        tokens = ("--prompt-tokens", "200", "--answer-tokens", "16")
+        short, long = reported("--model", config, *BUDGETS, *tokens), reported("--model", config, *BUDGETS)
+        assert short["workload"]["prompt_tokens"] == 200
+        assert short["placement"]["batch"] > long["placement"]["batch"]
+
+    def test_a_dtype_changes_the_bytes(self, config: Path) -> None:
+        half, whole = (reported("--model", config, *BUDGETS, "--dtype", dtype) for dtype in ("float16", "float32"))
+        assert whole["model"]["layers"][0] == 2 * half["model"]["layers"][0]
+
+    def test_a_backlog_is_what_is_planned_for(self, config: Path) -> None:
+        assert reported("--model", config, *BUDGETS, "--backlog", "1")["placement"]["batch"] == 1
+
+    def test_the_disk_has_kv(self, config: Path) -> None:
+        kv = reported("--model", config, *BUDGETS, "--disk-bytes", "10GiB")["placement"]["kv"]
+        assert 9 << 30 < kv["disk"] <= 10 << 30
+
+    def test_needs_no_torch(self, config: Path, python: Any) -> None:
+        command = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')", "doctor", "--memory")
+        blocked = ("torch", "transformers", "numpy", "faiss", "httpx2", "psutil", "safetensors")
+        done = python(*command, "--model", str(config), *BUDGETS, blocked=blocked)
+        assert done.returncode == 0, done.stderr
+        assert "Bottleneck:" in done.stdout
+
+
+class TestIndex:
+    def test_is_cut_into_partitions(self, config: Path, index: Path) -> None:
+        found = reported("--model", config, *BUDGETS, "--index", index, "--partitions", "8")
+        sizes = found["index"]["partitions"]
+        assert len(sizes) == 8
+        # Vectors and their ids.
+        assert sum(sizes) == 5000 * (16 * 4 + 8)
+        assert found["index"]["fixed"] + sum(sizes) == index.stat().st_size
+        assert found["placement"]["partitions"] == 8
+
+    def test_has_at_most_a_partition_for_each_cluster(self, config: Path, index: Path) -> None:
+        found = reported("--model", config, *BUDGETS, "--index", index, "--partitions", "1000")
+        assert len(found["index"]["partitions"]) == 64
+
+    def test_that_is_no_ivf_is_in_memory_as_a_whole(self, config: Path, tmp_path: Path) -> None:
+        faiss, np = pytest.importorskip("faiss"), pytest.importorskip("numpy")
+        flat = faiss.IndexFlatL2(16)
+        flat.add(np.zeros((100, 16), np.float32))
+        faiss.write_index(flat, str(tmp_path / "flat.faiss"))
+        found = reported("--model", config, *BUDGETS, "--index", tmp_path / "flat.faiss")
+        assert found["index"] == {"fixed": (tmp_path / "flat.faiss").stat().st_size, "partitions": []}
+
+    @pytest.mark.parametrize("content", [b"", b"junk", b"IxFI"])
+    def test_that_is_none_is_refused(self, content: bytes, config: Path, tmp_path: Path) -> None:
+        pytest.importorskip("faiss")
+        (tmp_path / "none.faiss").write_bytes(content)
+        done = doctor("--model", config, *BUDGETS, "--index", tmp_path / "none.faiss")
+        assert done.exit_code == 1
+        assert "none.faiss" in done.stderr
+
+
+class TestProfile:
+    @pytest.fixture
+    def profile(self, tmp_path: Path) -> Path:
+        samples = [
+            GenerationSample(batch=batch, device_layers=device, host_layers=0, seconds=(9 - device) * batch**0.5)
+            for device in (0, 8)
+            for batch in (1, 8)
+        ]
+        model = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30),))
+        made = PlacementProfile(model=model, generation=tuple(samples), step_tokens=64)
+        made.to_file(tmp_path / "profile.json")
+        return tmp_path / "profile.json"
+
+    def test_has_the_sizes_and_measured_times(self, profile: Path) -> None:
+        found = reported("--profile", profile, "--device-bytes", "100000", "--host-bytes", "1000")
+        assert found["estimated"] is False
+        assert found["placement"]["weights"] == {"device": 8, "host": 0, "disk": 0}
+        assert found["placement"]["generation_s"] == pytest.approx(8**0.5)
+
+    def test_goes_without_a_model(self, profile: Path, config: Path) -> None:
+        done = doctor("--profile", profile, "--model", config, *BUDGETS)
+        assert done.exit_code == 2
+        assert "or else a --profile" in done.stderr
+
+    def test_has_been_measured_with_tokens_of_its_own(self, profile: Path) -> None:
+        done = doctor("--profile", profile, *BUDGETS, "--prompt-tokens", "9")
+        assert done.exit_code == 2
+        assert "leave out --prompt-tokens" in done.stderr
+
+    def test_that_is_none_is_refused(self, config: Path) -> None:
+        done = doctor("--profile", config, *BUDGETS)
+        assert done.exit_code == 1
+        assert "no profile of placements" in done.stderr
+
+
+class TestBudgets:
+    def test_that_are_too_small_say_what_is_missing(self, config: Path) -> None:
+        done = doctor("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
+        assert done.exit_code == 1
+        missing, least = re.findall(r"and (\d+) bytes are missing.*Give device_bytes (\d+) or more", done.stderr)[0]
+        assert int(least) - int(missing) == 1 << 30
+        assert re.search(r"weights: 32 layers", done.stdout)
+        again = doctor("--model", config, "--device-bytes", least, "--host-bytes", "24GiB")
+        assert again.exit_code == 0
+        found = reported("--model", config, "--device-bytes", "1GiB", "--host-bytes", "24GiB")
+        assert str(missing) in found["problem"]
+
+    @pytest.mark.parametrize("size", ["-1", "many", "6 apples"])
+    @pytest.mark.parametrize("flag", ["--device-bytes", "--host-bytes", "--disk-bytes"])
+    def test_that_are_no_sizes_are_refused(self, flag: str, size: str, config: Path) -> None:
+        done = doctor("--model", config, f"{flag}={size}")
+        assert done.exit_code == 2
+        assert "is no size" in done.stderr
+
+    def test_that_are_not_given_are_this_machines(self) -> None:
+        pytest.importorskip("psutil")
+        machine = choose_budgets(None, None, None)
+        assert machine.host_bytes > 0
+        assert choose_budgets(1 << 20, None, None).device_bytes == 1 << 20
+        assert choose_budgets(1, 2, None) == Budgets(1, 2, 0)
+
+    def test_without_psutil_both_must_be_given(self, config: Path, python: Any) -> None:
+        command = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')", "doctor", "--memory")
+        done = python(*command, "--model", str(config), blocked=("psutil",))
+        assert done.returncode == 1
+        assert "pip install 'ragorder[memory]'" in done.stderr
+
+
+class TestUsage:
+    def test_a_model_is_needed(self) -> None:
+        done = doctor(*BUDGETS)
+        assert done.exit_code == 2
+        assert "takes a --model" in done.stderr
+
+    def test_a_folder_without_weights_is_refused(self, config: Path) -> None:
+        done = doctor("--model", config.parent, *BUDGETS)
+        assert done.exit_code == 1
+        assert "has no weights" in done.stderr
+
+    def test_a_server_is_another_matter(self, config: Path) -> None:
+        done = doctor("http://127.0.0.1:1", "--model", config)
+        assert done.exit_code == 2
+        assert "leave out the URL" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("flag", "value"),
+        [
+            ("--backlog", "3"),
+            ("--partitions", "3"),
+            ("--dtype", "float16"),
+            ("--answer-tokens", "3"),
+            ("--host-bytes", "3"),
+        ],
+    )
+    def test_its_options_go_with_it(self, flag: str, value: str) -> None:
+        done = run_command(main, "doctor", "http://127.0.0.1:1", flag, value)
+        assert done.exit_code == 2
+        assert f"{flag} requires --memory" in done.stderr
+
+    def test_without_it_a_server_is_needed(self) -> None:
+        done = run_command(main, "doctor")
+        assert done.exit_code == 2
+        assert "Missing argument 'URL'" in done.stderr

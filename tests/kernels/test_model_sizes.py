@@ -1,0 +1,161 @@
+"""Sizes of models, from weights and from configurations, against the models themselves."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragorder.kernels.model_sizes import model_sizes
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": SMALL,
+    "MistralConfig": SMALL,
+    "Qwen2Config": SMALL | {"tie_word_embeddings": True},
+    "Qwen3Config": SMALL | {"head_dim": 32},
+    "MixtralConfig": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2Config": {"vocab_size": 1000, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+}
+
+
+def made(name: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return getattr(transformers, name)(**FAMILIES[name], bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+def saved(tmp_path: Path, name: str = "LlamaConfig", **options: Any) -> tuple[Path, Any]:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(made(name)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, **options)
+    return tmp_path, model
+
+
+def nbytes(model: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def in_a_buffer(layer: Any) -> int:
+    """With the engine's alignment of 512 bytes."""
+    return sum(-(-each.numel() * each.element_size() // 512) * 512 for each in layer.parameters())
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_gives_the_bytes_of_the_model(self, name: str, tmp_path: Path) -> None:
+        torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+        config = made(name)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        sizes = model_sizes(tmp_path / "config.json", dtype="float32")
+        assert sizes.weights == pytest.approx(nbytes(model), rel=0.005)
+        assert len(sizes.layers) == 3
+
+    def test_needs_no_torch(self, python: Any, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**SMALL, "dtype": "bfloat16"}))
+        script = (
+            "import sys; from ragorder.kernels.model_sizes import model_sizes; print(model_sizes(sys.argv[1]).kv_token)"
+        )
+        done = python(
+            "-c", script, str(tmp_path / "config.json"), blocked=("torch", "transformers", "numpy", "safetensors")
+        )
+        # Keys and values of 3 layers, 2 heads of 16 numbers, 2 bytes each.
+        assert done.stdout.strip() == str(2 * 3 * 2 * 16 * 2), done.stderr
+
+    def test_of_a_part_that_generates_is_the_text_models(self, tmp_path: Path) -> None:
+        (tmp_path / "plain.json").write_text(json.dumps(SMALL))
+        (tmp_path / "parts.json").write_text(json.dumps({"vision_config": {"hidden_size": 9}, "text_config": SMALL}))
+        assert model_sizes(tmp_path / "parts.json") == model_sizes(tmp_path / "plain.json")
+
+    def test_a_larger_step_needs_more(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(SMALL))
+        sizes = model_sizes(tmp_path / "config.json")
+        assert sizes.workspace(64) < sizes.workspace(100) < sizes.workspace(8192) < sizes.workspace(20_000)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("options", [{}, {"max_shard_size": "100KB"}], ids=["one file", "shards"])
+    def test_give_the_bytes_of_each_layer(self, options: dict[str, Any], tmp_path: Path) -> None:
+        folder, model = saved(tmp_path, **options)
+        assert len(list(folder.glob("*.safetensors"))) == 1 or options
+        sizes = model_sizes(folder)
+        assert sizes.layers == tuple(in_a_buffer(layer) for layer in model.model.layers)
+        assert sizes.outside == nbytes(model) - sum(map(nbytes, model.model.layers))
+        assert sizes.itemsize == 2
+
+    def test_count_tied_embeddings_once(self, tmp_path: Path) -> None:
+        folder, model = saved(tmp_path, "Qwen2Config")
+        assert model_sizes(folder).outside == nbytes(model) - sum(map(nbytes, model.model.layers))
+
+    def test_may_be_converted(self, tmp_path: Path) -> None:
+        folder, _ = saved(tmp_path)
+        stored, wide = model_sizes(folder), model_sizes(folder, dtype="float32")
+        assert (wide.weights, wide.kv_token) == (2 * stored.weights, 2 * stored.kv_token)
+
+
+class TestBadInput:
+    def refusal(self, path: Path, **options: Any) -> str:
+        with pytest.raises(ValueError, match=r".+") as refused:
+            model_sizes(path, **options)
+        return str(refused.value)
+
+    def test_no_folder(self, tmp_path: Path) -> None:
+        assert "there is no" in self.refusal(tmp_path / "absent")
+
+    def test_no_configuration(self, tmp_path: Path) -> None:
+        assert "no config.json" in self.refusal(tmp_path)
+
+    def test_no_weights(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(SMALL))
+        said = self.refusal(tmp_path)
+        assert "has no weights (*.safetensors)" in said
+        assert "config.json" in said
+
+    def test_weights_of_another_model(self, tmp_path: Path) -> None:
+        folder, _ = saved(tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+        assert "no list of 5 layers" in self.refusal(folder)
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"\x00" * 8, struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"null", b"junk" * 9]
+    )
+    def test_weights_that_cannot_be_read(self, content: bytes, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(SMALL))
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert "model.safetensors is no safetensors file" in self.refusal(tmp_path)
+
+    def test_weights_that_are_cut_off(self, tmp_path: Path) -> None:
+        folder, _ = saved(tmp_path)
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        assert "cut off" in self.refusal(folder)
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("{", "is no JSON"),
+            ("[]", "no configuration"),
+            ("{}", "num_hidden_layers"),
+            (json.dumps(SMALL | {"hidden_size": "large"}), "hidden_size"),
+            (json.dumps(SMALL | {"num_attention_heads": 0}), "num_attention_heads"),
+        ],
+    )
+    def test_a_configuration_that_is_none(self, content: str, said: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(content)
+        assert said in self.refusal(tmp_path / "config.json")
+
+    def test_an_unknown_dtype(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(SMALL))
+        assert "float32, bfloat16, float16" in self.refusal(tmp_path, dtype="int3")

@@ -1,0 +1,54 @@
+"""Planned bytes against the memory of a process that has a model and an index placed so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some 320 MB, and an index of 100."""
+    for name in ("torch", "transformers", "faiss", "psutil"):
+        pytest.importorskip(name)
+    if sys.platform != "linux":
+        pytest.skip("resident memory is read from /proc")
+    from support.placed_memory import make_index, make_model
+
+    folder = tmp_path_factory.mktemp("placed")
+    make_model(folder / "model", layers=12, hidden=768)
+    make_index(folder / "index.faiss", vectors=390_000)
+    return folder
+
+
+def placed(folder: Path, host_bytes: int) -> dict[str, Any]:
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-m", "support.placed_memory", str(folder), str(host_bytes)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("budget", [300, 360, 600], ids=["few layers", "more layers", "all"])
+def test_planned_bytes_are_the_processs_within_5_percent(folder: Path, budget: int) -> None:
+    found = placed(folder, budget << 20)
+    assert found["planned"] <= budget << 20
+    assert found["measured"] == pytest.approx(found["planned"], rel=0.05), found
+    if budget == 600:
+        assert found["device_layers"] == 12
+    else:
+        assert found["device_layers"] < 12

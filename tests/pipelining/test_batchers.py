@@ -1,0 +1,276 @@
+"""Batches follow the backlog; what a batch takes is its trie."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncGenerator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rings import examples
+from support.workflows import Asked, PlainPrompts, digest
+
+from ragorder.eval.virtual.loop import run_virtual
+from ragorder.pipelining import AnswerChunk, Usage, plain_retrieval
+from ragorder.pipelining.batching import (
+    AllWaiting,
+    Backlog,
+    BacklogAware,
+    BatchEvent,
+    Context,
+    DecoupledServer,
+    PowerLaw,
+    StaticBatch,
+    TrieKV,
+    best_batch,
+)
+from ragorder.pipelining.batching.kv import largest_prefix
+from ragorder.pipelining.workflow import NodeQuestion
+
+
+class TestPolicies:
+    def test_all_that_wait(self) -> None:
+        assert AllWaiting().size(Backlog(700)) == 700
+        assert AllWaiting(64).size(Backlog(700)) == 64
+        assert AllWaiting(64).size(Backlog(3)) == 3
+
+    def test_a_fixed_size(self) -> None:
+        assert [StaticBatch(32).size(Backlog(waiting)) for waiting in (1, 31, 32, 500)] == [1, 31, 32, 32]
+
+    @given(waiting=st.integers(1, 200), running=st.integers(0, 50), c=st.floats(0, 1.5), most=st.integers(1, 40))
+    def test_by_backlog_it_is_the_best_batch(self, waiting: int, running: int, c: float, most: int) -> None:
+        law = PowerLaw(2.0, c)
+        batcher = BacklogAware(law.__call__, most=most)
+        sizes = sorted({*(1 << power for power in range(most.bit_length())), most})
+        expected = best_batch(min(waiting + running, 4 * most), law, sizes)
+        assert batcher.size(Backlog(waiting, running)) == expected
+        # Once more, from what it remembers.
+        assert batcher.size(Backlog(waiting, running)) == expected
+        soon = [0.1, 0.3]
+        expected = best_batch(min(waiting + running, 4 * most), law, sizes, soon)
+        assert batcher.size(Backlog(waiting, running, soon)) == expected
+
+    def test_below_the_threshold_of_equation_8_the_largest_batch_and_above_it_the_smallest(self) -> None:
+        """Its two batches: c = log2(3/2)."""
+        threshold = math.log2(1.5)
+        for waiting in (2, 4, 8, 16, 32, 64):
+            for c, expected in ((threshold - 0.01, waiting), (threshold + 0.01, waiting // 2)):
+                batcher = BacklogAware(PowerLaw(1, c), sizes=[waiting // 2, waiting])
+                assert batcher.size(Backlog(waiting)) == expected
+
+    def test_a_machine_that_turns_out_otherwise_is_learnt(self) -> None:
+        batcher = BacklogAware(most=64)
+        assert batcher.size(Backlog(64)) == 64
+        for size in (1, 4, 16, 64, 2, 8, 32) * 10:
+            batcher.learn(size, 0.5 * size)
+        assert batcher.size(Backlog(64)) == 1
+        before = batcher.size(Backlog(16))
+        for size, seconds in ((0, 1.0), (4, 0.0), (4, math.inf), (4, -1.0)):
+            batcher.learn(size, seconds)
+        assert batcher.size(Backlog(16)) == before
+
+    def test_sizes_to_choose_from(self) -> None:
+        batcher = BacklogAware(PowerLaw(1, 0.2), sizes=[8, 16])
+        assert [batcher.size(Backlog(waiting)) for waiting in (3, 8, 12, 16, 99)] == [3, 8, 12, 16, 16]
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: AllWaiting(0),
+            lambda: StaticBatch(0),
+            lambda: BacklogAware(most=0),
+            lambda: BacklogAware(sizes=[]),
+            lambda: BacklogAware(sizes=[4, -1]),
+        ],
+    )
+    def test_sizes_below_one_are_refused(self, make: Any) -> None:
+        with pytest.raises(ValueError, match="at least 1"):
+            make()
+
+
+def trie_kv(**options: Any) -> TrieKV[str, str]:
+    return TrieKV(key=str, tokens=lambda document: 10 + len(document), own_tokens=lambda question: 100, **options)
+
+
+class TestKVTokens:
+    def test_shared_documents_count_once_wherever_they_stand(self) -> None:
+        contexts = [Context("q1", ["a", "b", "c"]), Context("q2", ["c", "b", "a"]), Context("q3", ["b", "x"])]
+        # b is shared by all, a and c by two.
+        assert trie_kv()(contexts) == 300 + 11 * 4
+        assert trie_kv()(contexts[:1]) == 100 + 33
+        assert trie_kv()([]) == 0
+
+    def test_the_system_prompt_counts_once_in_each_scope(self) -> None:
+        kv = trie_kv(prefix_tokens=50, scope=lambda question: question[0])
+        assert kv([Context("a1", ["d"]), Context("a2", ["d"])]) == 50 + 200 + 11
+        assert kv([Context("a1", ["d"]), Context("b2", ["d"])]) == 100 + 200 + 22
+
+    def test_a_document_that_occurs_twice_in_a_prompt_counts_twice(self) -> None:
+        assert trie_kv()([Context("q", ["a", "a", "b"])]) == 100 + 33
+
+    @settings(max_examples=examples(200))
+    @given(st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=5, unique=True), max_size=12))
+    def test_is_between_the_distinct_documents_and_the_sum(self, requests: list[list[str]]) -> None:
+        found = trie_kv()([Context("q", documents) for documents in requests]) - 100 * len(requests)
+        distinct = len({document for documents in requests for document in documents})
+        assert 11 * distinct <= found <= 11 * sum(map(len, requests))
+
+    @given(st.integers(1, 40), st.integers(0, 50))
+    def test_the_most_that_fit_from_the_front(self, count: int, fitting: int) -> None:
+        tried: list[int] = []
+
+        def fits(number: int) -> bool:
+            tried.append(number)
+            return number <= fitting
+
+        found = largest_prefix(count, fits)
+        assert found == max(1, min(count, fitting)) and len(tried) <= 6
+
+
+class BatchEngine:
+    """On the virtual clock: a request takes the time of a batch of all that run when it begins."""
+
+    def __init__(self, law: PowerLaw) -> None:
+        self.law = law
+        self.running = 0
+
+    async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+        self.running += 1
+        try:
+            # All of a batch have begun after it.
+            await asyncio.sleep(0.001)
+            await asyncio.sleep(self.law(self.running))
+            text = f"a{digest((request.question.text, request.documents)):x}"
+            yield AnswerChunk(text, Usage(request.prompt_tokens, 0, 1, "stop"))
+        finally:
+            self.running -= 1
+
+
+async def served(arrivals_s: Sequence[float], *, joins: bool, batching: Any, **options: Any) -> list[BatchEvent]:
+    loop = asyncio.get_running_loop()
+
+    async def retrieve(question: NodeQuestion) -> list[str]:
+        await asyncio.sleep(0.1)
+        return [question.text]
+
+    server: DecoupledServer[Any, Any, Any] = DecoupledServer(
+        plain_retrieval(retrieve),
+        PlainPrompts(),
+        BatchEngine(PowerLaw(1.0, 0.4)),
+        joins=joins,
+        batching=batching,
+        clock=loop.time,
+        **options,
+    )
+
+    async def arrive(number: int, at_s: float) -> str:
+        await asyncio.sleep(at_s)
+        answer = await server.run(NodeQuestion(f"question {number}"))
+        assert answer.documents == [f"question {number}"]
+        return answer.text
+
+    async with server:
+        answers = await asyncio.gather(*(arrive(number, at_s) for number, at_s in enumerate(arrivals_s)))
+    assert len(answers) == len(arrivals_s) and all(answers)
+    return [event for event in server.trace if event.worker == "generation"]
+
+
+def bursts(draw: Random, count: int) -> list[float]:
+    """Quiet times with a request now and then, and bursts."""
+    times, now_s = [], 0.0
+    for _ in range(count):
+        now_s += draw.uniform(5, 20)
+        times += [now_s] * draw.choice((1, 1, 2, 10, 40, 100))
+    return times
+
+
+class WithoutForesight(BacklogAware):
+    """By what waits alone."""
+
+    def size(self, backlog: Backlog) -> int:
+        return super().size(Backlog(backlog.waiting, backlog.running))
+
+
+class TestBatchesFollowTheBacklog:
+    @settings(max_examples=examples(50), deadline=None)
+    @given(seed=st.integers(0, 999))
+    def test_a_batch_is_the_backlog_and_falls_with_it(self, seed: int) -> None:
+        """Far below Eq. 8's threshold the best batch is all that waits: each has the size of the backlog before it, so
+        that it rises with the backlog, and has fallen one batch after it."""
+        batcher = WithoutForesight(PowerLaw(1.0, 0.1).__call__, most=64)
+        events = run_virtual(served(bursts(Random(seed), 6), joins=False, batching=batcher))
+        began = [event for event in events if event.event == "began"]
+        ended = [event for event in events if event.event == "ended"]
+        assert len(began) == len(ended)
+        for event in began:
+            backlog = event.running + event.waiting
+            assert event.batch == event.running == min(64, backlog)
+        for before, after in itertools.pairwise(began):
+            if not before.waiting and after.running < before.running:
+                assert after.batch < before.batch
+
+    @settings(max_examples=examples(50), deadline=None)
+    @given(seed=st.integers(0, 999))
+    def test_where_requests_join_as_many_run_as_the_backlog_allows(self, seed: int) -> None:
+        batcher = BacklogAware(PowerLaw(1.0, 0.1).__call__, most=32)
+        arrivals = bursts(Random(seed), 6)
+        events = run_virtual(served(arrivals, joins=True, batching=batcher))
+        began = [event for event in events if event.event == "began"]
+        assert len(began) == len(arrivals)
+        for event in began:
+            assert event.running <= event.batch <= 32
+            assert event.batch == min(32, event.running + event.waiting)
+        assert max(event.running for event in began) == min(32, max(arrivals.count(at_s) for at_s in arrivals))
+        assert events[-1].running == events[-1].waiting == 0
+
+    def test_a_static_batch_does_not(self) -> None:
+        events = run_virtual(served([0.0] * 40 + [50.0], joins=False, batching=StaticBatch(16)))
+        assert [event.running for event in events if event.event == "began"] == [16, 16, 8, 1]
+
+    def test_the_kv_limit_holds_for_tries(self) -> None:
+        """Four documents shared by ten requests each: as many fit as their trie allows, not their sum."""
+
+        async def retrieve(question: NodeQuestion) -> list[str]:
+            return ["shared", "too"]
+
+        async def main(limit: int, joins: bool) -> list[BatchEvent]:
+            loop = asyncio.get_running_loop()
+            kv: Any = TrieKV(key=str, tokens=lambda document: 1000, own_tokens=lambda question: 10)
+            async with DecoupledServer(
+                plain_retrieval(retrieve),
+                PlainPrompts(),
+                BatchEngine(PowerLaw(1.0, 0.4)),
+                joins=joins,
+                kv=kv,
+                kv_limit=limit,
+                clock=loop.time,
+            ) as server:
+                answers = [answer async for _, answer in server.batch(NodeQuestion(f"q{n}") for n in range(40))]
+                assert len(answers) == 40 and not any(isinstance(answer, Exception) for answer in answers)
+                return [event for event in server.trace if event.worker == "generation" and event.event == "began"]
+
+        for joins in (True, False):
+            events = run_virtual(main(2200, joins))
+            assert max(event.running for event in events) == 20
+            assert all(event.kv_tokens is not None and event.kv_tokens <= 2200 for event in events)
+            # A request that does not fit is served alone.
+            assert {event.running for event in run_virtual(main(5, joins))} == {1}
+
+    def test_what_is_learnt_is_the_time_beside_others(self) -> None:
+        class Noted(BacklogAware):
+            samples: list[tuple[int, float]]
+
+            def learn(self, size: int, seconds: float) -> None:
+                self.samples.append((size, seconds))
+
+        for joins in (True, False):
+            batcher = Noted(PowerLaw(1.0, 0.1).__call__)
+            batcher.samples = []
+            run_virtual(served([0.0] * 20, joins=joins, batching=batcher))
+            assert {size for size, _ in batcher.samples} == {20}
+            assert {round(seconds, 6) for _, seconds in batcher.samples} == {round(0.001 + 20**0.4, 6)}

@@ -1,0 +1,140 @@
+"""Budgets of memory: sizes as people write them, and what this machine has."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragorder.pipelining.batching.budgets import Budgets, format_bytes
+from ragorder.pipelining.batching.machine import cgroup_headroom, device_memory, disk_memory, host_memory
+
+
+def group(folder: Path, limit: str, used: int, reclaimable: int, *, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {reclaimable}\n")
+
+
+class TestSizes:
+    def test_are_numbers_or_text(self) -> None:
+        budgets = Budgets("6GiB", 24 << 30, disk_bytes="1.5 GB")
+        assert (budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes) == (6 << 30, 24 << 30, 1_500_000_000)
+        assert not budgets.unified
+        assert budgets == Budgets(6 << 30, "24GiB", 1_500_000_000)
+
+    @pytest.mark.parametrize("size", [-1, "-1GiB", "six", "6 apples", "", 1.5, True, None])
+    @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
+    def test_that_are_none_are_refused_by_name(self, name: str, size: Any) -> None:
+        sizes: dict[str, Any] = {"device_bytes": 1, "host_bytes": 1, name: size}
+        with pytest.raises(ValueError, match=name):
+            Budgets(**sizes)
+
+    def test_can_be_changed_one_by_one(self) -> None:
+        unified = Budgets(1, 2, 3, unified=True)
+        assert unified.changed(host_bytes=20) == Budgets(1, 20, 3, unified=True)
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5,120.0 GiB")],
+    )
+    def test_are_shown(self, size: int, text: str) -> None:
+        assert format_bytes(size) == text
+
+
+class TestThisMachine:
+    def test_is_within_what_is_free(self, tmp_path: Path) -> None:
+        psutil = pytest.importorskip("psutil")
+        budgets = Budgets.of_this_machine(tmp_path, share=0.5)
+        assert 0 < budgets.host_bytes < psutil.virtual_memory().total
+        assert 0 < budgets.disk_bytes < disk_memory(tmp_path)
+        assert budgets.unified == (device_memory() is None)
+        if budgets.unified:
+            assert budgets.device_bytes == budgets.host_bytes
+
+    @pytest.mark.parametrize("share", [0, -0.5, 1.5])
+    def test_a_share_is_one(self, share: float) -> None:
+        with pytest.raises(ValueError, match="share"):
+            Budgets.of_this_machine(share=share)
+
+    def test_a_folder_to_be_made_is_on_its_parents_disk(self, tmp_path: Path) -> None:
+        assert disk_memory(tmp_path / "a" / "b") == pytest.approx(disk_memory(tmp_path), rel=0.1)
+
+    def test_the_limit_of_the_process_counts(self) -> None:
+        script = (
+            "import resource\n"
+            "from ragorder.pipelining.batching.machine import host_memory\n"
+            "import psutil\n"
+            "limit = psutil.Process().memory_info().vms + (64 << 20)\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+            "print(host_memory())"
+        )
+        pytest.importorskip("psutil")
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert 0 < int(done.stdout) <= 64 << 20
+        assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY or host_memory()
+
+    def test_a_gpu_that_is_hidden_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert device_memory() is None
+
+    def test_a_gpu_is_read_from_its_driver(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/called"\nprintf "8192\\n4096\\n"\n')
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+        assert device_memory() == 8192 << 20
+        assert "-i 3" in (tmp_path / "called").read_text()
+
+    def test_a_driver_that_fails_is_no_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\necho broken\nexit 9\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert device_memory() is None
+
+
+class TestControlGroups:
+    def test_the_least_of_the_group_and_those_above_it(self, tmp_path: Path) -> None:
+        group(tmp_path / "a", "1000", 400, 0)
+        group(tmp_path / "a" / "b", "800", 300, 50)
+        (tmp_path / "membership").write_text("0::/a/b\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 550
+        group(tmp_path / "a", "1000", 700, 100)
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 400
+
+    def test_file_pages_that_can_go_are_free(self, tmp_path: Path) -> None:
+        group(tmp_path, "1000", 990, 600)
+        (tmp_path / "membership").write_text("0::/\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 610
+
+    def test_inside_a_container_its_own_group_is_at_the_top(self, tmp_path: Path) -> None:
+        group(tmp_path, "1000", 100, 0)
+        (tmp_path / "membership").write_text("0::/docker/abc\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 900
+
+    def test_version_1(self, tmp_path: Path) -> None:
+        group(tmp_path / "memory" / "job", "5000", 1000, 200, version=1)
+        (tmp_path / "membership").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 4200
+
+    def test_no_limit_is_none(self, tmp_path: Path) -> None:
+        group(tmp_path, "max", 100, 0)
+        (tmp_path / "membership").write_text("0::/\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") is None
+        assert cgroup_headroom(tmp_path, tmp_path / "absent") is None
+
+    def test_over_the_limit_nothing_is_left(self, tmp_path: Path) -> None:
+        group(tmp_path, "100", 150, 0)
+        (tmp_path / "membership").write_text("0::/\n")
+        assert cgroup_headroom(tmp_path, tmp_path / "membership") == 0

@@ -1,0 +1,279 @@
+"""No request of decoupled batches is lost or answered twice, whatever allocation or disk fails, and whenever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from support.rings import length
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from support.workflow_server import SlowEngine, document, long_answer, small_index, vector
+from support.workflows import Asked, Committed, PlainPrompts
+
+from ragorder.pipelining import AnswerChunk, PartitionedSearch
+from ragorder.pipelining.batching import (
+    BacklogAware,
+    BatchEvent,
+    DecoupledServer,
+    PartitionedRetrieval,
+    RequestTrace,
+    StaticBatch,
+    TrieKV,
+)
+from ragorder.pipelining.workflow import NodeQuestion
+
+SITES = {
+    *("before the answer", "within the answer", "after the answer", "commit", "relief"),
+    *("embed", "centroids", "read", "scan", "before a stage's scan", "after a stage's scan", "document"),
+    *("policy", "observer", "hook"),
+}
+# Never fits, even alone.
+POISON = "question 99"
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's is called."""
+
+
+class Faults:
+    """Injects failures by call site, and counts them."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.random = Random(seed)
+        self.share = share
+        self.injected: Counter[str] = Counter()
+
+    def at(self, site: str, *kinds: type[Exception], share: float | None = None) -> None:
+        if self.random.random() < (self.share if share is None else share):
+            self.injected[site] += 1
+            raise self.random.choice(kinds or (MemoryError, OSError, OutOfMemoryError))("a secret")
+
+
+class FailingEngine(SlowEngine):
+    """Fails before, within and after answers."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.faults = faults
+
+    async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+        self.faults.at("before the answer", share=1.0 if request.question.text == POISON else None)
+        async with aclosing(super().stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                self.faults.at("within the answer", share=self.faults.share / 10)
+        self.sent.clear()
+        self.faults.at("after the answer")
+
+    def relieve(self) -> bool:
+        self.faults.at("relief", ZeroDivisionError, share=0.2)
+        return self.faults.random.random() < 0.3
+
+
+class FailingPrompts(PlainPrompts):
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.faults = faults
+
+    def commit(self, question: NodeQuestion, documents: Sequence[Any], /) -> Committed:
+        self.faults.at("commit")
+        return super().commit(question, documents)
+
+
+class FailingIndex:
+    """Fails reads and scans of a search by partition, and its second scans."""
+
+    def __init__(self, search: PartitionedSearch, faults: Faults) -> None:
+        file, index, scanner = search._file, search._file.index, search._scanner
+        read, scan, visit, nearest = file.read, index.scan, scanner.scan_visits, index.nearest_clusters
+
+        def reading(partition: int) -> Any:
+            faults.at("read", OSError, MemoryError)
+            return read(partition)
+
+        def scanning(*arguments: Any, **options: Any) -> Any:
+            faults.at("scan", MemoryError, share=faults.share / 4)
+            return scan(*arguments, **options)
+
+        def visiting(*arguments: Any) -> Any:
+            faults.at("before a stage's scan")
+            found = visit(*arguments)
+            faults.at("after a stage's scan")
+            return found
+
+        def finding(*arguments: Any) -> Any:
+            faults.at("centroids", MemoryError)
+            return nearest(*arguments)
+
+        file.read = reading  # type: ignore[method-assign]
+        index.scan = scanning  # type: ignore[method-assign, assignment]
+        scanner.scan_visits = visiting  # type: ignore[method-assign, assignment]
+        index.nearest_clusters = finding  # type: ignore[method-assign, assignment]
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    """Half of its vectors twice, for ties."""
+    index, copy = small_index(), small_index()
+    copy.make_direct_map()
+    index.add(copy.reconstruct_n(0, 200))
+    return index
+
+
+@pytest.fixture(scope="module")
+def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("index") / "index.faiss"
+    faiss.write_index(index, str(path))
+    return path
+
+
+@pytest.mark.parametrize("joins", [True, False])
+async def test_ten_thousand_failures(joins: bool, path: Path, index: Any) -> None:
+    """And cancellations at random times, streams, reorganisations, policies and observers that fail."""
+    failures, rounds = length(10_000, 600), 0
+    faults = Faults(seed=int(joins), share=0.03)
+    random, outcomes, events, traces = faults.random, Counter[str](), list[BatchEvent](), list[RequestTrace]()
+    engine, prompts = FailingEngine(faults), FailingPrompts(faults)
+    expected: dict[str, tuple[list[str], str]] = {}
+    for number in range(6):
+        asked = NodeQuestion(f"question {number}")
+        found = [document(id) for id in index.search(vector(asked.text)[None], 3)[1][0].tolist()]
+        expected[asked.text] = found, long_answer(Asked(asked, tuple(found)))
+
+    def embed(questions: Sequence[NodeQuestion]) -> Any:
+        faults.at("embed", MemoryError, ValueError)
+        return np.stack([vector(each.text) for each in questions])
+
+    def fetched(id: int) -> str:
+        faults.at("document", MemoryError, KeyError, share=0.005)
+        return document(id)
+
+    def observe(observed: Any) -> None:
+        (events if isinstance(observed, BatchEvent) else traces).append(observed)
+        faults.at("observer", ZeroDivisionError, share=0.01)
+
+    class Policy(BacklogAware):
+        def size(self, backlog: Any) -> int:
+            faults.at("policy", ZeroDivisionError, share=0.01)
+            return random.choice((super().size(backlog), 1, 3, 16))
+
+    def tokens(name: str) -> int:
+        faults.at("kv", ZeroDivisionError, share=0.002)
+        return 100
+
+    async def request(server: DecoupledServer[Any, Any, Any], streamed: bool) -> None:
+        asked = NodeQuestion(POISON if random.random() < 0.03 else f"question {random.randrange(6)}")
+
+        async def ask() -> tuple[list[str], str]:
+            if not streamed:
+                answer = await server.run(asked)
+                return list(answer.documents), answer.text
+            async with server.stream(asked) as stream:
+                pieces = [piece async for piece in stream]
+            assert stream.answer is not None and "".join(pieces) == stream.answer.text
+            return list(stream.answer.documents), stream.answer.text
+
+        run = asyncio.create_task(ask())
+        if random.random() < 0.2:
+            for _ in range(random.randrange(150)):
+                await asyncio.sleep(0)
+            run.cancel()
+            if random.random() < 0.2:
+                await asyncio.sleep(0)
+                run.cancel()
+        try:
+            assert await run == expected.get(asked.text)
+            outcomes["answered"] += 1
+        except asyncio.CancelledError:
+            outcomes["cancelled"] += 1
+        except (MemoryError, OSError, OutOfMemoryError, ValueError, KeyError) as error:
+            assert "a secret" in str(error)
+            outcomes[type(error).__name__] += 1
+
+    async def reorganise(server: DecoupledServer[Any, Any, Any], search: PartitionedSearch) -> None:
+        worker = random.choice((server.retrieving, server.generating))
+
+        def hook() -> None:
+            assert not worker.running
+            search.resize(random.randrange(6))
+            faults.at("hook", ZeroDivisionError, share=0.3)
+
+        try:
+            await asyncio.wait_for(worker.between_batches(hook), random.choice((30, 0.0001)))
+        except (ZeroDivisionError, TimeoutError):
+            outcomes["hooks that failed"] += 1
+
+    count = 0
+    kv: Any = TrieKV(key=str, tokens=tokens, own_tokens=lambda question: 10)
+    with PartitionedSearch(path, 5, resident=2, cores=1) as search:
+        FailingIndex(search, faults)
+        retrieval: Any = PartitionedRetrieval(search, embed, fetched, top_k=3)
+        async with DecoupledServer(
+            retrieval,
+            prompts,
+            engine,
+            joins=joins,
+            batching=Policy(most=16),
+            searching=StaticBatch(12),
+            kv=kv,
+            kv_limit=1500,
+            max_contexts=20,
+            observer=observe,
+        ) as server:
+            while sum(faults.injected.values()) + outcomes["cancelled"] < failures:
+                rounds += 1
+                count += 40
+                await asyncio.gather(
+                    *(request(server, streamed=number % 5 == 0) for number in range(40)), reorganise(server, search)
+                )
+                assert server.unfinished == server.retrieving.waiting == server.generating.waiting == 0
+                assert not server.retrieving.running and not server.generating.running
+                assert engine.running == prompts.open == 0
+    hooks = outcomes.pop("hooks that failed", 0)
+    assert outcomes.total() == count and outcomes["answered"] > count / 2 and outcomes["cancelled"] > count / 50
+    assert hooks and outcomes["MemoryError"] and outcomes["OSError"] and outcomes["KeyError"]
+    assert set(faults.injected) >= SITES
+    ended = Counter(trace.outcome for trace in traces)
+    # Each request has one trace; one that is cancelled before it starts has none.
+    assert ended["answered"] == outcomes["answered"] and "running" not in ended
+    assert ended["failed"] == count - outcomes["answered"] - outcomes["cancelled"]
+    assert sum(trace.failures for trace in traces) > count / 20
+    assert {"began", "ended", "failed", "relieved", "reorganised"} == {event.event for event in events}
+
+
+@pytest.mark.parametrize("site", ["read", "scan"])
+async def test_a_failure_at_every_call(site: str, path: Path, index: Any) -> None:
+    """Of reads and scans, each once: from the first to the last of a batch's search."""
+    asked = [NodeQuestion(f"question {number}") for number in range(6)]
+    expected = [[document(id) for id in index.search(vector(each.text)[None], 3)[1][0].tolist()] for each in asked]
+    for failing in range(1, 200):
+        with PartitionedSearch(path, 5, cores=1, nprobe=8) as search:
+            owner: Any = search._file if site == "read" else search._file.index
+            call, calls = getattr(owner, site), 0
+
+            def once(*arguments: Any, call: Any = call, failing: int = failing, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == failing:
+                    raise MemoryError
+                return call(*arguments, **options)
+
+            setattr(owner, site, once)
+            retrieval: Any = PartitionedRetrieval(
+                search, lambda questions: np.stack([vector(each.text) for each in questions]), document, top_k=3
+            )
+            async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine()) as server:
+                answers = await asyncio.gather(*(server.run(each) for each in asked))
+            assert [list(answer.documents) for answer in answers] == expected
+            if calls < failing:
+                break
+    assert failing > 5

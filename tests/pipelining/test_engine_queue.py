@@ -1,0 +1,222 @@
+"""Due generations that wait for room on the engine: which one is next, and that none waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rings import examples
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from support.workflow_server import PlayedSearch, SlowEngine, document, eager, played_server, vector
+from support.workflows import Asked, PlainPrompts
+
+from ragorder.pipelining import CachedLengths, EngineLoad
+from ragorder.pipelining.workflow import END, START, Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
+from ragorder.pipelining.workflow.engine_queue import EngineQueue
+from ragorder.pipelining.workflow.join import NodeRun
+from ragorder.pipelining.workflow.trace import PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.transformations import SpeculateGeneration, Split
+from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+
+CACHED = {"cold": 0, "warm": 50, "hot": 100}
+
+
+class Prompts(PlainPrompts):
+    """Of each prompt so much is cached as its question says."""
+
+    def lengths(self, question: NodeQuestion, documents: Sequence[Any], /) -> Callable[[], CachedLengths] | None:
+        name = question.text.split()[0]
+        return (lambda: CachedLengths(CACHED[name], 10)) if name in CACHED else None
+
+
+def plain_graph() -> Any:
+    graph = RAGraph("plain").add_generation("answer", prompt="{query}")
+    return graph.add_edge(START, "answer").add_edge("answer", END).compile()
+
+
+def server_of(engine: SlowEngine, prompts: PlainPrompts, **options: Any) -> WorkflowServer[Any, Any]:
+    return WorkflowServer(engine, lambda vector, k: range(k), vector, document, prompts, transformations=(), **options)
+
+
+async def order_of(questions: Sequence[str], prompts: PlainPrompts | None = None, **options: Any) -> list[str]:
+    """In which generations reach the engine. All requests come at once."""
+    engine, graph = SlowEngine(), plain_graph()
+    async with server_of(engine, prompts or Prompts(), max_requests=1000, **options) as server:
+        results = await asyncio.gather(*(server.run(graph, question) for question in questions))
+        assert server.wavefront.count("engine") == len(server.wavefront.queue) == 0
+    assert [result.text.split()[0] for result in results] == [
+        engine.answer(Asked(NodeQuestion(question), ())).split()[0] for question in questions
+    ]
+    return [request.question.text for request in engine.sent]
+
+
+async def test_the_generation_with_most_of_its_prompt_cached_is_next() -> None:
+    found = await order_of(["cold 0", "cold 1", "warm 2", "hot 3", "other 4", "hot 5"], max_generations=1)
+    assert found == ["hot 3", "hot 5", "warm 2", "cold 0", "cold 1", "other 4"]
+
+
+async def test_without_a_limit_none_waits() -> None:
+    questions = ["cold 0", "hot 1", "warm 2"]
+    assert await order_of(questions) == questions
+
+
+async def test_without_predictions_or_a_window_the_oldest_is_next() -> None:
+    questions = ["cold 0", "hot 1", "warm 2", "hot 3"]
+    assert await order_of(questions, PlainPrompts(), max_generations=1) == questions
+    assert await order_of(questions, max_generations=1, window=0) == questions
+
+
+@settings(max_examples=examples(40))
+@given(st.lists(st.sampled_from(sorted(CACHED)), min_size=1, max_size=30), st.integers(1, 3), st.integers(0, 4))
+async def test_none_is_overtaken_by_more_than_the_window(names: list[str], limit: int, window: int) -> None:
+    questions = [f"{name} {number}" for number, name in enumerate(names)]
+    sent = await order_of(questions, max_generations=limit, window=window)
+    assert sorted(sent) == sorted(questions)
+    for place, question in enumerate(sent):
+        assert sum(int(other.split()[1]) > int(question.split()[1]) for other in sent[:place]) <= window
+
+
+async def test_no_more_are_on_the_engine_than_may_be() -> None:
+    class Counting(SlowEngine):
+        most = 0
+
+        async def stream(self, request: Asked, /) -> Any:
+            self.most = max(self.most, self.running + 1)
+            async for chunk in super().stream(request):
+                yield chunk
+
+    for limit in (1, 3):
+        engine = Counting()
+        async with server_of(engine, Prompts(), max_generations=limit) as server:
+            await asyncio.gather(*(server.run(one_shot().compile(), f"question {number}") for number in range(12)))
+        assert engine.most == limit
+
+
+async def test_the_next_choice_sees_what_the_last_one_has_sent() -> None:
+    """A prompt is cached once another with the same first word has been committed."""
+    committed: list[str] = []
+
+    class Remembering(PlainPrompts):
+        def commit(self, question: NodeQuestion, documents: Sequence[Any], /) -> Any:
+            committed.append(question.text)
+            return super().commit(question, documents)
+
+        def lengths(self, question: NodeQuestion, documents: Sequence[Any], /) -> Callable[[], CachedLengths]:
+            name = question.text.split()[0]
+            return lambda: CachedLengths(100.0 * any(text.startswith(name) for text in committed), 10)
+
+    engine, graph = SlowEngine(), plain_graph()
+    async with server_of(engine, Remembering(), max_generations=2) as server:
+        questions = [f"{'ab'[number % 2]} {number}" for number in range(8)]
+        await asyncio.gather(*(server.run(graph, question) for question in questions))
+    # Two places are free at first; the second choice knows the first.
+    assert [request.question.text for request in engine.sent] == [*questions[::2], *questions[1::2]]
+
+
+async def test_one_that_is_cancelled_while_it_waits_leaves_the_queue() -> None:
+    engine, graph = SlowEngine(pause_s=0.001), plain_graph()
+    async with server_of(engine, Prompts(), max_generations=1) as server:
+        runs = [asyncio.create_task(server.run(graph, f"cold {number}")) for number in range(3)]
+        while not engine.sent:
+            await asyncio.sleep(0)
+        assert len(server.wavefront.queue) == 2
+        runs[1].cancel()
+        await asyncio.gather(runs[0], runs[2])
+        assert len(server.wavefront.queue) == 0
+    assert [request.question.text for request in engine.sent] == ["cold 0", "cold 2"]
+
+
+async def test_a_due_generation_has_the_place_of_its_speculation() -> None:
+    """Right or wrong: it must not wait for the speculation's end, which waits for it."""
+    for last in ([1], [2]):
+        engine, search = SlowEngine(pause_s=0.001), PlayedSearch([1], last)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), max_generations=1) as server:
+            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+            while not search.handles:
+                await asyncio.sleep(0)
+            search.next()
+            while not engine.sent:
+                await asyncio.sleep(0)
+            assert server.wavefront.count("engine", speculative=True) == 1
+            search.next()
+            async with asyncio.timeout(60):
+                assert (await run).state["docs"] == (f"document {last[0]}",)
+            assert server.wavefront.count("engine") == 0
+
+
+async def test_nothing_is_speculated_on_while_a_due_generation_waits() -> None:
+    engine, search, load = SlowEngine(pause_s=0.01), PlayedSearch([1], [1]), EngineLoad(16)
+    options: dict[str, Any] = {"load": load, "max_generations": 1}
+    async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), **options) as server:
+        plain = [asyncio.create_task(server.run(plain_graph(), f"plain {number}")) for number in range(2)]
+        while not engine.sent:
+            await asyncio.sleep(0)
+        run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+        while not search.handles:
+            await asyncio.sleep(0)
+        search.next()
+        await asyncio.gather(*plain)
+        search.next()
+        trace = (await run).trace
+    assert trace.refused == 1 and all(piece.kind == "due" for piece in trace.pieces)
+
+
+async def test_eager_speculation_on_a_full_engine_answers_all_requests() -> None:
+    for limit in (1, 2):
+        engine, search = SlowEngine(), PlayedSearch([1], [2], [3])
+        options: dict[str, Any] = {"load": EngineLoad(4), "max_generations": limit}
+        async with played_server(engine, search, *eager(), **options) as server:
+            runs = [asyncio.create_task(server.run(one_shot(topk=1).compile(), f"why {n}?")) for n in range(20)]
+            async with asyncio.timeout(60):
+                while not all(run.done() for run in runs):
+                    search.next()
+                    await asyncio.sleep(0)
+            assert all(run.result().state["docs"] == ("document 3",) for run in runs)
+            assert server.wavefront.count("engine") == 0
+
+
+class Request:
+    """A request none of whose generations has a place."""
+
+    def has_place(self, piece: Piece, /) -> bool:
+        return False
+
+    def lengths(self, piece: Piece, /) -> None:
+        return None
+
+
+def generation(**options: Any) -> Piece:
+    run = NodeRun(Generation("answer", "{query}"), "answer", 0, State.of("why?", {}))
+    request: Any = Request()
+    request.trace = WorkflowTrace("plain")
+    return Piece(request, run, PieceTrace("answer", "due", "engine"), **options)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_due_generations_are_counted_before_they_are_sent(limit: int | None) -> None:
+    wavefront = Wavefront(lambda: None, EngineQueue(limit))
+    first, second = generation(), generation()
+    wavefront.add(first)
+    wavefront.add(second)
+    assert wavefront.unsent == 2
+    assert wavefront.take() == ([first, second] if limit is None else [first])
+    assert wavefront.unsent == (0 if limit is None else 1)
+    wavefront.end(first, "used", 1.0)
+    assert wavefront.take() == ([] if limit is None else [second])
+    assert wavefront.unsent == 0
+
+
+def test_wrong_limits_are_refused() -> None:
+    for options, message in (
+        ({"limit": 0}, "max_generations must be at least 1, or None, got 0"),
+        ({"window": -1}, "window must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineQueue(**options)

@@ -1,0 +1,502 @@
+"""A search by partition reads an index from disk in parts, and ends with what FAISS finds in the whole of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rings import examples, grid
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from ragorder.eval.experiments.staging.measuring import clustered as clusters_of
+from ragorder.pipelining import PartitionedSearch, Stage
+
+D, N = 16, 1200
+L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
+METRICS = {"L2": L2, "inner product": IP}
+FLAVOURS = [
+    "IVF24,Flat",
+    "IVF24,PQ4x4",
+    "IVF24,SQ8",
+    "IVF24,SQfp16",
+    "IVF24,RaBitQ",
+    "IVF24,EDEN",
+    "IVF24,RQ2x4",
+    "IVF24_HNSW8,Flat",
+    "PCA8,IVF24,Flat",
+    "L2norm,IVF24,Flat",
+]
+
+
+def clustered(count: int, seed: int) -> Any:
+    return clusters_of(count, D, clusters=60, seed=seed)
+
+
+def tied(count: int, seed: int) -> Any:
+    """Vectors of few small integers, many of them twice: most distances occur again and again."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.integers(0, 3, (count, D)).astype(np.float32)
+    vectors[count // 2 :] = vectors[: count - count // 2]
+    return vectors
+
+
+DATA = {"distinct distances": clustered, "ties": tied}
+
+
+def build(description: str = "IVF24,Flat", metric: int = L2, vectors: Any = None, nprobe: int = 11) -> Any:
+    vectors = clustered(N, 0) if vectors is None else vectors
+    index = faiss.index_factory(D, description, metric)
+    index.train(vectors)
+    index.add(vectors)
+    faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
+    return index
+
+
+def write(index: Any, folder: Path) -> Path:
+    path = folder / "index.faiss"
+    faiss.write_index(index, str(path))
+    return path
+
+
+def write_apart(index: Any, folder: Path) -> Path:
+    """Inverted lists in a file of their own."""
+    index = faiss.clone_index(index)
+    ivf = faiss.extract_index_ivf(index)
+    lists = faiss.OnDiskInvertedLists(ivf.nlist, ivf.code_size, str(folder / "index.ivfdata"))
+    parts = faiss.InvertedListsPtrVector()
+    parts.push_back(ivf.invlists)
+    lists.merge_from_multiple(parts.data(), parts.size())
+    ivf.replace_invlists(lists)
+    return write(index, folder)
+
+
+def last(stages: Iterator[Stage]) -> Stage:
+    *_, found = stages
+    return found
+
+
+def assert_same(found: Stage, searched: tuple[Any, Any]) -> None:
+    distances, ids = searched
+    np.testing.assert_array_equal(found.distances, distances)
+    np.testing.assert_array_equal(found.ids, ids)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(index, tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(scope="module")
+def queries() -> Any:
+    return clustered(60, 1)
+
+
+class TestTheLastStageIsTheSearch:
+    """Ids and distances, bit for bit."""
+
+    @pytest.mark.parametrize("data", DATA)
+    @pytest.mark.parametrize(
+        ("description", "metric"), grid([*itertools.product(FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)], 23)
+    )
+    def test_in_every_kind_of_ivf(self, description: str, metric: int, data: str, tmp_path: Path) -> None:
+        index = build(description, metric, DATA[data](600, 0))
+        queries = DATA[data](30, 1)
+        with PartitionedSearch(write(index, tmp_path), 5, resident=2, nprobe=11, cores=1) as search:
+            for k in (1, 7, 40):
+                assert_same(last(search.search(queries, k)), index.search(queries, k))
+
+    @pytest.mark.parametrize("resident", [0, 3, 6])
+    @pytest.mark.parametrize("read_ahead", [True, False])
+    @pytest.mark.parametrize("cores", [1, 2])
+    def test_of_lists_in_a_file_of_their_own(
+        self, index: Any, queries: Any, resident: int, read_ahead: bool, cores: int, tmp_path: Path
+    ) -> None:
+        path = write_apart(index, tmp_path)
+        with PartitionedSearch(path, 6, resident=resident, read_ahead=read_ahead, cores=cores) as search:
+            for _ in range(3):
+                assert_same(last(search.search(queries, 5)), index.search(queries, 5))
+
+    def test_of_ids_of_its_own(self, queries: Any, tmp_path: Path) -> None:
+        ids = np.random.default_rng(0).permutation(10 * N)[:N]
+        index = faiss.IndexIDMap2(faiss.index_factory(D, "IVF24,Flat"))
+        index.train(clustered(N, 0))
+        index.add_with_ids(clustered(N, 0), ids)
+        faiss.extract_index_ivf(index).nprobe = 9
+        with PartitionedSearch(write(index, tmp_path), 4) as search:
+            assert_same(last(search.search(queries, 5)), index.search(queries, 5))
+
+    def test_in_a_batch_that_faiss_would_split_over_cores(self, tmp_path: Path) -> None:
+        index = build("IVF24,PQ4x4")
+        queries = clustered(70, 1)
+        try:
+            faiss.omp_set_num_threads(3)
+            with PartitionedSearch(write(index, tmp_path), 4, cores=2) as search:
+                assert_same(last(search.search(queries, 5)), index.search(queries, 5))
+        finally:
+            faiss.omp_set_num_threads(1)
+
+    @settings(max_examples=examples(300))
+    @given(
+        data=st.data(),
+        metric=st.sampled_from([L2, IP]),
+        levels=st.integers(2, 6),
+        vectors=st.integers(0, 120),
+        nlist=st.integers(1, 12),
+        k=st.integers(1, 30),
+        seed=st.integers(0, 2**16),
+    )
+    def test_where_distances_tie_all_over(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        data: st.DataObject,
+        metric: int,
+        levels: int,
+        vectors: int,
+        nlist: int,
+        k: int,
+        seed: int,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        quantizer = faiss.IndexFlat(3, metric)
+        quantizer.add(rng.integers(0, levels, (nlist, 3)).astype(np.float32))
+        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
+        index.add_with_ids(rng.integers(0, levels, (vectors, 3)).astype(np.float32), rng.permutation(vectors))
+        queries = rng.integers(0, levels, (20, 3)).astype(np.float32)
+        index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
+        partitions = data.draw(st.integers(1, nlist), "partitions")
+        resident = data.draw(st.integers(0, partitions), "resident")
+        path = write(index, tmp_path_factory.mktemp("tied"))
+        try:
+            with PartitionedSearch(path, partitions, resident=resident, cores=1) as search:
+                for _ in range(2):
+                    assert_same(last(search.search(queries, k)), index.search(queries, k))
+        finally:
+            shutil.rmtree(path.parent)
+
+    def test_concurrent_searches_do_not_disturb_each_other(self, index: Any, path: Path) -> None:
+        with PartitionedSearch(path, 6, resident=2, cores=1) as search, ThreadPoolExecutor(4) as pool:
+            batches = [clustered(20, seed) for seed in range(40)]
+            for batch, found in zip(batches, pool.map(lambda b: last(search.search(b, 5)), batches), strict=True):
+                assert_same(found, index.search(batch, 5))
+
+    def test_of_no_queries_and_of_an_index_without_vectors(self, path: Path, tmp_path: Path) -> None:
+        with PartitionedSearch(path, 4) as search:
+            (stage,) = search.search(np.empty((0, D), np.float32), 5)
+            assert stage.final and stage.ids.shape == (0, 5)
+        empty = faiss.IndexIVFFlat(faiss.IndexFlatL2(D), D, 4)
+        empty.train(clustered(200, 0))
+        with PartitionedSearch(write(empty, tmp_path), 2) as search:
+            assert_same(last(search.search(clustered(3, 1), 5)), empty.search(clustered(3, 1), 5))
+
+
+class TestPartitions:
+    def test_have_about_equal_bytes_and_all_clusters(self, path: Path, index: Any) -> None:
+        with PartitionedSearch(path, 6) as search:
+            assert search.partitions == len(search.partition_bytes) == 6
+            assert sum(search.partition_bytes) == N * (4 * D + 8)
+            largest = max(index.get_list_size(number) for number in range(24)) * (4 * D + 8)
+            assert max(search.partition_bytes) - min(search.partition_bytes) <= 2 * largest
+        for count in (1, 24):
+            with PartitionedSearch(path, count) as search:
+                assert len(search.partition_bytes) == count
+
+    def test_a_batch_of_queries_reads_each_once_and_residents_never_again(self, path: Path, queries: Any) -> None:
+        with PartitionedSearch(path, 6, resident=2, nprobe=24) as search:
+            stages = list(search.search(queries, 5))
+            assert [stage.final for stage in stages] == [False] * 5 + [True]
+            assert [stage.number for stage in stages] == list(range(1, 7))
+            assert search.read_bytes == sum(search.partition_bytes) and len(search.held) == 2
+            stages = list(search.search(queries, 5))
+            # The residents together, and each of the other four.
+            assert len(stages) == 5
+            assert search.read_bytes == 2 * sum(search.partition_bytes) - search.held_bytes
+            assert search.held_bytes == sum(search.partition_bytes[number] for number in search.held)
+
+    def test_without_clusters_of_a_query_are_not_read(self, path: Path, index: Any, queries: Any) -> None:
+        with PartitionedSearch(path, 6, nprobe=1, read_ahead=False) as search:
+            index.nprobe, before = 1, index.nprobe
+            (stage,) = search.search(queries[:1], 5)
+            assert search.read_bytes in search.partition_bytes
+            assert_same(stage, index.search(queries[:1], 5))
+            index.nprobe = before
+
+    def test_those_used_most_stay(self, path: Path, index: Any) -> None:
+        query = clustered(1, 3)
+        cluster = int(index.quantizer.search(query, 1)[1][0, 0])
+        with PartitionedSearch(path, 8, resident=1) as search:
+            last(search.search(clustered(50, 1), 3))
+            home = int(search._file.home[cluster])
+            search._nprobe = 1
+            for _ in range(400):
+                last(search.search(query, 3))
+            assert search.held == [home]
+            read_bytes = search.read_bytes
+            last(search.search(query, 3))
+            assert search.read_bytes == read_bytes
+
+    def test_are_given_back_and_held_as_asked_for_between_batches(self, path: Path, index: Any, queries: Any) -> None:
+        expected = index.search(queries, 5)
+        with PartitionedSearch(path, 6, resident=6, nprobe=11) as search:
+            assert_same(last(search.search(queries, 5)), expected)
+            assert search.held == list(range(6))
+            search.resize(2)
+            assert search.resident == len(search.held) == 2
+            assert_same(last(search.search(queries, 5)), expected)
+            assert search.relieve() and search.resident == len(search.held) == 1
+            assert search.relieve() and not search.relieve() and search.held_bytes == 0
+            assert_same(last(search.search(queries, 5)), expected)
+            assert search.held == []
+            search.resize(3)
+            assert_same(last(search.search(queries, 5)), expected)
+            assert len(search.held) == 3
+            for wrong in (-1, 7):
+                with pytest.raises(ValueError, match="resident must be 0 to 6"):
+                    search.resize(wrong)
+
+    def test_change_during_a_pass(self, path: Path, index: Any, queries: Any) -> None:
+        with PartitionedSearch(path, 6, resident=4) as search:
+            last(search.search(queries, 5))
+            passing = search.search(queries, 5)
+            next(passing)
+            search.resize(0)
+            assert_same(last(passing), index.search(queries, 5))
+
+
+class FailingReads:
+    """Fails the reads whose numbers are in `numbers`."""
+
+    def __init__(self, search: PartitionedSearch, numbers: set[int], error: Callable[[], Exception]) -> None:
+        self.count = 0
+        self._read, self._numbers, self._error = search._file.read, numbers, error
+        search._file.read = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, partition: int) -> Any:
+        self.count += 1
+        if self.count in self._numbers:
+            raise self._error()
+        return self._read(partition)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("error", [OSError, MemoryError])
+    @pytest.mark.parametrize("read_ahead", [True, False])
+    def test_a_pass_goes_on_where_it_was(
+        self, path: Path, index: Any, queries: Any, error: type[Exception], read_ahead: bool
+    ) -> None:
+        for failing in range(1, 7):
+            with PartitionedSearch(path, 6, nprobe=24, read_ahead=read_ahead) as search:
+                reads = FailingReads(search, {failing}, error)
+                passing, stages, failures = search.search(queries, 5), [], 0
+                while not (stages and stages[-1].final):
+                    try:
+                        stages.append(next(passing))
+                    except error:
+                        failures += 1
+                assert failures == 1 and len(stages) == 6 and reads.count == 7
+                index.nprobe, before = 24, index.nprobe
+                assert_same(stages[-1], index.search(queries, 5))
+                index.nprobe = before
+
+    def test_a_scan_that_fails_changes_nothing(
+        self, path: Path, index: Any, queries: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with PartitionedSearch(path, 6, resident=2, cores=1) as search:
+            scan, calls = search._file.index.scan, itertools.count(1)
+
+            def scarce(*arguments: Any, **options: Any) -> Any:
+                if next(calls) % 3 == 0:
+                    raise MemoryError
+                return scan(*arguments, **options)
+
+            monkeypatch.setattr(search._file.index, "scan", scarce)
+            for batch in (queries, tied(20, 1)):
+                passing, stage, failures = search.search(batch, 5), None, 0
+                while stage is None or not stage.final:
+                    try:
+                        stage = next(passing)
+                    except MemoryError:
+                        failures += 1
+                assert failures
+                assert_same(stage, index.search(batch, 5))
+
+    def test_a_file_that_is_cut_off_is_an_error_and_not_the_end(self, index: Any, queries: Any, tmp_path: Path) -> None:
+        path = write_apart(index, tmp_path)
+        data = tmp_path / "index.ivfdata"
+        whole = data.read_bytes()
+        with PartitionedSearch(path, 4, nprobe=24) as search:
+            passing = search.search(queries, 5)
+            next(passing)
+            os.truncate(data, len(whole) // 2)
+            with pytest.raises(OSError, match=r"index\.ivfdata ends before its inverted lists do"):
+                last(passing)
+            with open(data, "r+b") as file:
+                file.write(whole)
+            index.nprobe, before = 24, index.nprobe
+            assert_same(last(passing), index.search(queries, 5))
+            index.nprobe = before
+
+    def test_queries_of_several_passes_go_on_together(self, path: Path, index: Any) -> None:
+        """Each from its own point, in any composition; finished ones too, and those with ties."""
+        random = np.random.default_rng(0)
+        batches = [clustered(12, 1), tied(12, 2), clustered(12, 3)]
+        with PartitionedSearch(path, 6, resident=1, cores=1) as search:
+            for _ in range(10):
+                parts = []
+                for batch in batches:
+                    passing = search.search(batch, 5)
+                    for _ in range(random.integers(0, 7)):
+                        next(passing, None)
+                    parts += [passing.rows.part([row]) for row in range(len(batch))]
+                order = random.permutation(len(parts))
+                found = last(search.resume([parts[place] for place in order]))
+                expected = index.search(np.concatenate(batches), 5)
+                assert_same(found, (expected[0][order], expected[1][order]))
+            with pytest.raises(ValueError, match="at least one"):
+                search.resume([])
+            with pytest.raises(ValueError, match="same k"):
+                last(search.resume([search.search(batches[0], 5).rows, search.search(batches[0], 6).rows]))
+
+    def test_a_closed_search_says_so(self, path: Path, queries: Any) -> None:
+        search = PartitionedSearch(path, 6)
+        passing = search.search(queries, 5)
+        next(passing)
+        search.close()
+        search.close()
+        for again in (lambda: next(passing), lambda: search.search(queries, 5)):
+            with pytest.raises(RuntimeError, match="closed"):
+                again()
+
+    def test_what_was_read_ahead_for_an_abandoned_pass_is_given_back(self, path: Path, queries: Any) -> None:
+        with PartitionedSearch(path, 6) as search:
+            passing = search.search(queries, 5)
+            next(passing)
+            passing.close()
+            assert list(passing) == [] and search.held == []
+
+
+class TestBadInput:
+    def test_what_is_no_index_file(self, tmp_path: Path, index: Any) -> None:
+        with pytest.raises(TypeError, match=r"got IndexIVFFlat: write it with faiss\.write_index"):
+            PartitionedSearch(index)
+        with pytest.raises(FileNotFoundError, match="missing"):
+            PartitionedSearch(tmp_path / "missing.faiss")
+        (tmp_path / "text.faiss").write_text("no index")
+        with pytest.raises(ValueError, match=r"FAISS cannot open .*text\.faiss as an index: "):
+            PartitionedSearch(tmp_path / "text.faiss")
+        with pytest.raises(OSError, match=str(tmp_path)):
+            PartitionedSearch(tmp_path)
+
+    def test_an_index_without_clusters(self, tmp_path: Path) -> None:
+        for name, description in enumerate(("Flat", "HNSW8,Flat")):
+            other = faiss.index_factory(D, description)
+            other.add(clustered(100, 0))
+            faiss.write_index(other, str(tmp_path / f"{name}"))
+            with pytest.raises(TypeError, match="PartitionedSearch cannot search Index"):
+                PartitionedSearch(tmp_path / f"{name}", 2)
+
+    def test_lists_that_can_be_read_as_a_whole_alone(self, tmp_path: Path) -> None:
+        path = write(build("IVF24,FlatPanorama4"), tmp_path)
+        with pytest.raises(TypeError, match=r"the inverted lists in .* cannot be read in parts"):
+            PartitionedSearch(path, 2)
+
+    def test_an_index_that_is_not_trained(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="not trained: train it"):
+            PartitionedSearch(write(faiss.index_factory(D, "IVF24,Flat"), tmp_path), 2)
+
+    def test_lists_that_are_missing(self, index: Any, tmp_path: Path) -> None:
+        path = write_apart(index, tmp_path)
+        (tmp_path / "index.ivfdata").unlink()
+        with pytest.raises(FileNotFoundError, match=r"index.ivfdata, which does not exist"):
+            PartitionedSearch(path, 2)
+
+    def test_a_folder_that_has_been_moved(self, index: Any, queries: Any, tmp_path: Path) -> None:
+        (tmp_path / "before").mkdir()
+        write_apart(index, tmp_path / "before")
+        (tmp_path / "before").rename(tmp_path / "after")
+        with PartitionedSearch(tmp_path / "after" / "index.faiss", 3) as search:
+            assert_same(last(search.search(queries, 5)), index.search(queries, 5))
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"partitions": 0}, "partitions must be 1 to 24, the clusters of .*, got 0"),
+            ({"partitions": -3}, "partitions must be 1 to 24"),
+            ({"partitions": 25}, "partitions must be 1 to 24"),
+            ({"partitions": 4, "resident": -1}, "resident must be 0 to 4, the partitions, got -1"),
+            ({"partitions": 4, "resident": 5}, "resident must be 0 to 4"),
+            ({"partitions": 4, "nprobe": 0}, "nprobe must be at least 1"),
+            ({"partitions": 4, "cores": 0}, "cores must be at least 1"),
+        ],
+    )
+    def test_settings_out_of_range(self, path: Path, settings: dict[str, int], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            PartitionedSearch(path, **settings)
+
+    def test_queries_of_another_dimension_and_a_k_below_one(self, path: Path) -> None:
+        with PartitionedSearch(path, 4) as search:
+            with pytest.raises(ValueError, match=r"shape \(n, 16\), got \(2, 3\)"):
+                search.search(np.zeros((2, 3), np.float32), 5)
+            with pytest.raises(ValueError, match="k must be at least 1"):
+                search.search(clustered(1, 0), 0)
+
+
+_MEMORY = """
+import faiss, numpy as np, sys
+from ragorder.pipelining import PartitionedSearch
+
+def resident_mb():
+    pages = next(line for line in open("/proc/self/status") if line.startswith(sys.argv[2]))
+    return int(pages.split()[1]) / 1024
+
+faiss.omp_set_num_threads(1)
+search = PartitionedSearch(sys.argv[1], 32, resident=4, nprobe=256)
+queries = np.random.default_rng(1).random((8, 64), np.float32)
+before = resident_mb()
+for _ in range(3):
+    for stage in search.search(queries, 5):
+        pass
+sizes = search.partition_bytes
+print(resident_mb() - before, search.held_bytes / 2**20, max(sizes) / 2**20, sum(sizes) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.parametrize("measure", ["VmHWM", "VmRSS"])
+def test_memory_holds_the_residents_and_two_partitions(measure: str, python: Any, tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).random((300_000, 64), np.float32)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatL2(64), 64, 256)
+    index.quantizer.add(vectors[:256])
+    index.is_trained = True
+    index.add(vectors)
+    path = write(index, tmp_path)
+    del index, vectors
+    done = python("-c", _MEMORY, path, measure)
+    assert done.returncode == 0, done.stderr
+    grown, held, largest, total = map(float, done.stdout.split())
+    assert held <= 4 * largest < total / 4
+    # 4 MiB for all else: results, and what the allocator keeps.
+    assert held <= grown < held + 2 * largest + 4

@@ -1,0 +1,296 @@
+"""Placements: their footprint, their plan within a budget, and its explanation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+from support.placements import TableCosts, all_placements, drawn_budgets, drawn_costs
+
+from ragorder.pipelining.batching.budgets import Budgets
+from ragorder.pipelining.batching.costs import mean_latency_s
+from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
+from ragorder.pipelining.batching.footprint import Footprint
+from ragorder.pipelining.batching.kv import Context, TrieKV
+from ragorder.pipelining.batching.placement import Placement, Spread
+from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.batching.shared_tokens import shared_tokens
+from ragorder.pipelining.batching.sizes import NO_INDEX, IndexSizes, ModelSizes, Workload
+
+MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30), (512, 100)), block_tokens=16)
+INDEX = IndexSizes(fixed=20, partitions=(40, 60, 50, 50))
+WORKLOAD = Workload(prompt_tokens=30, answer_tokens=2)
+
+
+def estimate(
+    model: ModelSizes = MODEL,
+    index: IndexSizes = INDEX,
+    workload: Workload = WORKLOAD,
+    *,
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16),
+    disk: float = 1e3,
+) -> EstimatedCosts:
+    rates = Rates(flops=1e6, device=1e5, host=1e4, disk=disk, scan=1e5)
+    return EstimatedCosts(model, rates, index, workload, batches, step_tokens=64)
+
+
+def latency_s(placement: Placement, costs: TableCosts, backlog: int) -> float:
+    return mean_latency_s(
+        backlog,
+        placement.batch,
+        costs.retrieval_s(placement.partitions),
+        lambda size: costs.generation_s(size, placement.weights, placement.step_tokens),
+    )
+
+
+def with_ring(placement: Placement) -> Placement:
+    return replace(placement, slots=min(3, placement.streamed)) if placement.weights.device else placement
+
+
+class TestFootprint:
+    def test_is_equations_2_and_3_with_what_passes_through(self) -> None:
+        placement = Placement(Spread(4, 3, 1), Spread(64, 32, 16), partitions=1, batch=2, step_tokens=64, slots=2)
+        footprint = Footprint(MODEL, INDEX)
+        # Weights outside, 4 layers, 2 buffers, KV, workspace.
+        assert footprint.device(placement) == 50 + 400 + 200 + 64 + 30
+        # 3 layers, KV, the rest of the index, the largest partition, and the next two, which pass through.
+        assert footprint.host(placement) == 300 + 32 + 20 + 60 + (50 + 50)
+        assert footprint.disk(placement) == 16
+
+    def test_fits_where_each_place_does(self) -> None:
+        placement = Placement(Spread(8), Spread(64), partitions=4, batch=2, step_tokens=64)
+        device, host = 50 + 800 + 64 + 30, 20 + 200
+        footprint = Footprint(MODEL, INDEX)
+        assert footprint.fits(placement, Budgets(device, host))
+        assert not footprint.fits(placement, Budgets(device - 1, host))
+        assert not footprint.fits(placement, Budgets(device, host - 1))
+        assert footprint.fits(placement, Budgets(device, device + host, unified=True))
+        assert not footprint.fits(placement, Budgets(device, device + host - 1, unified=True))
+        assert not footprint.fits(replace(placement, kv=Spread(64, 0, 1)), Budgets(device, host))
+
+    @pytest.mark.parametrize(
+        "changes", [{"weights": Spread(-1, 9, 0)}, {"batch": 0}, {"step_tokens": 1}, {"slots": 0}, {"partitions": -1}]
+    )
+    def test_impossible_placements_are_refused(self, changes: dict[str, object]) -> None:
+        placement = Placement(Spread(4, 4, 0), Spread(64), partitions=0, batch=2, step_tokens=64, slots=2)
+        with pytest.raises(ValueError, match=r"placement|batch|slots"):
+            replace(placement, **changes)  # type: ignore[arg-type]
+
+    def test_the_workspace_is_linear_between_measured_steps(self) -> None:
+        assert [MODEL.workspace(tokens) for tokens in (1, 64, 288, 512, 960)] == [30, 30, 65, 100, 170]
+
+    def test_kv_is_in_whole_blocks_of_each_request(self) -> None:
+        assert [MODEL.kv(tokens) for tokens in (1, 16, 17)] == [16, 16, 32]
+        # Three requests of 17 tokens have two blocks each.
+        assert MODEL.kv(51, 3) >= 3 * 32
+
+
+class TestPlan:
+    def test_all_is_resident_where_it_fits(self) -> None:
+        placement = plan_placement(Budgets(10_000, 10_000), estimate())
+        assert placement.weights == Spread(8)
+        assert placement.partitions == 4
+        assert placement.slots == 0
+
+    def test_is_never_above_a_budget(self) -> None:
+        """Of 1,000 random models, indexes and budgets; the plan exists wherever any placement fits."""
+        random, planned, refused = Random(0), 0, 0
+        for _ in range(1000):
+            costs = drawn_costs(random, layers=random.randint(1, 12), partitions=random.randint(0, 8))
+            budgets = drawn_budgets(random, costs)
+            try:
+                placement = plan_placement(budgets, costs)
+            except PlacementError:
+                refused += 1
+                continue
+            planned += 1
+            assert placement.footprint.fits(placement, budgets)
+            assert placement.weights.total == len(costs.model.layers)
+            assert placement.kv.device >= costs.model.kv(costs.workload.kv_tokens(placement.batch), placement.batch)
+        assert planned > 400
+        assert refused > 50
+
+    def test_is_the_best_of_all_placements(self) -> None:
+        """Against brute force over every placement of small models and indexes, with a ring of three buffers unless no
+        layer stays on the device, and in one memory no layers beside the device's: within 3 % of the best."""
+        random, compared = Random(1), 0
+        while compared < 150:
+            costs = drawn_costs(random, layers=random.randint(1, 5), partitions=random.randint(0, 4))
+            budgets = drawn_budgets(random, costs)
+            backlog = random.choice([1, 3, 8, 21])
+            footprint = Footprint(costs.model, costs.index)
+            try:
+                placement = plan_placement(budgets, costs, backlog=backlog)
+            except PlacementError:
+                assert not any(footprint.fits(each, budgets) for each in all_placements(budgets, costs))
+                continue
+            compared += 1
+            best = min(
+                latency_s(each, costs, backlog)
+                for each in all_placements(budgets, costs)
+                if footprint.fits(with_ring(each), budgets) and not (budgets.unified and each.weights.host)
+            )
+            assert placement.latency_s <= 1.03 * best
+
+    def test_retrieval_that_is_slower_takes_host_memory_from_layers(self) -> None:
+        """4.4: if retrieval exceeds generation, more partitions are resident and fewer layers in host memory."""
+        index = IndexSizes(fixed=20, partitions=(100,) * 4)
+        generation = [10.0 - layers for layers in range(9)]
+
+        def planned(partitions_s: list[float]) -> PlannedPlacement:
+            costs = TableCosts(MODEL, index, WORKLOAD, generation, 1.0, 0.5, partitions_s, batches=(4,))
+            return plan_placement(Budgets(500, 620), costs, backlog=64)
+
+        slow, fast = planned([100.0, 50.0, 20.0, 10.0, 1.0]), planned([0.05, 0.04, 0.03, 0.02, 0.01])
+        assert slow.partitions > fast.partitions
+        assert slow.weights.host < fast.weights.host
+
+    def test_a_batch_that_shares_documents_may_be_larger(self) -> None:
+        """A batch's KV is its trie, not its sum: under the same budget shared documents let B grow."""
+        tight = Budgets(50 + 8 * 100 + 30 + 400, 10_000)
+        alone = plan_placement(tight, estimate(), backlog=16)
+        shared = Workload(prompt_tokens=30, answer_tokens=2, shared=((1, 32), (16, 32 + 15 * 4)))
+        together = plan_placement(tight, estimate(workload=shared), backlog=16)
+        assert alone.weights == together.weights == Spread(8)
+        assert together.batch > alone.batch
+        assert together.footprint.fits(together, tight)
+
+    def test_a_device_that_computes_in_host_memory_shares_its_budget(self) -> None:
+        placement = plan_placement(Budgets(2000, 900, unified=True), estimate())
+        used = placement.footprint.total(placement)
+        assert used.device + used.host <= 900
+        assert placement.weights.host == placement.kv.host == 0
+
+    def test_what_is_left_is_for_the_kv_of_documents(self) -> None:
+        placement = plan_placement(Budgets(10_000, 10_000, 1000), estimate())
+        used = placement.footprint.total(placement)
+        assert 0 <= 10_000 - used.device < 16
+        assert 0 <= 10_000 - used.host < 16
+        assert placement.kv.disk == 1000 // 16 * 16
+
+    def test_the_engine_is_set_up_the_same(self) -> None:
+        placement = plan_placement(Budgets(500, 620, 1000), estimate(), backlog=8)
+        settings = placement.engine_settings
+        assert settings["device_bytes"] <= 500
+        assert settings["host_bytes"] + INDEX.fixed <= 620
+        assert settings["max_requests"] == placement.batch
+        assert settings["max_batch_tokens"] == placement.step_tokens
+        assert settings["device_tokens"] * MODEL.kv_token == placement.kv.device
+        assert settings["disk_bytes"] == placement.kv.disk
+
+    def test_without_an_index_the_model_has_it_all(self) -> None:
+        placement = plan_placement(Budgets(500, 620), estimate(index=NO_INDEX))
+        assert placement.partitions == 0
+        assert placement.retrieval_s == 0
+
+    def test_a_backlog_below_one_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="backlog"):
+            plan_placement(Budgets(10_000, 10_000), estimate(), backlog=0)
+
+
+class TestBudgetsThatAreTooSmall:
+    def missing(self, budgets: Budgets) -> tuple[str, int, int]:
+        with pytest.raises(PlacementError) as refused:
+            plan_placement(budgets, estimate())
+        text = str(refused.value)
+        name, missing, least = re.findall(r"^(\w+) is .*, and (\d+) bytes are missing.* Give \w+ (\d+) or more", text)[
+            0
+        ]
+        return name, int(missing), int(least)
+
+    @pytest.mark.parametrize("device", [0, 1, 100, 211])
+    def test_one_layer_and_one_request_are_the_least_on_the_device(self, device: int) -> None:
+        # Outside, a layer, a request of 32 tokens, a step.
+        least = 50 + 100 + 32 + 30
+        assert self.missing(Budgets(device, 10_000)) == ("device_bytes", least - device, least)
+        plan_placement(Budgets(least, 10_000), estimate())
+
+    def test_the_index_must_pass_through_host_memory(self) -> None:
+        least = 20 + 60 + 50
+        assert self.missing(Budgets(10_000, 20)) == ("host_bytes", least - 20, least)
+        plan_placement(Budgets(10_000, least), estimate())
+
+    def test_one_memory_must_hold_both(self) -> None:
+        least = 50 + 100 + 32 + 30 + 20 + 60 + 50
+        assert self.missing(Budgets(10_000, 300, unified=True)) == ("host_bytes", least - 300, least)
+        plan_placement(Budgets(10_000, least, unified=True), estimate())
+
+
+class TestMeanLatency:
+    def test_without_retrieval_it_is_equation_6(self) -> None:
+        # (k + 1) / 2 * T(n / k), with k = 4 batches of 3.
+        assert mean_latency_s(12, 3, 0.0, lambda size: 2.0 * size) == pytest.approx(2.5 * 6.0)
+
+    def test_the_last_batch_is_of_what_is_left(self) -> None:
+        assert mean_latency_s(5, 3, 0.0, float) == pytest.approx((3 * 3 + 2 * 5) / 5)
+
+    def test_many_batches_take_the_slower_half_each(self) -> None:
+        """4.4: max(t_retrieval, t_generation)."""
+        for retrieval_s, generation_s in ((3.0, 1.0), (1.0, 3.0)):
+            long, short = (mean_latency_s(count, 1, retrieval_s, lambda _: generation_s) for count in (2001, 2000))  # noqa: B023
+            assert long - short == pytest.approx(1.5)
+
+
+class TestExplanation:
+    def test_says_what_lies_where_and_what_would_help(self) -> None:
+        placement = plan_placement(Budgets(500, 620, 1000), estimate(), backlog=16)
+        text = placement.explain()
+        weights = placement.weights
+        assert f"{weights.device} stay on the device, {weights.host} in host memory, {weights.disk} on the disk" in text
+        assert f"of 4 partitions of the index {placement.partitions} stay in host memory" in text
+        for row in ("layers", "KV", "workspace of a step", "used", "budget"):
+            assert re.search(rf"^{row} ", text, re.MULTILINE), row
+        used = placement.footprint.total(placement)
+        line = next(line for line in text.splitlines() if line.startswith("used"))
+        assert line.split() == ["used", *f"{used.device} B {used.host} B {used.disk} B".split()]
+        assert "estimates" in text
+        assert re.search(r"What would help: (device|host)_bytes of \d+ B instead, with which it is", text)
+
+    def test_names_the_bottleneck(self) -> None:
+        said = {
+            "the device's computation: all layers are there": (Budgets(10_000, 10_000), estimate(index=NO_INDEX)),
+            "the way from host memory": (Budgets(500, 10_000), estimate(index=NO_INDEX)),
+            "the disk, from which generation": (Budgets(500, 150), estimate(index=NO_INDEX)),
+            "the disk, from which retrieval": (Budgets(10_000, 150), estimate(disk=1.0)),
+        }
+        for words, (budgets, costs) in said.items():
+            assert f"Bottleneck: {words}" in plan_placement(budgets, costs).explain()
+
+    def test_where_all_fits_more_memory_is_of_no_use(self) -> None:
+        assert "More memory would not help." in plan_placement(Budgets(10_000, 10_000), estimate()).explain()
+
+
+class TestSharedTokens:
+    def test_is_the_most_of_any_consecutive_requests(self) -> None:
+        requests = [{1, 2}, {1, 2}, {3, 4}, {5, 6}]
+        points = shared_tokens(requests, lambda batch: 10 * len(set.union(*batch)), [1, 2, 4, 8])
+        assert points == ((1, 20), (2, 40), (4, 60))
+
+    def test_counts_the_trie_of_a_batch(self) -> None:
+        contexts = [Context(f"question {number}", ["shared", f"own {number}"]) for number in range(4)]
+        kv: TrieKV[str, str] = TrieKV(key=str, tokens=lambda _: 100, own_tokens=lambda _: 10)
+        # A shared document counts once: 100 + B * (100 + 10).
+        assert shared_tokens(contexts, kv, [1, 2, 4]) == ((1, 210), (2, 320), (4, 540))
+
+    def test_never_falls(self) -> None:
+        assert shared_tokens([1, 2, 3, 4], lambda batch: 8 // len(batch), [1, 2, 4]) == ((1, 8), (2, 8), (4, 8))
+
+    @pytest.mark.parametrize(("requests", "sizes"), [([], [1]), ([1], []), ([1], [0])])
+    def test_needs_requests_and_sizes(self, requests: list[int], sizes: list[int]) -> None:
+        with pytest.raises(ValueError, match="needed"):
+            shared_tokens(requests, len, sizes)
+
+    def test_between_measured_batches_none_is_too_few(self) -> None:
+        workload = Workload(prompt_tokens=8, answer_tokens=2, shared=((2, 15), (8, 31)))
+        assert [workload.kv_tokens(batch) for batch in (1, 2, 3, 4, 8, 9)] == [10, 15, 25, 31, 31, 41]
+
+
+class TestSizes:
+    @pytest.mark.parametrize("points", [((2, 5), (2, 6)), ((4, 5), (2, 6)), ((0, 1),), ((1, 9), (2, 8)), ((1, -1),)])
+    def test_curves_ascend(self, points: tuple[tuple[int, int], ...]) -> None:
+        with pytest.raises(ValueError, match="must"):
+            ModelSizes(layers=(1,), outside=0, kv_token=1, step_bytes=points)
+        with pytest.raises(ValueError, match="must"):
+            Workload(shared=points)
