@@ -36,10 +36,10 @@ demo: $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two
 check: $(VENV)/.dev ## Before each push: lint, types, import rules, and the tests that need no engine and no patience
 	@$(MAKE) --no-print-directory -j2 static fast
 
-test: $(VENV)/.dev $(VENV)/.chromium ## Before each merge, and what CI runs: the same with real vLLM and all formats and paths
+test: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey ## Before each merge, and what CI runs: the same with real vLLM and all formats and paths
 	@$(MAKE) --no-print-directory -j2 static merge
 
-test-all: $(VENV)/.dev $(VENV)/.chromium ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
+test-all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
 	@$(MAKE) --no-print-directory static all test-lowest
 	@$(MAKE) --no-print-directory chaos CYCLES=5
 
@@ -59,10 +59,10 @@ imports: $(VENV)/.dev
 fast: $(VENV)/.dev
 	$(TESTS) -m "not merge and not slow"
 
-merge: $(VENV)/.dev $(VENV)/.chromium
+merge: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey
 	$(TESTS) -m "not slow"
 
-all: $(VENV)/.dev $(VENV)/.chromium
+all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey
 	RAGORDER_TESTS=all $(TESTS)
 
 test-lowest: ## Core, commands, proxy, client and adapters with the lowest versions that pyproject.toml allows (minutes)
@@ -146,11 +146,18 @@ endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
 	@echo "Installing what the tests need (some minutes, silently)"
-	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,frameworks,dev]' -c requirements/dev.txt $(QUIET)
+	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,shared,frameworks,dev]' -c requirements/dev.txt $(QUIET)
 	@touch $@
 
 # A browser looks at the proxy's page. Where none can be installed, that test is skipped, and says so.
 $(VENV)/.chromium: | $(BIN)/python
 	@command -v chromium >/dev/null || { echo "Installing Chromium"; $(APT) update -qq && \
 	$(APT) install -y -qq --no-install-recommends chromium >/dev/null; } || echo "No Chromium: its test will be skipped"
+	@touch $@
+
+# A server for the log of shared orders. Where none can be installed, its tests are skipped, and say so.
+$(VENV)/.valkey: | $(BIN)/python
+	@command -v valkey-server >/dev/null || command -v redis-server >/dev/null || { echo "Installing Valkey"; \
+	$(APT) update -qq && { $(APT) install -y -qq --no-install-recommends valkey-server >/dev/null || \
+	$(APT) install -y -qq --no-install-recommends redis-server >/dev/null; }; } || echo "No Valkey: its tests will be skipped"
 	@touch $@

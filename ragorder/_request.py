@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, index
 from typing import Any, Generic, TypeVar
@@ -78,6 +78,10 @@ class RequestReader:
             read_length(min(tokens))
         token_ids = list(map(self.token_ids, given)) if self.token_ids is not None else ()
         return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
+
+    def read_keys(self, given: Iterable[Any]) -> list[Hashable]:
+        """Of each document, repeated ones as often."""
+        return list(map(self._key, given))
 
     def read_waiting(self, waiting: Sequence[Any]) -> Sequence[frozenset[Hashable]]:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()

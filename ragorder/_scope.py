@@ -142,6 +142,12 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens, answer_tokens)
 
+    def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None) -> None:
+        """A request that was served elsewhere, in the order of its guards."""
+        self.residency.refresh(request)
+        self.tail.observe(request)
+        self._begin(request, permutation, 0, suffix_tokens, 0).confirm()
+
     def finish(
         self,
         lease: Lease,

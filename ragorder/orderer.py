@@ -19,6 +19,7 @@ from ragorder.degraded import Degradations
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import OrdererOptions, Settings
+from ragorder.topic import Topics
 from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
 
 __all__ = ["Orderer", "OrdererLike"]
@@ -64,6 +65,8 @@ class OrdererLike(Protocol):
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
 
+    def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None: ...
+
     def order_batch(
         self,
         requests: Iterable[Iterable[D]],
@@ -90,7 +93,7 @@ class Orderer:
 
     `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (those
     before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a scope is
-    then its requests' `cache_salt`, or None.
+    then its requests' `cache_salt`, or None. `topic` gives those of `topics`.
 
     Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are no
     documents. After an internal error (raised with `strict=True`) the documents stay in retrieval order; `fallbacks`
@@ -107,12 +110,13 @@ class Orderer:
         token_ids: Callable[[Any], Sequence[int]] | None = None,
         prefix_ids: Sequence[int] = (),
         blocks: EngineBlocks | None = None,
+        topics: Topics | None = None,
         **options: Unpack[OrdererOptions],
     ) -> None:
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         self.settings = settings if settings is not None else Settings(**options)
-        self._callables: dict[str, Any] = {"key": key, "tokens": tokens, "group": group}
+        self._callables: dict[str, Any] = {"key": key, "tokens": tokens, "group": group, "topics": topics}
         self.fallbacks = 0
         self._degradations = Degradations()
         follows = token_ids if blocks is not None else None
@@ -120,6 +124,7 @@ class Orderer:
         self._contents = EngineContents(blocks, prefix_ids) if blocks is not None else None
         self.events: Any = None
         self._lock = DeferringLock(self._report)
+        self._topics = topics
         self._lengths = LearnedLengths()
         self._tiers = EngineTiers(self.settings)
         self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, self._report, blocks)
@@ -280,6 +285,37 @@ class Orderer:
             self._report(error)
             return True
 
+    def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
+        """The topic of a request's documents, which are counted: the key by which a router sends requests that share
+        documents to one replica (`Topics`). None without documents. Nothing is ordered."""
+        given = list(documents)
+        try:
+            if self._topics is None:
+                self._topics = Topics()
+            return self._topics.of(self._reader.read_keys(given), scope)
+        except Exception as error:
+            self._reader.refuse(given, error)
+            self._report(error)
+            return None
+
+    def record(
+        self,
+        documents: Sequence[Any],
+        *,
+        permutation: Sequence[int] | None = None,
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        prefix_tokens: int | None = None,
+    ) -> None:
+        """Count a request that another process had served by the same engine, as if ordered and served here. Without
+        the `permutation` of its ordering the documents are in prompt order. Needless with KV events."""
+        try:
+            request = self._reader.read(list(documents))
+            self._record(request, permutation, scope, suffix_tokens, prefix_tokens)
+        except Exception as error:
+            self._reader.refuse(list(documents), error)
+            self._report(error)
+
     def order_batch(
         self,
         requests: Iterable[Iterable[D]],
@@ -348,6 +384,21 @@ class Orderer:
         Orderer.__init__(self, **state)
         if follows:
             self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
+
+    def _record(
+        self,
+        request: OrderRequest[Any],
+        permutation: Sequence[int] | None,
+        scope: Hashable,
+        suffix_tokens: int | None,
+        prefix_tokens: int | None,
+    ) -> None:
+        places = list(range(len(request.keys))) if permutation is None else list(permutation)
+        if sorted(places) != list(range(len(request.keys))):
+            raise ValueError("the permutation does not have each rank once")
+        suffix = None if suffix_tokens is None else read_length(suffix_tokens)
+        prefix = None if prefix_tokens is None else read_length(prefix_tokens)
+        self._enter(scope, lambda known: known.record(request, places, suffix), prefix)
 
     def _copy_of(self, name: Hashable, requests: Iterable[OrderRequest[D]]) -> Scope:
         if self._contents is not None:

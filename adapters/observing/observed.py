@@ -179,6 +179,9 @@ class ObservedOrderer:
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         return self._orderer.holds_prefix(scope=scope)
 
+    def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
+        return self._own.topic(documents, scope=scope)
+
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
         return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)
 

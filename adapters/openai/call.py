@@ -16,6 +16,7 @@ from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, checke
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm
 from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.orderer import OrdererLike
+from ragorder.topic import checked_header
 
 __all__ = ["Call", "CallSetup"]
 
@@ -39,12 +40,15 @@ class CallSetup:
     retries: int = 1
     send_salt: bool = True
     send_facts: bool = False
+    topic_header: str | None = None
     sleep: Callable[[float], Any] | None = None
 
     def __post_init__(self) -> None:
         self.ordered = OrderedPrompts(self.orderer, self.builder, self.prompts)
         if self.retries < 0:
             raise ValueError(f"retries must not be negative, got {self.retries}")
+        if self.topic_header is not None:
+            checked_header(self.topic_header)
         self.endpoint = ModelEndpoint(self.client, self.model, send_facts=self.send_facts)
         self._unreported = 0
 
@@ -79,6 +83,8 @@ class Call:
     def __post_init__(self) -> None:
         self.documents = list(self.documents)
         self.options = checked_options(self.options, self.scope, self.setup.send_salt)
+        if self.setup.topic_header is not None:
+            self._add_topic(self.setup.topic_header)
         self.ordering: Ordering[Document] | None = None
         self.answer: Answer | None = None
         self.delay_s = 0.0
@@ -113,6 +119,13 @@ class Call:
         request = self.setup.ordered.request(self.query, reply.ordering, self.scope, self.options)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
+
+    def _add_topic(self, header: str) -> None:
+        """The caller's own header stays. All attempts have one topic: documents count once."""
+        topic = self.setup.orderer.topic(self.documents, scope=self.scope)
+        own = dict(self.options.get("extra_headers", ()))
+        if topic is not None and header.lower() not in map(str.lower, own):
+            self.options["extra_headers"] = own | {header: topic}
 
     def _tries_again(self, error: Exception, reply: Reply) -> bool:
         self.delay_s = 0.0

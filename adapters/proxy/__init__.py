@@ -11,10 +11,21 @@ except ImportError as error:
 
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.app import make_app
+from ragorder.adapters.proxy.fleet import Fleet
+from ragorder.adapters.proxy.replica import ReplicaAddress
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.upstream import Timeouts
 
-__all__ = ["AdmissionQueue", "DocumentTemplate", "TemplateError", "Timeouts", "Turns", "make_app"]
+__all__ = [
+    "AdmissionQueue",
+    "DocumentTemplate",
+    "Fleet",
+    "ReplicaAddress",
+    "TemplateError",
+    "Timeouts",
+    "Turns",
+    "make_app",
+]
 
 # The former name, for one release.
 Turns = AdmissionQueue

@@ -8,9 +8,11 @@ from contextlib import suppress
 from itertools import accumulate
 from operator import add
 
-from ragorder.adapters.http_server.headers import Headers
+from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.proxy.routing import TopicHeader
 from ragorder.adapters.proxy.schema import PERMUTATION, PREDICTED
+from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength
@@ -27,7 +29,7 @@ _LONGEST_HEADER = 1024
 def _ignore(tbt_s: float) -> None: ...
 
 
-class OrderedRequest:
+class OrderedRequest(SentRequest):
     """A request whose documents were ordered.
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
@@ -41,8 +43,9 @@ class OrderedRequest:
         choices: int,
         answer_length: AnswerLength,
         on_tbt: Callable[[float], None] = _ignore,
+        added: Headers | None = None,
     ) -> None:
-        self.complete = False
+        super().__init__(added)
         self.permutation = ordering.permutation
         self.predicted_tokens = ordering.cached_tokens
         self._body = body
@@ -52,10 +55,14 @@ class OrderedRequest:
         self._on_tbt = on_tbt
         self._reader: WholeReader | StreamReader | None = None
 
-    def take_body(self) -> bytes:
-        """Once: the body is not kept while the answer comes."""
+    def take_body(self, received: bytes = b"") -> bytes:
         body, self._body = self._body, b""
         return body
+
+    def request_headers(self, received: Headers) -> Headers:
+        """The usage that the server reports must be readable."""
+        received = super().request_headers(received)
+        return [*without(received, b"accept-encoding"), (b"accept-encoding", b"identity")]
 
     def headers(self) -> Headers:
         if not self.permutation:
@@ -103,7 +110,8 @@ class OrderedRequest:
 
 
 class RequestOrderer:
-    """`on_tbt` gets the mean seconds between the tokens of each streamed answer."""
+    """`on_tbt` gets the mean seconds between the tokens of each streamed answer; `topic_header` is sent with the
+    documents' topic."""
 
     def __init__(
         self,
@@ -112,8 +120,10 @@ class RequestOrderer:
         send_facts: bool = False,
         exact: bool = False,
         on_tbt: Callable[[float], None] | None = None,
+        topic_header: str | None = None,
     ) -> None:
         self._orderer = orderer
+        self._topic = TopicHeader(orderer, topic_header)
         self._send_facts = send_facts
         self._exact = exact
         self._answer_length = AnswerLength()
@@ -156,9 +166,9 @@ class RequestOrderer:
                 )
             choices = body.number("n")
             content = parsed.render(ordering.permutation)
-            return OrderedRequest(
-                content, ordering, 1 if choices is None else choices, self._answer_length, self._on_tbt
-            )
+            choices = 1 if choices is None else choices
+            topic = self._topic.of(parsed)
+            return OrderedRequest(content, ordering, choices, self._answer_length, self._on_tbt, topic)
         except BaseException:
             ordering.discard()
             raise

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from starlette.types import Receive, Scope, Send
@@ -15,12 +18,14 @@ from ragorder.adapters.http_server.headers import Headers, end_to_end, header, i
 from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.proxy.admission import AdmissionQueue
-from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
+from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.routing import TopicRouter
+from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
 
-__all__ = ["ReverseProxy"]
+__all__ = ["Head", "ReverseProxy", "ServerProxy", "forward_answer", "pieces", "read_head", "with_length"]
 
 _ROUTES: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # So many bytes of a body are sent at a time, so that there is no second copy of a long one.
@@ -30,8 +35,18 @@ _SEPARATOR = re.compile(rb"[/\\]")
 _DOTS = (b".", b"..")
 
 
-class ReverseProxy:
-    """An ASGI application that forwards every HTTP request to the upstream server.
+class Head(NamedTuple):
+    """The head of a request: where it goes, and how its body is read (None: it is not)."""
+
+    method: str
+    target: bytes
+    headers: Headers
+    route: Route | None
+    is_queued: bool
+
+
+class ReverseProxy(ABC):
+    """An ASGI application that forwards every HTTP request.
 
     JSON bodies of POSTs are parsed, and ordered if they have documents; all others, and all answers, are forwarded as
     they arrive. With `admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward.
@@ -39,9 +54,7 @@ class ReverseProxy:
 
     def __init__(
         self,
-        upstream: Upstream,
         parser: BodyParser,
-        orderer: RequestOrderer,
         *,
         body_limit: int,
         memory: MemoryBudget,
@@ -49,9 +62,7 @@ class ReverseProxy:
         client_s: float | None = None,
         admission: AdmissionQueue | None = None,
     ) -> None:
-        self._upstream = upstream
         self._parser = parser
-        self._orderer = orderer
         self._body_limit = body_limit
         self._memory = memory
         self._workers = workers
@@ -62,39 +73,49 @@ class ReverseProxy:
         with self._memory.share() as share:
             body = RequestBody(scope["headers"], receive, self._body_limit, share=share, client_s=self._client_s)
             async with body.connected():
-                await self._exchange(scope, body, send, share)
+                await self._exchange(read_head(scope), body, send, share)
 
-    async def _exchange(self, scope: Scope, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
-        headers: Headers = scope["headers"]
-        target = _target(scope)
-        is_post = scope["method"] == "POST"
-        route = _ROUTES.get(scope["path"]) if is_post else None
-        if header(headers, b"content-encoding") not in (None, b"identity"):
-            route = None
-        elif route is None and is_post and is_json(headers):
-            # Parsed only to refuse documents in it, which this route would answer without.
-            route = "other"
-        admission = self._admission if is_post and scope["path"].startswith("/v1/") else None
-        ordered: OrderedRequest | None = None
+    @abstractmethod
+    async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
+        """Answer one request."""
+
+    def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
+        """With the bytes to reserve for it."""
+        parsed = self._parser.parse(route, body)
+        return parsed, len(body) if parsed is None else len(body) * (1 + _max_character_bytes(body))
+
+
+class ServerProxy(ReverseProxy):
+    """In front of one server, whose cache `orderer` mirrors, or of a router."""
+
+    def __init__(
+        self, upstream: Upstream, parser: BodyParser, orderer: RequestOrderer | TopicRouter, **limits: Any
+    ) -> None:
+        super().__init__(parser, **limits)
+        self._upstream = upstream
+        self._orderer = orderer
+
+    async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
+        admission = self._admission if head.is_queued else None
+        headers = head.headers
+        sent: SentRequest | None = None
         async with AsyncExitStack() as until_answered:
             content: AsyncIterator[bytes] | None
-            if route is None and admission is None:
+            if head.route is None and admission is None:
                 content = await request_body.stream()
             else:
                 body = await request_body.read()
-                ordered = await self._order(route, admission, body, share, until_answered)
-                if ordered is not None:
-                    body = ordered.take_body()
+                sent = await self._order(head.route, admission, body, share, until_answered)
+                if sent is not None:
+                    body = sent.take_body(body)
                 share.resize(len(body))
-                # A body in one piece gets a length of its own.
-                headers = [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
-                content = _pieces([body], share)
+                headers = with_length(headers, body)
+                content = pieces([body], share)
                 del body
-            if ordered is not None:
-                # The usage that the server reports must be readable.
-                headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
-            async with self._upstream.send(scope["method"], target, headers, content) as response:
-                await _answer(response.status_code, response.headers.raw, response.aiter_raw(), send, ordered)
+            if sent is not None:
+                headers = sent.request_headers(headers)
+            async with self._upstream.send(head.method, head.target, headers, content) as response:
+                await forward_answer(response.status_code, response.headers.raw, response.aiter_raw(), send, sent)
 
     async def _order(
         self,
@@ -103,7 +124,7 @@ class ReverseProxy:
         body: bytes,
         share: MemoryShare,
         until_answered: AsyncExitStack,
-    ) -> OrderedRequest | None:
+    ) -> SentRequest | None:
         length, parsed, upcoming = len(body), None, []
         if route is not None:
             parsed, kept = await self._workers.run(partial(self._parse, route, body), length)
@@ -114,21 +135,35 @@ class ReverseProxy:
         if parsed is None:
             return None
         # If the client leaves meanwhile, the documents may be ordered only afterwards.
-        order = partial(self._orderer.order, parsed, upcoming)
-        ordered = await self._workers.run(order, length, abandoned=OrderedRequest.end)
+        order: Callable[[], SentRequest] = partial(self._orderer.order, parsed, upcoming)
+        ordered: SentRequest = await self._workers.run(order, length, abandoned=methodcaller("end"))
         # Ends before its admission does: the request that is chosen next is to find what this one leaves cached.
         until_answered.callback(ordered.end)
         return ordered
 
-    def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
-        """With the bytes to reserve for it."""
-        parsed = self._parser.parse(route, body)
-        return parsed, len(body) if parsed is None else len(body) * (1 + _max_character_bytes(body))
+
+def read_head(scope: Scope) -> Head:
+    """Raises HTTPError for a path that could leave the upstream address's."""
+    headers: Headers = scope["headers"]
+    is_post = scope["method"] == "POST"
+    route = _ROUTES.get(scope["path"]) if is_post else None
+    if header(headers, b"content-encoding") not in (None, b"identity"):
+        route = None
+    elif route is None and is_post and is_json(headers):
+        # Parsed only to refuse documents in it, which this route would answer without.
+        route = "other"
+    return Head(scope["method"], _target(scope), headers, route, is_post and scope["path"].startswith("/v1/"))
 
 
-async def _answer(
-    status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, ordered: OrderedRequest | None
+def with_length(headers: Headers, body: bytes) -> Headers:
+    """A body in one piece gets a length of its own."""
+    return [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
+
+
+async def forward_answer(
+    status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, sent: SentRequest | None
 ) -> None:
+    """Raises HTTPError for an answer that cannot be forwarded."""
     chunked = any(name.lower() == b"transfer-encoding" for name, _ in headers)
     headers = end_to_end(headers)
     if chunked:
@@ -136,26 +171,26 @@ async def _answer(
         headers = without(headers, b"content-length")
     if not 200 <= status < 600 or any(_INVALID_IN_HEADER.search(value) for _, value in headers):
         raise HTTPError(502, "The upstream server's answer is not valid HTTP.", code="upstream_unavailable")
-    if ordered is not None:
-        ordered.begin(status, headers)
-        headers += ordered.headers()
+    if sent is not None:
+        sent.begin(status, headers)
+        headers += sent.headers()
     await send({"type": "http.response.start", "status": status, "headers": headers})
     async for chunk in chunks:
-        if ordered is not None:
-            ordered.feed(chunk)
+        if sent is not None:
+            sent.feed(chunk)
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    if ordered is not None:
-        ordered.complete = True
+    if sent is not None:
+        sent.complete = True
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _pieces(body: list[bytes], share: MemoryShare) -> AsyncIterator[bytes]:
-    """Not kept while the answer comes."""
+async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncIterator[bytes]:
+    """The body in the list, which is not kept while the answer comes. `kept` bytes remain reserved."""
     whole = body.pop()
     for start in range(0, len(whole), _PIECE):
         yield whole[start : start + _PIECE]
     del whole
-    share.resize(0)
+    share.resize(kept)
 
 
 def _max_character_bytes(body: bytes) -> int:

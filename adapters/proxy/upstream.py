@@ -20,7 +20,7 @@ from ragorder.adapters.http_client import Server
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end
 
-__all__ = ["Timeouts", "Upstream"]
+__all__ = ["Timeouts", "Upstream", "UpstreamError"]
 
 # Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
 _KEEP_ALIVE_S = 3.0
@@ -37,6 +37,12 @@ class Timeouts:
     connect_s: float = 10.0
     read_s: float = 600.0
     client_s: float = 30.0
+
+
+class UpstreamError(HTTPError):
+    """No answer from the server, or only a part. Without `connected` the request did not reach it."""
+
+    connected = True
 
 
 class Upstream:
@@ -81,15 +87,19 @@ class Upstream:
                 finally:
                     with anyio.CancelScope(shield=True):
                         await response.aclose()
-        except httpx2.TimeoutException:
+        except httpx2.TimeoutException as error:
             message = "The upstream server did not answer in time."
-            raise HTTPError(504, message, code="upstream_timeout") from None
+            failure = UpstreamError(504, message, code="upstream_timeout")
+            failure.connected = not isinstance(error, httpx2.ConnectTimeout)
+            raise failure from None
         except httpx2.LocalProtocolError:
             message = "The request has a header or an address that is not valid HTTP."
             raise HTTPError(400, message, code="invalid_http") from None
-        except httpx2.TransportError:
+        except httpx2.TransportError as error:
             message = "The upstream server cannot be reached, or closed the connection."
-            raise HTTPError(502, message, code="upstream_unavailable") from None
+            failure = UpstreamError(502, message, code="upstream_unavailable")
+            failure.connected = not isinstance(error, httpx2.ConnectError)
+            raise failure from None
 
     async def aclose(self) -> None:
         await self._pool.aclose()

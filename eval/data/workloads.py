@@ -2,8 +2,8 @@
 
 `paper` is RAGCache++ section 4.1, `geo` 4.7. In `paper` documents kept from the predecessor stay in their places, which
 flatters retrieval order; `paper-shuf` shuffles the ranks, `ovX` is `paper-shuf` with overlap X. In `disjoint`
-consecutive requests share nothing, in `unique` none do. `mix8` interleaves eight tenants, `zipf10` draws ten documents
-by Zipf(1.0), `zipf10-X` with exponent X."""
+consecutive requests share nothing, in `unique` none do. `mix8` interleaves eight tenants, `mixN` N of them, `zipf10`
+draws ten documents by Zipf(1.0), `zipf10-X` with exponent X."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import math
 import random
 import re
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -49,8 +49,9 @@ class Workload:
 
 def make_workload(name: str, seed: int, *, top_k: int | None = None, requests: int = 0) -> Workload:
     """Raises WorkloadError for an unknown name, or for more documents a request than the workload can draw."""
-    if name == "mix8":
-        rankings, corpus_size, in_flight = *_mixed(seed, max(requests, 1200), top_k or 5, streams=8), 8
+    if mixed := re.fullmatch(r"mix([1-9]\d{0,3})", name):
+        streams = int(mixed[1])
+        rankings, corpus_size, in_flight = *_mixed(seed, max(requests, 1200), top_k or 5, streams), streams
     elif name.startswith("zipf10"):
         rankings, corpus_size, in_flight = *_zipf(seed, max(requests, 1200), top_k or 10, _exponent(name)), 1
     elif name == "disjoint":
@@ -84,8 +85,8 @@ def _exponent(name: str) -> float:
 
 def _unknown(name: str) -> WorkloadError:
     return WorkloadError(
-        f"{unknown('workload', name, [*WORKLOADS, *CONTROLS, 'pydocs'])}, ovX with X from 0 to 1, or zipf10-X with a "
-        "popularity exponent"
+        f"{unknown('workload', name, [*WORKLOADS, *CONTROLS, 'pydocs'])}, ovX with X from 0 to 1, mixN with N streams, "
+        "or zipf10-X with a popularity exponent"
     )
 
 
@@ -165,14 +166,16 @@ def _unique(seed: int, requests: int, k: int) -> tuple[list[Ranking], int]:
 
 def _mixed(seed: int, requests: int, k: int, streams: int) -> tuple[list[Ranking], int]:
     rng = random.Random(seed + 99)
-    sources = []
-    size = 0
-    for stream in range(streams):
-        trace, size = _bursts(seed * 1000 + stream, requests, k, 0.6, shuffle=True)
-        start = rng.randrange(50) * 10
-        sources.append(deque(trace[start:] + trace[:start]))
+    starts = [rng.randrange(50) * 10 for _ in range(streams)]
     rates = [rng.expovariate(1) + 0.2 for _ in range(streams)]
-    return [rng.choices(sources, rates)[0].popleft() for _ in range(requests)], size
+    turns = [rng.choices(range(streams), rates)[0] for _ in range(requests)]
+    drawn = Counter(turns)
+    sources = []
+    for stream, start in enumerate(starts):
+        # Only as long as it is needed: there may be hundreds of streams.
+        trace, _ = _bursts(seed * 1000 + stream, min(requests, start + drawn[stream]), k, 0.6, shuffle=True)
+        sources.append(deque(trace[start:] + trace[:start]))
+    return [sources[stream].popleft() for stream in turns], _REGIONS * _DOCUMENTS_PER_REGION
 
 
 def _zipf(seed: int, requests: int, k: int, exponent: float) -> tuple[list[Ranking], int]:

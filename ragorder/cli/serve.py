@@ -11,18 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ragorder.cli.options import Command, build, given
-from ragorder.cli.output import log_shown
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_options import ServeLimits, check_keys, serve_options
+from ragorder.cli.serve_upstream import ROUTED, check_route, fleet_of, server_of, warn
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
+from ragorder.topic import Topics, checked_header
 
 __all__ = ["serve"]
 
-_ASSUMED = "assumed"
+_GIVEN = ParameterSource.COMMANDLINE
+_MODES = {
+    "order": "documents are ordered for the cache",
+    "route": "requests get their topic, documents stay in retrieval order",
+    "shadow": "shadow: documents stay in retrieval order",
+}
 
 
 @click.command(cls=Command)
@@ -31,7 +38,11 @@ _ASSUMED = "assumed"
 def serve(
     context: click.Context,
     /,
-    upstream: str | None,
+    upstream: tuple[str, ...],
+    data_parallel_ranks: int | None,
+    topic_header: str | None,
+    topic_secret: str | None,
+    route: bool,
     engine: str | None,
     host: str,
     api_key: str | None,
@@ -42,6 +53,7 @@ def serve(
     question_template: str | None,
     tokenizer: str | None,
     shadow: bool,
+    shared_orders: str | None,
     tiers: bool,
     allow_host: tuple[str, ...],
     **options: Any,
@@ -75,6 +87,10 @@ def serve(
     from ragorder.adapters.http_client import AddressError
 
     check_keys(context)
+    check_route(context.params)
+    if shared_orders is not None and (len(upstream) > 1 or data_parallel_ranks is not None or route or shadow):
+        raise click.UsageError("--shared-orders is for proxies that order in front of one server with one cache")
+    topics = _topics(topic_header, topic_secret, route=route)
     if allow_host and api_key is not None:
         raise click.UsageError(
             "--allow-host cannot be combined with --api-key: requests with the key are accepted for any host"
@@ -95,6 +111,12 @@ def serve(
     if number_by_place and found is not None and not found.shows_id:
         raise click.UsageError("--number-by-place: --template has no {id} to replace")
     metrics = Metrics()
+
+    def observed(settings: Settings) -> ObservedOrderer:
+        options = given({"topics": topics})
+        orderer = Orderer(settings, **options) if shared_orders is None else _sharing(shared_orders, settings, options)
+        return ObservedOrderer(orderer, [metrics], shadow=shadow)
+
     admission = None
     if limits.max_in_flight is not None:
         admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
@@ -102,6 +124,7 @@ def serve(
         # An address that is not available is an error before a model is loaded.
         listening = until_served.enter_context(_listen(host, limits.port))
         try:
+            servers: list[Backend] = []
             if in_process:
                 backend = until_served.enter_context(
                     embedded(
@@ -113,19 +136,33 @@ def serve(
                     )
                 )
             else:
-                if tiers and engine_settings["profile"] in (None, "auto"):
-                    measured = _profile_server(str(upstream), upstream_api_key, engine_settings["profile_budget_s"])
-                    settings = settings.model_copy(update={"profile": settings.profile or measured})
-                # After that: tiers publish their sizes with an engine's first request.
-                known, source = _settings_of_server(settings, str(upstream), upstream_api_key)
-                how = {"upstream": upstream, "upstream_api_key": upstream_api_key, "send_facts": tiers}
-                backend = Backend(known, loaded, how, source)
+                servers = [
+                    server_of(
+                        each,
+                        upstream_api_key,
+                        settings,
+                        loaded,
+                        ranks=data_parallel_ranks,
+                        tiers=tiers,
+                        profile=engine_settings["profile"],
+                        budget_s=engine_settings["profile_budget_s"],
+                        routes=route,
+                    )
+                    for each in upstream
+                ]
+                backend = servers[0]
+            if len(upstream) > 1 or data_parallel_ranks is not None:
+                orderer, backend = fleet_of(servers, data_parallel_ranks, observed, metrics.registry)
+            else:
+                orderer = observed(backend.settings)
             app = make_app(
-                ObservedOrderer(Orderer(backend.settings), [metrics], shadow=shadow),
+                orderer,
                 builder=_builder(backend.tokenizer, **templates),
                 tokenizer=backend.tokenizer,
                 template=found,
                 number_by_place=number_by_place,
+                topic_header=topic_header or (ROUTED if route else None),
+                route=route,
                 on_passed=metrics.passed,
                 on_tbt=metrics.token_times,
                 api_key=api_key,
@@ -140,8 +177,14 @@ def serve(
         except AddressError as error:
             raise click.UsageError(f"--upstream: {error}") from None
         if api_key is None and not is_loopback(host):
-            _warn(f"every client that reaches {host} can use the server: give --api-key")
-        _announce(address_of(listening), backend.settings, settings, backend.source, shadow=shadow)
+            warn(f"every client that reaches {host} can use the server: give --api-key")
+        if route:
+            click.echo(f"Topics: in the header {topic_header or ROUTED}", err=True)
+        else:
+            _announce_cache(backend.settings, settings, backend.source)
+        mode = "route" if route else "shadow" if shadow else "order"
+        click.echo(f"Mode: {_MODES[mode]}", err=True)
+        click.echo(f"Page: {address_of(listening)}/ragorder", err=True)
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         run_server(
             backend.wrap(app),
@@ -152,6 +195,33 @@ def serve(
             probes=PROBES,
             on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
         )
+
+
+def _sharing(url: str, settings: Settings, options: dict[str, Any]) -> Orderer:
+    try:
+        from ragorder.adapters.shared_orders import SharedOrderer
+
+        return SharedOrderer(url, settings, **options)
+    except ImportError as error:
+        raise click.ClickException(f"--shared-orders needs {error.name}: pip install 'ragorder[shared]'") from None
+    except ValueError:
+        # What it quotes may have a password in it.
+        raise click.UsageError("--shared-orders: not a URL such as redis://127.0.0.1:6379/0") from None
+
+
+def _topics(header: str | None, secret: str | None, *, route: bool) -> Topics | None:
+    """Raises click.UsageError for a header that cannot be, or a secret of no use."""
+    if header is None and not route:
+        if secret is not None and click.get_current_context().get_parameter_source("topic_secret") is _GIVEN:
+            raise click.UsageError("--topic-secret requires --topic-header or --route")
+        return None
+    try:
+        checked_header(header or ROUTED)
+    except ValueError as error:
+        raise click.UsageError(f"--topic-header: {error}") from None
+    if secret is None:
+        warn("topics are of this process alone: give all that should agree the same --topic-secret")
+    return Topics(secret)
 
 
 def _with_loads(profile: Path, *, needed: bool) -> Path | None:
@@ -195,49 +265,7 @@ def _load(tokenizer: str) -> Any:
         raise click.ClickException(f"--tokenizer: {error}") from None
 
 
-def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) -> tuple[Settings, str]:
-    """The settings, completed from the server's metrics, and the origin of the sizes. Raises AddressError."""
-    from ragorder.adapters.http_client import AddressError
-    from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
-
-    unknown = {"capacity_tokens", "block_size"} - settings.model_fields_set
-    if not unknown:
-        return settings, _ASSUMED
-    try:
-        cache = read_cache_config(upstream, api_key=api_key)
-    except AddressError:
-        raise
-    except (ServerError, ImportError) as error:
-        options = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(unknown, reverse=True))
-        _warn(f"the size of the server's cache is unknown: give {options} ({error})")
-        return settings, _ASSUMED
-    if cache.prefix_caching is False:
-        _warn("the server's prefix cache is off: start it with --enable-prefix-caching")
-    if cache.engines > 1:
-        _warn(f"the server has {cache.engines} engines, each with its own cache: route each tenant to one of them")
-    return settings.model_copy(update=cache.completes(settings)), "from the server's /metrics"
-
-
-def _profile_server(upstream: str, api_key: str | None, budget_s: float | None) -> Path | None:
-    """The file of the server's profile, if its tiers await one and it has load times. Raises AddressError."""
-    from ragorder.adapters.http_client import AddressError, ServerError
-    from ragorder.adapters.vllm.server_profile import profile_server
-    from ragorder.kernels.profile_cache import ProfileCache
-
-    cache = ProfileCache()
-    try:
-        with log_shown("ragorder.profile", "Profile"):
-            profile = profile_server(upstream, api_key=api_key, cache=cache, **given({"budget_s": budget_s}))
-    except AddressError:
-        raise
-    except ServerError as error:
-        _warn(f"the server's prefill times are not measured, every token counts the same there ({error})")
-        return None
-    return cache.file_of(profile) if profile is not None and profile.loads else None
-
-
-def _announce(url: str, settings: Settings, asked: Settings, source: str, *, shadow: bool) -> None:
-
+def _announce_cache(settings: Settings, asked: Settings, source: str) -> None:
     def origin(name: str) -> str:
         return "given" if name in asked.model_fields_set else source
 
@@ -247,10 +275,3 @@ def _announce(url: str, settings: Settings, asked: Settings, source: str, *, sha
     click.echo(f"Cache: {tokens} ({origin('capacity_tokens')}), {blocks}", err=True)
     if settings.profile is not None and (settings.host_tokens or settings.disk_tokens):
         click.echo(f"Tiers: cached prefixes are compared in seconds, by {settings.profile}", err=True)
-    mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"
-    click.echo(f"Mode: {mode}", err=True)
-    click.echo(f"Page: {url}/ragorder", err=True)
-
-
-def _warn(message: str) -> None:
-    click.echo(f"Warning: {message}", err=True)

@@ -77,7 +77,18 @@ engine_options = together(
         device={"metavar": "NAME"},
     ),
 )
-_UPSTREAM_OPTIONS: tuple[str, ...] = ("upstream", "upstream_api_key", "tokenizer", "tiers", "connect_timeout_s")
+_UPSTREAM_OPTIONS: tuple[str, ...] = (
+    "upstream",
+    "upstream_api_key",
+    "data_parallel_ranks",
+    "topic_header",
+    "topic_secret",
+    "route",
+    "shared_orders",
+    "tokenizer",
+    "tiers",
+    "connect_timeout_s",
+)
 
 
 def check_engine(context: click.Context) -> str:
@@ -85,7 +96,7 @@ def check_engine(context: click.Context) -> str:
     params = context.params
     named = {name for name in params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     engine: str | None = params["engine"]
-    if engine is None and params["upstream"] is not None:
+    if engine is None and params["upstream"]:
         engine = "upstream"
     if engine is None:
         raise click.UsageError("give --upstream URL, or --engine torch with --model FOLDER|NAME|random")
@@ -95,7 +106,7 @@ def check_engine(context: click.Context) -> str:
         needed, other, foreign = "upstream", "torch", tuple(name for name in ENGINE_OPTIONS if name not in shared)
     if misplaced := [name for name in foreign if name in named]:
         raise click.UsageError(f"{spelling(misplaced[0])} requires --engine {other}, not {engine}")
-    if params[needed] is None:
+    if not params[needed]:
         raise click.UsageError(f"--engine {engine} needs {spelling(needed)}")
     if params["disk_bytes"] is not None and params["disk_path"] is None:
         raise click.UsageError("--disk-bytes requires --disk-path")

@@ -11,14 +11,15 @@ import click
 from click.core import ParameterSource
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.cli.options import Choice, ParamType, Size, option, options_from, section, spelling, together
+from ragorder.cli.options import Choice, Count, ParamType, Size, option, options_from, section, spelling, together
 from ragorder.cli.serve_engine import engine_options
 from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
+from ragorder.topic import SECRET_VARIABLE
 
 __all__ = ["ServeLimits", "check_keys", "serve_options"]
 
-_KEYS = ("api_key", "upstream_api_key")
+_KEYS = ("api_key", "upstream_api_key", "topic_secret")
 _MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -99,7 +100,36 @@ serve_options = together(
             "--upstream",
             formerly=["--base-url"],
             metavar="URL",
-            help="The OpenAI-compatible server behind the proxy, such as http://HOST:8000.",
+            multiple=True,
+            help="The OpenAI-compatible server behind the proxy, such as http://HOST:8000. Repeatable: replicas of one "
+            "model, each with a tree of its own; a request goes to the best by cached tokens and load.",
+        ),
+        option(
+            "--data-parallel-ranks",
+            type=Count(2),
+            metavar="N",
+            help="The server, or each of them, has N data-parallel ranks, each with a cache of its own: a tree for "
+            "each, and the header X-data-parallel-rank. [default: one]",
+        ),
+        option(
+            "--topic-header",
+            metavar="NAME",
+            help="Send the topic of a request's documents in this header, by which a router behind the proxy chooses "
+            "among replicas. [default: none; with --route x-session-id]",
+        ),
+        option(
+            "--topic-secret",
+            metavar="TEXT",
+            envvar=SECRET_VARIABLE,
+            show_envvar=True,
+            help="The secret of topics, which all processes share that are to have the same ones. [default: one of "
+            "this process alone]",
+        ),
+        option(
+            "--route",
+            is_flag=True,
+            help="Only add the topic, and leave ordering to a proxy beside each replica, behind the router at "
+            "--upstream.",
         ),
         option(
             "--upstream-api-key",
@@ -179,6 +209,14 @@ serve_options = together(
             capacity_tokens={"default": "the server's /metrics; with --engine torch what its tiers hold"},
             tier_policy={"type": Choice(list(POLICIES)), "metavar": None},
             block_size={"default": "the server's /metrics; with --engine torch 16"},
+        ),
+        option(
+            "--shared-orders",
+            metavar="URL",
+            envvar="RAGORDER_SHARED_ORDERS",
+            show_envvar=True,
+            help="Share orders with other proxies in front of the same server through a Valkey or Redis server, such "
+            "as redis://127.0.0.1:6379/0.",
         ),
         option(
             "--shadow",

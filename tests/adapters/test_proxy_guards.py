@@ -31,7 +31,6 @@ from ragorder.adapters.http_client import AddressError, Server, ServerError
 from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import make_app
 from ragorder.adapters.proxy.access import THIS_MACHINE
-from ragorder.adapters.proxy.app import _Readiness
 from ragorder.cli.serve import serve as serve_command
 from ragorder.kernels.profile import LINEAR
 
@@ -286,7 +285,7 @@ class TestReadiness:
     def test_a_silent_server_is_not_ready(
         self, start: Callable[..., httpx2.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("ragorder.adapters.proxy.readiness._TIMEOUT_S", 0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 

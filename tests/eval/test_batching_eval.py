@@ -258,6 +258,16 @@ class TestSystems:
         assert seconds["ragdoll-depth1"] < seconds["ragdoll-depth0"]
         assert seconds["ours+passes"] < seconds["ours"] < seconds["joined"] < seconds["ragdoll"]
 
+    @pytest.mark.parametrize("setting", ["low-8b", "high-70b"])
+    def test_are_as_fast_on_the_products_own_server(self, setting: str) -> None:
+        load = "steps:8@10m,16@20m"
+        seconds = {
+            policy: latency(served(policy, setting, steps=load))
+            for policy in ("ragdoll", "server", "ours", "ours-server")
+        }
+        assert seconds["server"] == pytest.approx(seconds["ragdoll"], rel=0.05)
+        assert seconds["ours-server"] == pytest.approx(seconds["ours"], rel=0.1)
+
     def test_keep_no_prefix_where_nothing_is_shared(self) -> None:
         facts = served("ours", shared=False)["facts"]
         assert facts["computed_tokens"] == facts["prompt_tokens"]
@@ -308,7 +318,7 @@ class TestSuites:
         with pytest.raises(SuiteError, match="choose another setting"):
             BatchingCell.read({"setting": "high-8b", "weights": 0.5}, "mine")
 
-    @pytest.mark.parametrize("name", ["serving", "ablation", "trace", "placement", "idle", "index", "topk"])
+    @pytest.mark.parametrize("name", ["serving", "ablation", "trace", "placement", "idle", "index", "topk", "kept"])
     def test_are_there(self, name: str) -> None:
         suite = load_suites()[f"doll-{name}"]
         assert suite.short_form is not None
@@ -368,8 +378,9 @@ class TestTheReport:
         idle, batches = self.part("idle", record("ragdoll-serial", 8.0, batch=32)).tables
         assert texts(idle)[0][2:] == ["60", "20", "60"]
         assert texts(batches) == [["PF-High, 70B", "32", "2", "2"]]
-        (table,) = self.part("index", record("vllmrag", 8.0), record("ragdoll", 4.0)).tables
-        assert texts(table)[1] == ["RAGDoll", "4 (2.00 times shorter)"]
+        for chart in ("index", "kept"):
+            (table,) = self.part(chart, record("vllmrag", 8.0), record("ragdoll", 4.0)).tables
+            assert texts(table)[1] == ["RAGDoll", "4 (2.00 times shorter)"]
 
     def test_says_what_is_fitted(self) -> None:
         (said,) = self.part("serving", record("vllmrag", 1.0)).words

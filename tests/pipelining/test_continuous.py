@@ -643,6 +643,26 @@ class TestHistory:
         rng = np.random.default_rng(5)
         return [(query, query + 0.05 * rng.standard_normal(D).astype(np.float32)) for query in queries[:60]]
 
+    def test_what_it_recalls_stays_until_those_clusters_are_scanned(self, flat: Any, queries: Any) -> None:
+        """Searched again, each stage shows the final results, in whatever order the clusters come."""
+        with ContinuousIVF(flat, nprobe=6, cores=1, budget=pieces(), thread=False) as search:
+            for query in queries[:20]:
+                history = History()
+                final = search.submit(query, 5, history=history).result()
+                again = search.submit(query, 5, history=history)
+                stages = list(again.stages())
+                assert [stage.ids.tolist() for stage in stages] == [final.ids.tolist()] * len(stages)
+                assert [stage.number for stage in stages] == [1, 2, 3, 4, 5, 6]
+
+    def test_what_it_recalls_of_clusters_that_are_not_searched_is_left_out(self, flat: Any, queries: Any) -> None:
+        with ContinuousIVF(flat, cores=1, budget=pieces(), thread=False) as search:
+            for query in queries[:20]:
+                history = History()
+                search.submit(query, 5, history=history, params=faiss.SearchParametersIVF(nprobe=8)).result()
+                params = faiss.SearchParametersIVF(nprobe=1)
+                stages = list(search.submit(query, 5, history=history, params=params).stages())
+                assert all(stage.ids.tolist() == stages[-1].ids.tolist() for stage in stages)
+
     def test_changes_no_result(self, flat: Any, related: Any) -> None:
         search = ContinuousIVF(flat, nprobe=12, cores=1, budget=pieces(), thread=False)
         for pair in related:

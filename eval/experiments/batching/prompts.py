@@ -39,6 +39,11 @@ class Prompts:
                 tokens += document.token_count
         return cls(documents, first, tokens)
 
+    @classmethod
+    def none(cls, count: int) -> Prompts:
+        """For systems that only count requests."""
+        return cls([()] * count, {}, 0)
+
     @property
     def mean_tokens(self) -> float:
         """Of a prompt with its answer."""

@@ -22,6 +22,7 @@ __all__ = ["make_part"]
 
 _SERIAL = "vllmrag"
 _RAGDOLL = "ragdoll"
+_BATCHED = "ragdoll-serial"
 _COSTS = (
     "Fitted to the paper: seconds of a pass over the database and of a batch's generation, by engine (Table 1); its"
     " growth with the batch (Figure 4 for 8B, FLOPs for 70B); the largest batches, on PF-Low so that waiting is "
@@ -49,7 +50,9 @@ def make_part(suite: Suite, results: Results) -> Part:
         return Part()
     cells = list(found.values())
     tables = _TABLES.get(suite.report.chart, _serving)
-    return Part(list(tables(cells)), words=_COSTS, pictures=lambda: _pictures(suite.report.chart, cells))
+    # The other suites refer to this one.
+    words = _COSTS if tables is _serving else ()
+    return Part(list(tables(cells)), words=words, pictures=lambda: _pictures(suite.report.chart, cells))
 
 
 def _serving(cells: _Cells) -> Iterator[Table]:
@@ -190,6 +193,9 @@ def _idle(cells: _Cells) -> Iterator[Table]:
     table = Table("Time, % of all until the last answer", headings, labels=2)
     for cell, runs in cells:
         for policy in _policies([(cell, runs)]):
+            if cell.batch and policy != _BATCHED:
+                # The others have batches of their own.
+                continue
             facts: list[Any] = [record.facts for record in runs[policy]]
             total = sum(each["total_s"] for each in facts)
             searching, generating = (
@@ -204,7 +210,7 @@ def _idle(cells: _Cells) -> Iterator[Table]:
     if batched:
         table = Table("Seconds of a batch in a serial system", ["", "requests in a batch", "retrieval", "generation"])
         for cell, runs in batched:
-            records = runs.get("ragdoll-serial")
+            records = runs.get(_BATCHED)
             if records is not None:
                 row = (format_number(_mean(records, column), 0) for column in ("retrieval_s", "generation_s"))
                 table.add(SETTINGS[cell.setting].words, str(cell.batch), *row)
@@ -228,12 +234,20 @@ def _columns(words: Callable[[BatchingCell], str], title: str) -> Callable[[_Cel
     return tables
 
 
+def _by_corpus(cells: _Cells) -> Iterator[Table]:
+    for corpus in dict.fromkeys(cell.corpus for cell, _ in cells):
+        chosen = [each for each in cells if each[0].corpus == corpus]
+        yield from _columns(lambda cell: cell.setting, f"Mean latency on {corpus}, s")(chosen)
+        yield from _kept(chosen)
+
+
 _TABLES: dict[str, Callable[[_Cells], Iterator[Table]]] = {
     "ablation": _ablation,
     "trace": _trace,
     "placement": _placement,
     "idle": _idle,
     "index": _columns(lambda cell: f"{cell.setting}, {cell.index}", "Mean latency by index, s"),
+    "kept": _by_corpus,
     "topk": _columns(lambda cell: f"{cell.setting}, top {cell.top_k}", "Mean latency by documents a prompt, s"),
 }
 

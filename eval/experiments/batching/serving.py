@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragorder.eval.data.arrivals import ArrivalStep
+from ragorder.eval.experiments.batching.decoupled import Decoupled
 from ragorder.eval.experiments.batching.generation import Batches
 from ragorder.eval.experiments.batching.joining import Joining, KeptKV
 from ragorder.eval.experiments.batching.line import Line, Served
@@ -14,8 +15,9 @@ from ragorder.eval.experiments.batching.prompts import Prompts
 from ragorder.eval.experiments.batching.record import BatchingCell
 from ragorder.eval.experiments.batching.retrieval import Passes
 from ragorder.eval.experiments.batching.settings import SETTINGS, TOP_K, Generator, Setting
-from ragorder.eval.experiments.batching.sizes import BacklogSizes, FixedSizes, RateSizes, Sizes
+from ragorder.eval.experiments.batching.sizes import SIZES, BacklogSizes, FixedSizes, RateSizes, Sizes
 from ragorder.eval.experiments.batching.systems import System
+from ragorder.eval.virtual.engine import VirtualEngine
 
 __all__ = ["rates", "serve"]
 
@@ -42,7 +44,7 @@ async def serve(
     Facts: seconds until all are answered, and those that searches and generation were busy; the `trace` of batches, or
     of steps that requests join; prompt tokens, and those computed, where KV is kept.
     """
-    run = _Run(system, cell, steps, prompts)
+    run = _Run(system, cell, steps, prompts, len(at_s))
     requests = [Served(number, at) for number, at in enumerate(at_s)]
     loop = asyncio.get_running_loop()
 
@@ -52,13 +54,18 @@ async def serve(
             run.line.put(request)
         run.line.close()
 
-    await asyncio.gather(arrive(), *run.workers())
+    await (run.product.serve(requests) if run.product is not None else asyncio.gather(arrive(), *run.workers()))
     return {"rows": _rows(requests), "facts": {"total_s": loop.time(), **run.facts()}}
 
 
 class _Run:
     def __init__(
-        self, system: System, cell: BatchingCell, steps: Sequence[ArrivalStep], prompts: Prompts | None
+        self,
+        system: System,
+        cell: BatchingCell,
+        steps: Sequence[ArrivalStep],
+        prompts: Prompts | None,
+        requests: int,
     ) -> None:
         self.line = Line()
         self._found = Line()
@@ -66,20 +73,41 @@ class _Run:
         self._cell = cell
         self._setting: Setting = SETTINGS[cell.setting]
         self._passes = Passes(self._setting.load_s(cell.index), self._resident, self._slowed)
-        self._kept: KeptKV | None = None
+        self.product: Decoupled | None = None
+        self._kept: KeptKV | VirtualEngine[Any] | None = None
+        self._generation: Batches | Joining | Decoupled
         generator = self._generator()
-        self._generation: Batches | Joining
-        if system.joined:
-            if system.kept:
-                assert prompts is not None, "systems that keep KV need prompts"
-                capacity = round(generator.most * prompts.mean_tokens)
-                self._kept = KeptKV(prompts, capacity, ordered=system.kept == "ordered")
-            request_s = generator.request_s * cell.top_k / TOP_K
-            self._generation = Joining(generator, self._kept, self._moment, request_s)
+        request_s = generator.request_s * cell.top_k / TOP_K
+        capacity = None
+        if system.kept:
+            assert prompts is not None, "systems that keep KV need prompts"
+            capacity = round(generator.most * prompts.mean_tokens)
+        if system.server:
+            self.product = self._generation = Decoupled(
+                self._passes,
+                prompts or Prompts.none(requests),
+                generator,
+                self._seconds,
+                # How many may join is limited by their KV.
+                BacklogSizes(self._seconds, 4 * generator.most, (*SIZES, 4 * generator.most)).batcher
+                if system.joined
+                else BacklogSizes(self._seconds, generator.most).batcher,
+                self._moment,
+                capacity_tokens=capacity,
+                request_s=request_s,
+            )
+            self._kept = self.product.kept
+        elif system.joined:
+            kept = None
+            if capacity is not None and prompts is not None:
+                kept = self._kept = KeptKV(prompts, capacity, ordered=system.kept == "ordered")
+            self._generation = Joining(generator, kept, self._moment, request_s)
         else:
             self._generation = Batches(self._seconds, self._sizes(generator, rates(steps)), self._moment)
 
     def workers(self) -> list[Any]:
+        """Of what is not the product's own server."""
+        assert not isinstance(self._generation, Decoupled), "it has workers of its own"
         if self._system.serial:
             return [self._serial()]
         search = self._passes.run_joined if self._system.passes else self._passes.run

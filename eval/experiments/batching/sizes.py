@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ragorder.pipelining.batching import PowerLaw, best_batch
+from ragorder.pipelining.batching import Backlog, BacklogAware, PowerLaw
 
 __all__ = ["SIZES", "BacklogSizes", "FixedSizes", "RateSizes", "Sizes"]
 
@@ -55,12 +55,13 @@ class BacklogSizes:
     """The best size for what waits (RAGDoll Eq. 4 to 8), by times that are profiled first and learnt then."""
 
     def __init__(self, seconds: Callable[[int], float], most: int, sizes: Sequence[int] = SIZES) -> None:
-        self._sizes = sorted({min(size, most) for size in sizes})
-        profiled = self._sizes if len(self._sizes) > 1 else [1, *self._sizes]
-        self.law = PowerLaw.fit([(size, seconds(size)) for size in profiled] if most > 1 else [(1, 1.0), (2, 2.0)])
+        chosen = sorted({min(size, most) for size in sizes})
+        # A law takes two sizes.
+        profiled = chosen if len(chosen) > 1 else sorted({1, 2, *chosen})
+        self.batcher = BacklogAware(PowerLaw.fit([(size, seconds(size)) for size in profiled]), sizes=chosen)
 
     def next(self, waiting: int, now_s: float, *, last: bool) -> int:
-        return best_batch(waiting, self.law, self._sizes)
+        return self.batcher.size(Backlog(waiting))
 
     def learn(self, size: int, seconds: float) -> None:
-        self.law.learn(size, seconds)
+        self.batcher.learn(size, seconds)

@@ -1,0 +1,165 @@
+"""Several replicas behind one proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.proxy.readiness import answers
+from ragorder.adapters.proxy.replica import Replica, ReplicaAddress
+from ragorder.adapters.proxy.upstream import Upstream
+from ragorder.orderer import OrdererLike
+from ragorder.pipelining.reordering import CachedLengths
+from ragorder.pipelining.replicas import BestReplica, ReplicaState
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["Fleet"]
+
+# Between two checks of a server that has just failed.
+_SHORTEST_S = 0.1
+
+
+class Fleet:
+    """Replicas, each with a tree of its own; a request goes to the best by predicted cached tokens and load.
+
+        fleet = Fleet([ReplicaAddress("http://gpu1:8000", Orderer()), ReplicaAddress("http://gpu2:8000", Orderer())])
+        make_app(Orderer(), upstream=fleet)
+
+    A replica whose server fails gets no requests until it answers its health check again, every `check_s` seconds; a
+    draining one gets none and ends those that it has. If no other is left, those that failed are tried. Raises
+    ValueError for no replicas, or one twice.
+    """
+
+    def __init__(
+        self, addresses: Sequence[ReplicaAddress], *, check_s: float = 2.0, registry: CollectorRegistry | None = None
+    ) -> None:
+        names = [(each.upstream.strip().rstrip("/"), each.rank) for each in addresses]
+        if not names or len(set(names)) < len(names):
+            raise ValueError("give at least one replica, and each server or rank once")
+        if len({id(each.orderer) for each in addresses}) < len(addresses):
+            raise ValueError("each replica has a cache of its own: give each an orderer of its own")
+        self.addresses = tuple(addresses)
+        self.replicas: Sequence[Replica] = ()
+        self._check_s = check_s
+        self._lock = Lock()
+        self._best: BestReplica[Replica] = BestReplica()
+        self._suspected = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        if registry is not None:
+            registry.register(self)
+
+    def connect(self, server: Callable[[str], Upstream], orderer: Callable[[OrdererLike], RequestOrderer]) -> None:
+        """Make the replicas; ranks of one server share its connections."""
+        servers = {each.upstream: server(each.upstream) for each in self.addresses}
+        self.replicas = [
+            Replica(number, servers[each.upstream], orderer(each.orderer), each.rank)
+            for number, each in enumerate(self.addresses)
+        ]
+
+    def take(self, parsed: ParsedBody | None, tried: Collection[Replica] = ()) -> Replica | None:
+        """The replica for a request, which then has it in flight; None if all were tried or are draining. Callable by
+        any thread."""
+        candidates = self._candidates(tried)
+        if not candidates:
+            return None
+        lengths = {each: self._lengths(each, parsed) for each in candidates}
+        with self._lock:
+            chosen = self._best.choose({each: ReplicaState(lengths[each], each.in_flight) for each in candidates})
+            chosen.in_flight += 1
+            chosen.served += 1
+        return chosen
+
+    def leave(self, replica: Replica) -> None:
+        """A request of the replica has ended."""
+        with self._lock:
+            replica.in_flight -= 1
+
+    def has_other(self, tried: Collection[Replica]) -> bool:
+        return bool(self._candidates(tried))
+
+    def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
+        """On the replica that has most of the request cached."""
+        return max((self._lengths(each, parsed) for each in self._candidates(())), default=CachedLengths(0, 1))
+
+    def suspect(self, replica: Replica) -> None:
+        """Its server has failed: it is checked at once."""
+        for each in self.replicas:
+            if each.server is replica.server:
+                each.up = False
+        self._suspected.set()
+
+    def begin_checks(self) -> None:
+        """In the running event loop, once."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._check_forever())
+
+    async def check(self) -> bool:
+        """Whether any replica takes requests, by what its server answers now."""
+        servers = list(dict.fromkeys(replica.server for replica in self.replicas))
+        up = dict(zip(servers, await asyncio.gather(*map(answers, servers)), strict=True))
+        for replica in self.replicas:
+            replica.up = up[replica.server]
+        return any(replica.takes_requests for replica in self.replicas)
+
+    async def aclose(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for server in dict.fromkeys(replica.server for replica in self.replicas):
+            await server.aclose()
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Addresses without user and password."""
+        return [
+            {
+                "replica": each.number,
+                "server": each.server.root,
+                "rank": each.rank,
+                "up": each.up,
+                "draining": each.draining,
+                "in_flight": each.in_flight,
+                "served": each.served,
+            }
+            for each in self.replicas
+        ]
+
+    def collect(self) -> Iterable[Metric]:
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        up = GaugeMetricFamily("ragorder_replica_up", "Whether a replica takes requests.", labels=["replica"])
+        in_flight = GaugeMetricFamily(
+            "ragorder_replica_in_flight_requests", "Requests of a replica not yet answered.", labels=["replica"]
+        )
+        served = CounterMetricFamily("ragorder_replica_requests", "Requests sent to a replica.", labels=["replica"])
+        for each in self.replicas:
+            label = [str(each.number)]
+            up.add_metric(label, int(each.takes_requests))
+            in_flight.add_metric(label, each.in_flight)
+            served.add_metric(label, each.served)
+        yield from (up, in_flight, served)
+
+    def _candidates(self, tried: Collection[Replica]) -> list[Replica]:
+        left = [each for each in self.replicas if not each.draining and each not in tried]
+        # Where none is known to answer, the check may be late.
+        return [each for each in left if each.up] or left
+
+    def _lengths(self, replica: Replica, parsed: ParsedBody | None) -> CachedLengths:
+        return CachedLengths(0, 1) if parsed is None else replica.orderer.predict_cached_tokens(parsed)
+
+    async def _check_forever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._check_s):
+                    await self._suspected.wait()
+            self._suspected.clear()
+            # A check that fails must not be the last one.
+            with suppress(Exception):
+                await self.check()
+            await asyncio.sleep(_SHORTEST_S)

@@ -1,0 +1,166 @@
+"""The proxy in front of several replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import Headers, without
+from ragorder.adapters.http_server.memory import MemoryShare
+from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.proxy.fleet import Fleet
+from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
+from ragorder.adapters.proxy.replica import Replica
+from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
+from ragorder.adapters.proxy.sent import SentRequest
+from ragorder.adapters.proxy.upstream import UpstreamError
+
+__all__ = ["FleetProxy"]
+
+_REPLICA = b"x-ragorder-replica"
+_OF_TOKENS = ("chat", "completions")
+_SAFE = ("GET", "HEAD", "OPTIONS")
+
+
+class FleetProxy(ReverseProxy):
+    """Forwards each request to a replica, and to another one if that fails before the answer has begun.
+
+    Chats, completions, other JSON below /v1/ and GETs are sent again; anything else may have had an effect, and is sent
+    again only if there was no connection. Raises HTTPError.
+    """
+
+    def __init__(self, fleet: Fleet, parser: BodyParser, **limits: Any) -> None:
+        super().__init__(parser, **limits)
+        self._fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._fleet.begin_checks()
+        await super().__call__(scope, receive, send)
+
+    async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
+        admission = self._admission if head.is_queued else None
+        if head.route is None and admission is None:
+            await self._forward_stream(head, await request_body.stream(), send)
+            return
+        async with AsyncExitStack() as until_answered:
+            # Kept until an answer has begun: another replica may need it.
+            received = [await request_body.read()]
+            parsed = await self._read(head, received, share)
+            upcoming: Sequence[ParsedBody] = ()
+            if admission is not None:
+                predict = None if parsed is None else partial(self._fleet.predict_cached_tokens, parsed)
+                upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
+            tried: list[Replica] = []
+            while not await self._answered(head, received, parsed, upcoming, send, share, tried):
+                # Ordering has changed what was read.
+                parsed = await self._read(head, received, share)
+
+    async def _read(self, head: Head, received: list[bytes], share: MemoryShare) -> ParsedBody | None:
+        if head.route is None:
+            return None
+        body = received[0]
+        parsed, kept = await self._workers.run(partial(self._parse, head.route, body), len(body))
+        share.resize(kept)
+        return parsed
+
+    async def _answered(
+        self,
+        head: Head,
+        received: list[bytes],
+        parsed: ParsedBody | None,
+        upcoming: Sequence[ParsedBody],
+        send: Send,
+        share: MemoryShare,
+        tried: list[Replica],
+    ) -> bool:
+        """False if the replica failed, and the request should be sent to another one. Raises HTTPError."""
+        length, of_tokens = len(received[0]), head.route in _OF_TOKENS
+        # If the client leaves meanwhile, the documents may be ordered only afterwards.
+        place = partial(self._place, parsed, upcoming, tuple(tried))
+        replica, sent = await self._workers.run(place, length, abandoned=self._end)
+        tried.append(replica)
+
+        def begin() -> None:
+            received.clear()
+            share.resize(0)
+
+        refusable = self._fleet.has_other(tried)
+        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=refusable, on_begun=begin)
+        try:
+            body = sent.take_body(received[0])
+            share.resize(length + len(body))
+            headers = sent.request_headers(with_length(head.headers, body))
+            if of_tokens and replica.headers:
+                headers = [*without(headers, replica.headers[0][0]), *replica.headers]
+            content = pieces([body], share, kept=length)
+            del body
+            await self._forward(head, headers, content, replica, answer, sent)
+            return True
+        except UpstreamError as error:
+            if self._gives_up(error, replica, answer, tried, repeatable=head.is_queued):
+                await answer.fail(error)
+                raise
+            return False
+        finally:
+            self._end((replica, sent))
+
+    async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
+        """A body that is sent as it comes, or none."""
+        repeatable = content is None and head.method in _SAFE
+        tried: list[Replica] = []
+        while True:
+            replica, sent = self._place(None, (), tried)
+            tried.append(replica)
+            answer = HeldAnswer(send, of_tokens=False, refusable=repeatable and self._fleet.has_other(tried))
+            try:
+                await self._forward(head, head.headers, content, replica, answer, sent)
+                return
+            except UpstreamError as error:
+                if self._gives_up(error, replica, answer, tried, repeatable=repeatable):
+                    raise
+            finally:
+                self._end((replica, sent))
+
+    async def _forward(
+        self,
+        head: Head,
+        headers: Headers,
+        content: AsyncIterator[bytes] | None,
+        replica: Replica,
+        answer: HeldAnswer,
+        sent: SentRequest,
+    ) -> None:
+        async with replica.server.send(head.method, head.target, headers, content) as response:
+            raw = [*response.headers.raw, (_REPLICA, b"%d" % replica.number)]
+            await forward_answer(response.status_code, raw, response.aiter_raw(), answer, sent)
+
+    def _gives_up(
+        self, error: UpstreamError, replica: Replica, answer: HeldAnswer, tried: Sequence[Replica], *, repeatable: bool
+    ) -> bool:
+        self._fleet.suspect(replica)
+        return answer.begun or not (repeatable or not error.connected) or not self._fleet.has_other(tried)
+
+    def _place(
+        self, parsed: ParsedBody | None, upcoming: Sequence[ParsedBody], tried: Sequence[Replica]
+    ) -> tuple[Replica, SentRequest]:
+        """The replica, and the request as ordered for it. Raises HTTPError."""
+        replica = self._fleet.take(parsed, tried)
+        if replica is None:
+            message = "No replica takes requests: all are draining (/ragorder/replicas)."
+            raise HTTPError(503, message, code="no_replica", headers=[(b"retry-after", b"1")])
+        try:
+            return replica, SentRequest() if parsed is None else replica.orderer.order(parsed, upcoming)
+        except BaseException:
+            self._fleet.leave(replica)
+            raise
+
+    def _end(self, placed: tuple[Replica, SentRequest]) -> None:
+        replica, sent = placed
+        sent.end()
+        self._fleet.leave(replica)

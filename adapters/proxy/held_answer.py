@@ -1,0 +1,86 @@
+"""Answers that another replica can still give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Message, Send
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import header
+from ragorder.adapters.proxy.upstream import UpstreamError
+from ragorder.adapters.proxy.usage import StreamReader, reader_for
+
+__all__ = ["HeldAnswer"]
+
+# A longer beginning is sent on, with or without a token in it.
+_MOST_BYTES = 1 << 16
+_TRY_ELSEWHERE = (502, 503)
+
+
+class HeldAnswer:
+    """Sends an answer on from its first token, which has `begun` it; other answers from their first piece, whole ones
+    (`of_tokens`) at their end.
+
+    If another replica is left (`refusable`), a 502 or 503 raises UpstreamError instead.
+    """
+
+    def __init__(
+        self, send: Send, *, of_tokens: bool, refusable: bool, on_begun: Callable[[], None] = lambda: None
+    ) -> None:
+        self.begun = False
+        self._send = send
+        self._of_tokens = of_tokens
+        self._refusable = refusable
+        self._on_begun = on_begun
+        self._held: list[Message] = []
+        self._bytes = 0
+        self._is_compressed = False
+        self._stream: StreamReader | None = None
+        self._between_events = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._read_head(message)
+            self._held.append(message)
+            return
+        chunk: bytes = message.get("body", b"")
+        self._between_events = chunk.endswith(b"\n\n") if chunk else self._between_events
+        if self.begun:
+            await self._send(message)
+            return
+        self._held.append(message)
+        self._bytes += len(chunk)
+        if not message.get("more_body", False) or self._bytes > _MOST_BYTES or not self._waits(chunk):
+            await self._begin()
+
+    async def fail(self, error: HTTPError) -> None:
+        """Tell the client of an event stream that has begun; the connection is cut off afterwards."""
+        if self.begun and self._stream is not None and self._between_events:
+            event = b"data: " + json.dumps(error.content).encode() + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    def _read_head(self, message: Any) -> None:
+        status, headers = message["status"], message["headers"]
+        if self._refusable and status in _TRY_ELSEWHERE:
+            raise UpstreamError(status, "The upstream server does not take requests.", code="upstream_unavailable")
+        self._is_compressed = (header(headers, b"content-encoding") or b"identity").lower() != b"identity"
+        reader = reader_for(headers)
+        self._stream = reader if isinstance(reader, StreamReader) else None
+
+    def _waits(self, chunk: bytes) -> bool:
+        if not self._of_tokens or self._is_compressed:
+            return False
+        if self._stream is None:
+            return True
+        self._stream.feed(chunk)
+        return not self._stream.served
+
+    async def _begin(self) -> None:
+        self.begun = True
+        self._on_begun()
+        held, self._held = self._held, []
+        for message in held:
+            await self._send(message)

@@ -1,0 +1,134 @@
+"""A log of orders in a stream of Valkey or Redis: one writing and one reading thread."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Lock, Thread
+from time import sleep
+from typing import Any
+
+from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError, read_order
+from ragorder.extras import needs
+
+__all__ = ["LENGTH", "OrderLog"]
+
+LENGTH = 10_000
+"""Orders that the stream keeps, about: a process that starts reads them."""
+
+_FIELD = b"order"
+_AT_ONCE = 256
+_BLOCK_MS = 1000
+# A server that does not answer in this time is lost; far more than a read blocks.
+_TIMEOUTS = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0}
+_RETRY_S = 1.0
+_START = b"0-0"
+
+
+class OrderLog:
+    """Appends orders, and gives those of other processes to `apply`, which must not raise.
+
+    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Threads start
+    with `start`, or the first order. Raises ValueError for a malformed URL, ImportError without
+    ragorder[shared].
+    """
+
+    def __init__(
+        self, url: str, stream: str, apply: Callable[[SharedOrder], None], lost: Callable[[str], None]
+    ) -> None:
+        with needs("shared", "sharing orders"):
+            import redis
+        self.process = secrets.token_bytes(8)
+        self.appended = self.applied = self.unreadable = 0
+        self._errors: Any = (redis.RedisError, OSError)
+        self._connect: Callable[[], Any] = lambda: redis.Redis.from_url(url, protocol=2, **_TIMEOUTS)
+        # A wrong URL is found now.
+        self._connect().close()
+        self._stream = stream
+        self._apply = apply
+        self._lost = lost
+        self._waiting: deque[bytes] = deque(maxlen=LENGTH)
+        self._unsent: list[bytes] = []
+        self._news = Event()
+        self._stopped = False
+        self._started = False
+        self._starting = Lock()
+        self._last = _START
+
+    @property
+    def last(self) -> bytes:
+        """The id of the last entry read."""
+        return self._last
+
+    def start(self) -> None:
+        with self._starting:
+            if self._started or self._stopped:
+                return
+            self._started = True
+            for name, work in (("ragorder-log-writer", self._write), ("ragorder-log-reader", self._read)):
+                Thread(target=self._again, args=(work,), name=name, daemon=True).start()
+
+    def append(self, order: SharedOrder) -> None:
+        """Never waits: beyond `LENGTH` the oldest order is dropped."""
+        self._waiting.append(order.encode())
+        self._news.set()
+        if not self._started:
+            self.start()
+
+    def close(self) -> None:
+        """The threads end with their next wait. Callable by a finaliser: takes no lock."""
+        self._stopped = True
+
+    def _again(self, work: Callable[[Any], None]) -> None:
+        """Connect anew until closed."""
+        while not self._stopped:
+            client = self._connect()
+            try:
+                work(client)
+            except self._errors as error:
+                # The message of an error may quote an address with a password.
+                self._lost(type(error).__name__)
+                sleep(_RETRY_S)
+            finally:
+                with suppress(*self._errors):
+                    client.close()
+
+    def _write(self, client: Any) -> None:
+        while not self._stopped:
+            self._news.wait(_RETRY_S)
+            self._news.clear()
+            while self._fill():
+                with client.pipeline(transaction=False) as pipeline:
+                    for entry in self._unsent:
+                        pipeline.xadd(self._stream, {_FIELD: entry}, maxlen=LENGTH, approximate=True)
+                    pipeline.execute()
+                self.appended += len(self._unsent)
+                self._unsent = []
+
+    def _fill(self) -> bool:
+        """Whether orders are to be sent: those that could not be sent last time, or others."""
+        while self._waiting and len(self._unsent) < _AT_ONCE:
+            self._unsent.append(self._waiting.popleft())
+        return bool(self._unsent)
+
+    def _read(self, client: Any) -> None:
+        if self._last == _START:
+            for entry in reversed(client.xrevrange(self._stream, count=LENGTH)):
+                self._take(*entry)
+        while not self._stopped:
+            for _, entries in client.xread({self._stream: self._last}, count=_AT_ONCE, block=_BLOCK_MS) or ():
+                for entry in entries:
+                    self._take(*entry)
+
+    def _take(self, id: bytes, fields: Any) -> None:
+        self._last = id
+        try:
+            order = read_order(fields[_FIELD])
+        except (UnreadableError, KeyError, TypeError):
+            self.unreadable += 1
+            return
+        if order.process != self.process:
+            self._apply(order)
+            self.applied += 1

@@ -1,0 +1,169 @@
+"""An orderer whose orders other processes know."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakMethod, finalize
+
+from ragorder._request import RequestReader
+from ragorder.adapters.shared_orders.entry import SharedOrder, is_shareable
+from ragorder.adapters.shared_orders.log import OrderLog
+from ragorder.batch import Batch
+from ragorder.document import Estimate
+from ragorder.orderer import Orderer
+from ragorder.ordering import Ordering
+from ragorder.settings import Settings
+
+__all__ = ["SharedOrderer"]
+
+D = TypeVar("D")
+
+_STREAM = "ragorder:orders"
+_NOT_SHARED = "orders are not shared whose keys or scope are neither strings nor bytes nor integers"
+
+
+class _Document(NamedTuple):
+    key: Hashable
+    token_count: int
+
+
+class SharedOrderer(Orderer):
+    """An `Orderer` that shares its orders with those of other processes in front of the same engine.
+
+        orderer = SharedOrderer("redis://127.0.0.1:6379/0", capacity_tokens=262_144)
+
+    Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server, from where the other processes
+    take them into their trees, those of the last 10,000 requests when they start. Ordering reads memory only. While the
+    server is lost each process goes on with its own orders, as a `DegradedWarning` says once, and catches up later. In
+    the stream are digests and lengths of documents, and scopes, no texts. Raises ValueError for a malformed URL,
+    ImportError without ragorder[shared].
+    """
+
+    def __init__(self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, **options: Any) -> None:
+        super().__init__(settings, **options)
+        self._share(url, stream)
+        self._log.start()
+
+    def order(
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
+        prefix_tokens: int | None = None,
+    ) -> Ordering[D]:
+        given = list(documents)
+        ordering = super().order(
+            given,
+            waiting=waiting,
+            scope=scope,
+            suffix_tokens=suffix_tokens,
+            answer_tokens=answer_tokens,
+            prefix_tokens=prefix_tokens,
+        )
+        self._append(given, ordering, scope, suffix_tokens, prefix_tokens)
+        return ordering
+
+    def order_batch(
+        self,
+        requests: Iterable[Iterable[D]],
+        *,
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        answer_tokens: int = 0,
+        max_wait: int | None = None,
+    ) -> Batch[D]:
+        given = [list(documents) for documents in requests]
+        batch = super().order_batch(
+            given, scope=scope, suffix_tokens=suffix_tokens, answer_tokens=answer_tokens, max_wait=max_wait
+        )
+
+        def start(place: int) -> Ordering[D]:
+            ordering = batch[place]
+            self._append(given[ordering.index], ordering, scope, suffix_tokens, None)
+            return ordering
+
+        return Batch(batch.indices, start)
+
+    @property
+    def log(self) -> OrderLog:
+        return self._log
+
+    def close(self) -> None:
+        """Share nothing more."""
+        self._log.close()
+        super().close()
+
+    def after_fork(self) -> None:
+        """The child is a process of its own, and connects with its first order."""
+        super().after_fork()
+        self._share(*self._shared)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "shared": self._shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shared = state.pop("shared")
+        super().__setstate__(state)
+        self._share(*shared)
+
+    def _share(self, url: str, stream: str) -> None:
+        self._shared = url, stream
+        apply, lose = WeakMethod(self._apply), WeakMethod(self._lose)
+        self._log = OrderLog(url, stream, partial(_call, apply), partial(_call, lose))
+        # The threads of an orderer that nothing refers to would go on.
+        finalize(self, self._log.close)
+        self._reads_shared = RequestReader(None, None, None, None, by_group=False)
+
+    def _append(
+        self,
+        given: list[D],
+        ordering: Ordering[D],
+        scope: Hashable,
+        suffix_tokens: int | None,
+        prefix_tokens: int | None,
+    ) -> None:
+        if ordering.fallback or not given:
+            return
+        try:
+            # As given: repeated documents are numbered by each reader.
+            keys = self._reader.read_keys(given)
+            request = self._reader.read(given)
+            if not all(map(is_shareable, keys)) or not (scope is None or is_shareable(scope)):
+                self.degrade(_NOT_SHARED)
+                return
+            self._log.append(
+                SharedOrder(
+                    self._log.process,
+                    scope,
+                    keys,
+                    list(map(int, request.tokens)),
+                    list(ordering.permutation),
+                    request.estimated,
+                    suffix_tokens,
+                    prefix_tokens,
+                )
+            )
+        except Exception as error:
+            self._report(error)
+
+    def _apply(self, order: SharedOrder) -> None:
+        tokens = map(Estimate, order.tokens) if order.estimated else order.tokens
+        try:
+            request = self._reads_shared.read(list(map(_Document, order.keys, tokens)))
+            self._record(request, order.permutation, order.scope, order.suffix_tokens, order.prefix_tokens)
+        except Exception as error:
+            # There is no caller in the thread of the log.
+            self.degrade(f"orders of other processes cannot be taken over ({type(error).__name__})")
+
+    def _lose(self, reason: str) -> None:
+        self.degrade(f"the server of shared orders is lost ({reason}): each process goes on with its own orders")
+
+
+def _call(method: WeakMethod[Any], argument: object) -> None:
+    if (call := method()) is not None:
+        call(argument)

@@ -1,0 +1,65 @@
+"""Choice among replicas of an engine, each with a prefix cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+from ragorder.pipelining.reordering import CachedLengths
+
+__all__ = ["BestReplica", "ReplicaState"]
+
+# Prompts that are no difference in work yet.
+_FEW = 8
+
+K = TypeVar("K", bound=Hashable)
+
+
+class ReplicaState(NamedTuple):
+    """A request's predicted lengths on a replica, and the requests that this has in flight."""
+
+    lengths: CachedLengths
+    in_flight: int
+
+
+class BestReplica(Generic[K]):
+    """Chooses the replica with the largest cached share of the prompt, less its load.
+
+        best = BestReplica()
+        best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
+
+    Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the share
+    by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without
+    work fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts
+    half after `half_life` further ones a replica. Not thread-safe.
+    """
+
+    def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
+        self.busy = busy
+        self.worked = worked
+        self._half_life = half_life
+        self._computed: dict[K, float] = {}
+
+    def choose(self, replicas: Mapping[K, ReplicaState]) -> K:
+        """One of at least one replica, which computes the request. Replicas that are not named are not forgotten."""
+        computed = self._computed
+        decay = 0.5 ** (1 / (self._half_life * len(replicas)))
+        for known in computed:
+            computed[known] *= decay
+        done = {replica: computed.get(replica, 0.0) for replica in replicas}
+        mean = sum(done.values()) / len(done)
+        least = min(state.in_flight for state in replicas.values())
+
+        def cost(replica: K) -> tuple[float, int, float]:
+            (cached_tokens, computed_tokens), in_flight = replicas[replica]
+            prompt = max(1.0, cached_tokens + computed_tokens)
+            work = max(0.0, done[replica] - mean) / (mean + _FEW * prompt)
+            return (
+                self.busy * (in_flight - least) + self.worked * work - cached_tokens / prompt,
+                in_flight,
+                done[replica],
+            )
+
+        chosen = min(replicas, key=cost)
+        computed[chosen] = done[chosen] + replicas[chosen].lengths.computed_tokens
+        return chosen

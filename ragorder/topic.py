@@ -1,0 +1,96 @@
+"""Topic of a set of documents: the key by which a router sends requests that share documents to one replica."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Hashable, Iterable
+from hashlib import blake2b
+from math import frexp
+
+from ragorder.trie.sketch import DIGEST_BYTES, DecayedSketch
+
+__all__ = ["SECRET_VARIABLE", "Topics", "checked_header"]
+
+SECRET_VARIABLE = "RAGORDER_TOPIC_SECRET"  # noqa: S105
+
+# A topic cannot be tried against documents: without a secret the key exists in this process only.
+_KEY = secrets.token_bytes(32)
+# Popularity counts in powers of two to this one.
+_POWER = 3
+# Requests that are no large share yet.
+_FEW = 16.0
+_TOKEN = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
+_OWNED = frozenset({"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"})
+
+
+class Topics:
+    """Topics by the popularity of documents.
+
+        topics = Topics(secret="the same in all processes")
+        topics.of(["faq-7", "faq-2"], scope="acme")  # 32 hexadecimal digits
+
+    A set's topic is its scope and its most popular document; while the requests of a topic are more than `share` of
+    all, the next popular document is part of it. Popularity counts in orders of magnitude (8 times), and among equals a
+    digest decides: so a topic does not depend on the order of the documents, seldom changes, and is the same in
+    processes that see samples of the same traffic. These need the same `secret` (default: RAGORDER_TOPIC_SECRET of the
+    environment, or else one of this process alone), without which a topic says nothing about its documents. Raises
+    ValueError for an empty secret and for a `share` that is not above 0 and at most 1.
+    """
+
+    def __init__(self, secret: str | None = None, *, share: float = 1 / 32) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        if secret is None:
+            secret = os.environ.get(SECRET_VARIABLE)
+        if secret is not None and not secret.strip():
+            raise ValueError(f"the secret of topics is empty: give one, or leave it and {SECRET_VARIABLE} out")
+        self.share = share
+        self.shared = secret is not None
+        """Whether other processes can have the same topics."""
+        self._key = _KEY if secret is None else blake2b(secret.strip().encode(), digest_size=32).digest()
+        self._counts = DecayedSketch()
+
+    def of(self, keys: Iterable[Hashable], scope: Hashable = None) -> str | None:
+        """The topic of the documents with these keys, which are counted; None without documents. Keys and scopes are
+        texts, bytes or numbers, or else have a `repr` that is the same in all processes."""
+        tenant = _encoded(scope)
+        documents = {self._digest(b"document", tenant, _encoded(key)) for key in keys}
+        if not documents:
+            return None
+        counts = self._counts
+        counts.step()
+        first, *others = sorted((-(frexp(counts.add(each))[1] // _POWER), each) for each in documents)
+        topic = self._digest(b"topic", tenant, first[1])
+        # Decayed counts are rounded.
+        most = 1.000001 * max(_FEW, self.share * counts.steps)
+        for _, document in others:
+            if counts.add(topic) <= most:
+                break
+            topic = self._digest(b"topic", topic, document)
+        return topic.hex()
+
+    def _digest(self, *parts: bytes) -> bytes:
+        digest = blake2b(key=self._key, digest_size=DIGEST_BYTES)
+        for part in parts:
+            digest.update(b"%d:" % len(part))
+            digest.update(part)
+        return digest.digest()
+
+
+def checked_header(name: str) -> str:
+    """The name of the header for topics. Raises ValueError for one that cannot be."""
+    if not _TOKEN.fullmatch(name) or name.lower() in _OWNED:
+        raise ValueError(f"{name!r} cannot be the header of topics: give a name such as x-session-id")
+    return name
+
+
+def _encoded(value: Hashable) -> bytes:
+    if value is None:
+        return b"-"
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return b"b" + value
+    return b"r" + repr(value).encode("utf-8", "surrogatepass")

@@ -1,0 +1,551 @@
+"""Several replicas behind one proxy: which one gets a request, and what becomes of it when a replica is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("aiohttp")
+
+import httpx2
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, generate_latest
+from support.fake_engine import EngineProcess, starting_engines
+from support.serving_app import serving
+from support.waiting import eventually
+
+from ragorder import Orderer
+from ragorder.adapters.proxy import AdmissionQueue, Fleet, ReplicaAddress, make_app
+from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.upstream import UpstreamError
+from ragorder.cli.serve import serve as serve_command
+
+# Made once: it takes longer than a request.
+CERTIFICATES = httpx2.create_ssl_context()
+CHAT = "/v1/chat/completions"
+TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
+CAPACITY = 16_384
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., EngineProcess]]:
+    with starting_engines() as start:
+        yield start
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Any], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@dataclass
+class Proxy:
+    url: str
+    fleet: Fleet
+
+    def post(self, body: Any, path: str = CHAT) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
+            return client.post(self.url + path, json=body)
+
+    def get(self, path: str) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
+            return client.get(self.url + path)
+
+    def replicas(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("/ragorder/replicas").json()["replicas"]
+        return found
+
+
+@pytest.fixture
+def proxy(serve: Callable[[Any], str]) -> Callable[..., Proxy]:
+    """A proxy in front of these servers, or of ranks of one."""
+
+    def proxy(*urls: str, ranks: int | None = None, check_s: float = 0.2, **options: Any) -> Proxy:
+        addresses = [
+            ReplicaAddress(url, Orderer(capacity_tokens=CAPACITY, block_size=16, strict=True), rank)
+            for url in urls
+            for rank in (range(ranks) if ranks else (None,))
+        ]
+        fleet = Fleet(addresses, check_s=check_s, registry=options.pop("registry", None))
+        return Proxy(serve(make_app(Orderer(strict=True), upstream=fleet, **options)), fleet)
+
+    return proxy
+
+
+def tagged(names: Sequence[str], query: str = "?", **fields: Any) -> dict[str, Any]:
+    documents = [{"id": name, "text": TEXTS[name]} for name in names]
+    return {"model": "fake", "messages": [], "ragorder": {"documents": documents, "query": query}, **fields}
+
+
+def plain(query: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": f"Question: {query}"}], **fields}
+
+
+def region(rng: random.Random, regions: int = 12) -> list[str]:
+    """Three of the five documents on one subject."""
+    first = 5 * rng.randrange(regions)
+    return [f"d{number}" for number in rng.sample(range(first, first + 5), 3)]
+
+
+@dataclass
+class Streamed:
+    """A streamed answer as far as it came."""
+
+    status: int = 0
+    replica: str | None = None
+    text: str = ""
+    done: bool = False
+    error: Any = None
+    broke: bool = False
+    began: threading.Event = field(default_factory=threading.Event)
+
+
+def stream(proxy: Proxy, body: dict[str, Any], into: Streamed) -> Streamed:
+    try:
+        with (
+            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
+            client.stream("POST", proxy.url + CHAT, json={**body, "stream": True}) as response,
+        ):
+            into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
+            if response.status_code != 200:
+                into.error = json.loads(response.read())["error"]
+                return into
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    into.done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    into.error = event.get("error", into.error)
+                    for choice in event.get("choices", ()):
+                        into.text += choice["delta"]["content"]
+                    if into.text:
+                        into.began.set()
+    except httpx2.TransportError:
+        into.broke = True
+    return into
+
+
+class TestTheChoice:
+    def test_is_the_replica_that_has_the_documents(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        front = proxy(*(start().url for _ in range(3)))
+        names = [["d0", "d1", "d2"], ["d10", "d11", "d12"], ["d20", "d21", "d22"]]
+        first = [front.post(tagged(each)).headers["x-ragorder-replica"] for each in names]
+        assert sorted(first) == ["0", "1", "2"]
+        again = [front.post(tagged(each[::-1])) for each in names]
+        assert [answer.headers["x-ragorder-replica"] for answer in again] == first
+        for answer in again:
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            predicted = int(answer.headers["x-ragorder-predicted-cached-tokens"])
+            # Lengths are estimated, and the chat has a few characters of its own.
+            assert cached >= 700 and abs(predicted - cached) <= 48
+
+    def test_spreads_requests_in_flight(self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]) -> None:
+        """All ask for the same documents: one replica alone would compute them once, and have a queue."""
+        engines = [start() for _ in range(3)]
+        front = proxy(*(engine.url for engine in engines))
+        with ThreadPoolExecutor(36) as pool:
+            bodies = [tagged(["d0", "d1", "d2"], f"{number}", pace=[None, 0]) for number in range(36)]
+            waiting = [pool.submit(front.post, body) for body in bodies]
+            assert eventually(lambda: sum(len(engine.state["begun"]) for engine in engines) == 36)
+            for engine in engines:
+                engine.open()
+            answers = [each.result() for each in waiting]
+        assert {answer.status_code for answer in answers} == {200}
+        served = [sum(engine.state["served"]) for engine in engines]
+        assert sum(served) == 36 and min(served) >= 8
+        assert [each["in_flight"] for each in front.replicas()] == [0, 0, 0]
+
+    def test_caches_together_what_one_with_the_capacity_of_both_would(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        """The goal: 0.95 of one engine's cached tokens."""
+        rng = random.Random(0)
+        requests = [region(rng) for _ in range(160)]
+
+        def cached(*engines: EngineProcess) -> int:
+            front = proxy(*(engine.url for engine in engines))
+            for number, names in enumerate(requests):
+                assert front.post(tagged(names, str(number))).status_code == 200
+            return sum(engine.state["cached_tokens"] for engine in engines)
+
+        # Five documents of twelve subjects are 19,000 tokens: more than one of the two engines holds.
+        whole = cached(start(capacity_tokens=2 * CAPACITY))
+        assert cached(start(), start()) >= 0.95 * whole
+
+    def test_of_requests_without_documents_is_the_least_busy(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        front = proxy(*(start().url for _ in range(2)))
+        found = Counter(front.post(plain(str(number))).headers["x-ragorder-replica"] for number in range(10))
+        assert found == {"0": 5, "1": 5}
+        assert {front.get("/v1/models").json()["data"][0]["id"] for _ in range(4)} == {"fake"}
+
+    def test_waits_for_a_slot_where_they_are_limited(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines), admission=AdmissionQueue(1))
+        with ThreadPoolExecutor(6) as pool:
+            bodies = [tagged(["d0", "d1"], f"{number}", pace=[0.05, 0]) for number in range(6)]
+            answers = list(pool.map(front.post, bodies))
+        assert {answer.status_code for answer in answers} == {200}
+        # One after another: each finds the documents where the first one left them.
+        assert len({answer.headers["x-ragorder-replica"] for answer in answers}) == 1
+
+
+class TestRanks:
+    def test_each_has_a_tree_and_gets_its_header(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engine = start(ranks=3)
+        front = proxy(engine.url, ranks=3)
+        names = [["d0", "d1", "d2"], ["d10", "d11", "d12"], ["d20", "d21", "d22"]]
+        for _ in range(3):
+            for each in names:
+                assert front.post(tagged(each)).status_code == 200
+        state = engine.state
+        assert state["served"] == [3, 3, 3]
+        # Each set was computed once, on its rank.
+        assert state["cached_tokens"] >= 0.6 * state["prompt_tokens"]
+        assert [each["rank"] for each in front.replicas()] == [0, 1, 2]
+
+    def test_replaces_a_rank_that_the_client_chose(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engine = start(ranks=2)
+        front = proxy(engine.url, ranks=2)
+        with httpx2.Client(trust_env=False, verify=CERTIFICATES) as client:
+            for _ in range(4):
+                client.post(front.url + CHAT, json=plain("?"), headers={"X-data-parallel-rank": "1"})
+        assert engine.state["served"] == [2, 2]
+
+
+class TestAKilledReplica:
+    def test_loses_no_request_that_had_not_begun_to_answer(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        """Half of the requests wait for their first token, half are in the middle of their answers."""
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines))
+        rng = random.Random(1)
+        waiting = [Streamed() for _ in range(12)]
+        begun = [Streamed() for _ in range(12)]
+        whole = [tagged(region(rng), f"whole {number}", pace=[None, 0]) for number in range(6)]
+        with ThreadPoolExecutor(30) as pool:
+            for number, each in enumerate(begun):
+                pool.submit(stream, front, tagged(region(rng), f"begun {number}", pace=[0, None]), each)
+            assert all(each.began.wait(60) for each in begun)
+            for number, each in enumerate(waiting):
+                pool.submit(stream, front, tagged(region(rng), f"waiting {number}", pace=[None, 0]), each)
+            answers = [pool.submit(front.post, body) for body in whole]
+            assert eventually(lambda: sum(len(engine.state["begun"]) for engine in engines) == 30)
+            engines[0].kill()
+            engines[1].open()
+        assert [(each.status, each.text, each.done) for each in waiting] == [(200, "a b c", True)] * 12
+        assert {each.replica for each in waiting} == {"1"}
+        assert [answer.result().status_code for answer in answers] == [200] * 6
+        lost = [each for each in begun if each.replica == "0"]
+        kept = [each for each in begun if each.replica == "1"]
+        assert lost and kept
+        assert all(each.done and each.text == "a b c" for each in kept)
+        for each in lost:
+            # What had come is not sent again, and does not look whole.
+            assert each.text == "a" and not each.done and each.broke
+            assert each.error["code"] == "upstream_unavailable"
+            assert each.error["type"] == "server_error"
+
+    def test_is_left_out_until_it_answers_again(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines))
+        for _ in range(4):
+            front.post(tagged(["d0", "d1"]))
+        engines[0].kill()
+        found = [front.post(tagged(["d0", "d1"], str(number))) for number in range(6)]
+        assert [(answer.status_code, answer.headers["x-ragorder-replica"]) for answer in found] == [(200, "1")] * 6
+        assert eventually(lambda: [each["up"] for each in front.replicas()] == [False, True])
+        assert front.get("/ragorder/ready").status_code == 200
+        port = int(engines[0].url.rpartition(":")[2])
+        start(port=port)
+        assert eventually(lambda: [each["up"] for each in front.replicas()] == [True, True])
+        # It has computed least.
+        assert front.post(plain("?")).headers["x-ragorder-replica"] == "0"
+
+    def test_corrects_its_tree_by_what_the_new_server_reports(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engine = start()
+        front = proxy(engine.url)
+        for _ in range(3):
+            front.post(tagged(["d0", "d1", "d2"]))
+        engine.kill()
+        start(port=int(engine.url.rpartition(":")[2]))
+        predicted = []
+        for names in (["d0", "d1", "d2"], ["d0", "d1", "d2"], ["d0", "d1", "d3"]):
+            answer = front.post(tagged(names))
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            predicted.append(int(answer.headers["x-ragorder-predicted-cached-tokens"]) - cached)
+        assert predicted[0] > 700, "it did not know that the server had restarted"
+        assert abs(predicted[1]) <= 48 and abs(predicted[2]) <= 48
+
+    def test_when_none_is_left_the_error_says_so(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines))
+        for engine in engines:
+            engine.kill()
+        for _ in range(2):
+            answer = front.post(tagged(["d0", "d1"]))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_unavailable")
+            assert front.get("/v1/models").status_code == 502
+        assert front.get("/ragorder/ready").status_code == 503
+        assert front.get("/ragorder/health").status_code == 200
+        assert [each["in_flight"] for each in front.replicas()] == [0, 0]
+
+    def test_its_request_is_ordered_for_the_other_one(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        """The body is the one that was given, ordered once, with its documents once."""
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines), check_s=60)
+        front.post(tagged(["d0", "d1", "d2"]))
+        (used,) = (number for number, engine in enumerate(engines) if engine.state["begun"])
+        engines[used].kill()
+        answer = front.post(tagged(["d2", "d1", "d0"]))
+        assert answer.headers["x-ragorder-replica"] == str(1 - used)
+        # Three documents, not six: nothing was appended twice.
+        tokens = sum(-(-len(f"[{name}]\n{TEXTS[name]}\n\n") // 4) for name in ("d0", "d1", "d2"))
+        assert answer.json()["usage"]["prompt_tokens"] == pytest.approx(tokens, abs=16)
+        assert answer.headers["x-ragorder-predicted-cached-tokens"] == "0"
+
+
+class TestDraining:
+    def test_ends_what_is_in_flight_and_gets_nothing_new(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines))
+        long = Streamed()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(stream, front, tagged(["d0", "d1"], pace=[0, None]), long)
+            assert long.began.wait(60)
+            assert long.replica is not None
+            draining = int(long.replica)
+            state = front.post({}, f"/ragorder/replicas/{draining}/drain").json()["replicas"]
+            assert (state[draining]["draining"], state[draining]["in_flight"]) == (True, 1)
+            found = {front.post(tagged(["d0", "d1"], str(n))).headers["x-ragorder-replica"] for n in range(4)}
+            assert found == {str(1 - draining)}
+            engines[draining].open()
+        assert long.done and long.text == "a b c"
+        front.post({}, f"/ragorder/replicas/{1 - draining}/drain")
+        refused = front.post(tagged(["d0", "d1"]))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
+        front.post({}, f"/ragorder/replicas/{draining}/resume")
+        assert front.post(tagged(["d0", "d1"])).headers["x-ragorder-replica"] == str(draining)
+
+    def test_of_a_replica_that_is_not_there_is_an_error(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        front = proxy(start().url)
+        answer = front.post({}, "/ragorder/replicas/7/drain")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_such_replica")
+
+    def test_a_server_that_says_it_is_not_ready_gets_nothing(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines))
+        front.get("/v1/models")
+        engines[1].sicken()
+        assert eventually(lambda: [each["up"] for each in front.replicas()] == [True, False])
+        found = {front.post(plain(str(number))).headers["x-ragorder-replica"] for number in range(4)}
+        assert found == {"0"}
+
+
+class TestHeldAnswers:
+    """What has not begun at the client can still come from elsewhere."""
+
+    HEAD: ClassVar[dict[str, Any]] = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"content-type", b"text/event-stream")],
+    }
+    ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+    TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
+
+    @pytest.fixture
+    def sent(self) -> list[Any]:
+        return []
+
+    def held(self, sent: list[Any], **options: Any) -> HeldAnswer:
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        return HeldAnswer(send, **{"of_tokens": True, "refusable": True, **options})
+
+    def piece(self, body: bytes, more: bool = True) -> dict[str, Any]:
+        return {"type": "http.response.body", "body": body, "more_body": more}
+
+    async def test_a_stream_begins_with_its_first_token(self, sent: list[Any]) -> None:
+        answer = self.held(sent)
+        await answer(self.HEAD)
+        await answer(self.piece(self.ROLE))
+        assert sent == [] and not answer.begun
+        await answer(self.piece(self.TOKEN))
+        assert [each.get("body") for each in sent] == [None, self.ROLE, self.TOKEN] and answer.begun
+
+    async def test_a_whole_answer_begins_at_its_end(self, sent: list[Any]) -> None:
+        answer = self.held(sent)
+        await answer({**self.HEAD, "headers": [(b"content-type", b"application/json")]})
+        await answer(self.piece(b'{"choices":'))
+        assert sent == []
+        await answer(self.piece(b"[]}", more=False))
+        assert len(sent) == 3
+
+    async def test_a_long_one_is_not_kept(self, sent: list[Any]) -> None:
+        answer = self.held(sent)
+        await answer({**self.HEAD, "headers": [(b"content-type", b"application/json")]})
+        await answer(self.piece(b"x" * 70_000))
+        assert len(sent) == 2
+
+    async def test_a_stream_of_other_routes_or_compressed_is_not_delayed(self, sent: list[Any]) -> None:
+        other = self.held(sent, of_tokens=False)
+        await other(self.HEAD)
+        await other(self.piece(self.ROLE))
+        assert len(sent) == 2
+        compressed = self.held(sent)
+        await compressed({**self.HEAD, "headers": [*self.HEAD["headers"], (b"content-encoding", b"gzip")]})
+        await compressed(self.piece(b"\x1f\x8b"))
+        assert len(sent) == 4
+
+    @pytest.mark.parametrize("status", [502, 503])
+    async def test_a_refusal_goes_to_another_replica_if_there_is_one(self, sent: list[Any], status: int) -> None:
+        with pytest.raises(UpstreamError):
+            await self.held(sent)({**self.HEAD, "status": status})
+        last = self.held(sent, refusable=False)
+        await last({**self.HEAD, "status": status})
+        await last(self.piece(b"busy", more=False))
+        assert sent[0]["status"] == status
+
+    async def test_an_error_of_the_request_is_an_answer(self, sent: list[Any]) -> None:
+        answer = self.held(sent)
+        await answer({**self.HEAD, "status": 400, "headers": [(b"content-type", b"application/json")]})
+        await answer(self.piece(b"{}", more=False))
+        assert sent[0]["status"] == 400
+
+    async def test_an_error_event_stands_between_two_events_only(self, sent: list[Any]) -> None:
+        error = UpstreamError(502, "gone", code="upstream_unavailable")
+        answer = self.held(sent)
+        await answer(self.HEAD)
+        await answer(self.piece(self.TOKEN))
+        await answer(self.piece(b'data: {"choi'))
+        await answer.fail(error)
+        assert len(sent) == 3
+        await answer(self.piece(b'ces":[]}\n\n'))
+        await answer.fail(error)
+        assert json.loads(sent[-1]["body"][6:])["error"]["code"] == "upstream_unavailable"
+
+
+class TestAFleet:
+    def test_has_replicas_with_caches_of_their_own(self) -> None:
+        orderer = Orderer()
+        with pytest.raises(ValueError, match="at least one replica"):
+            Fleet([])
+        with pytest.raises(ValueError, match="each server or rank once"):
+            Fleet([ReplicaAddress("http://a:1", Orderer()), ReplicaAddress("http://a:1/", Orderer())])
+        with pytest.raises(ValueError, match="an orderer of its own"):
+            Fleet([ReplicaAddress("http://a:1", orderer), ReplicaAddress("http://b:1", orderer)])
+
+    def test_shows_its_replicas_in_metrics_without_their_addresses(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        registry = CollectorRegistry()
+        front = proxy(start().url, start().url, registry=registry)
+        for number in range(4):
+            front.post(plain(str(number)))
+        page = generate_latest(registry).decode()
+        assert 'ragorder_replica_up{replica="0"} 1.0' in page
+        assert 'ragorder_replica_requests_total{replica="1"} 2.0' in page
+        assert "127.0.0.1" not in page
+
+    def test_no_user_or_password_is_shown(self, serve: Callable[[Any], str]) -> None:
+        fleet = Fleet([ReplicaAddress("http://user:secret@127.0.0.1:9", Orderer())])
+        front = Proxy(serve(make_app(Orderer(), upstream=fleet)), fleet)
+        assert front.replicas()[0]["server"] == "http://127.0.0.1:9"
+
+
+class TestTheCommand:
+    @pytest.fixture
+    def serve_with(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        """What `ragorder serve` says, and the options of its application."""
+
+        def run(*options: str) -> tuple[str, dict[str, Any]]:
+            made: dict[str, Any] = {}
+
+            def make(orderer: Any, **given: Any) -> Any:
+                made.update(given, orderer=orderer)
+                return make_app(orderer, **given)
+
+            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
+            monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
+            result = CliRunner().invoke(serve_command, [*options, "--port", "0"])
+            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+            return " ".join(result.output.split()), made
+
+        return run
+
+    def test_repeated_upstream_makes_a_fleet_with_the_sizes_of_each(
+        self, serve_with: Callable[..., Any], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start(capacity_tokens=tokens) for tokens in (4096, 8192)]
+        said, made = serve_with(*(word for engine in engines for word in ("--upstream", engine.url)))
+        orderers = [each.orderer for each in made["upstream"].addresses]
+        assert [orderer.settings.capacity_tokens for orderer in orderers] == [4096, 8192]
+        assert [each.rank for each in made["upstream"].addresses] == [None, None]
+        assert "Warning: the size" not in said
+        assert b"ragorder_replica_up" in generate_latest(registry_of(made))
+
+    def test_data_parallel_ranks_makes_a_fleet_of_one_server(
+        self, serve_with: Callable[..., Any], start: Callable[..., EngineProcess]
+    ) -> None:
+        engine = start(ranks=2, capacity_tokens=4096)
+        said, made = serve_with("--upstream", engine.url, "--data-parallel-ranks", "2")
+        assert [(each.upstream, each.rank) for each in made["upstream"].addresses] == [(engine.url, 0), (engine.url, 1)]
+        assert [each.orderer.settings.capacity_tokens for each in made["upstream"].addresses] == [4096, 4096]
+        assert "data-parallel" not in said
+
+    def test_says_what_the_server_has(
+        self, serve_with: Callable[..., Any], start: Callable[..., EngineProcess]
+    ) -> None:
+        engine = start(ranks=2)
+        said, made = serve_with("--upstream", engine.url)
+        assert made["upstream"] == engine.url
+        assert "has 2 engines" in said and "give --data-parallel-ranks 2" in said
+        said, _ = serve_with("--upstream", engine.url, "--data-parallel-ranks", "3")
+        assert "--data-parallel-ranks 3: the server has 2" in said
+
+    def test_one_server_twice_is_refused(self, serve_with: Callable[..., Any]) -> None:
+        sizes = ["--capacity-tokens", "4096", "--block-size", "16"]
+        said, made = serve_with(*["--upstream", "http://127.0.0.1:9"] * 2, *sizes)
+        assert "--upstream: the same server twice" in said
+        assert made == {}
+
+
+def registry_of(made: dict[str, Any]) -> Any:
+    """The metrics' registry, from the route that shows them."""
+    return made["on_passed"].__self__.registry

@@ -1,0 +1,280 @@
+"""Topics for a router: in the header that the proxy and the client send, and from a front that does nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx2
+from click.testing import CliRunner
+from support.serving_app import serving
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.openai import OrderedClient
+from ragorder.adapters.proxy import DocumentTemplate, Fleet, ReplicaAddress, make_app
+from ragorder.cli.serve import serve as serve_command
+from ragorder.topic import SECRET_VARIABLE, Topics
+
+SECRET = "a secret of these tests"  # noqa: S105
+# Made once: it takes longer than a request.
+CERTIFICATES = httpx2.create_ssl_context()
+CHAT = "/v1/chat/completions"
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdef"}
+HEADER = "x-session-id"
+
+
+class Router:
+    """The far end: keeps what it gets, and answers in the words of an OpenAI-compatible server."""
+
+    def __init__(self) -> None:
+        self.headers: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.bodies.append(body)
+        usage = {"prompt_tokens": 300, "completion_tokens": 1}
+        if b'"stream":true' in body.replace(b" ", b""):
+            events = [{"choices": [{"index": 0, "delta": {"content": "yes"}}]}, {"choices": [], "usage": usage}]
+            content = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
+            kind = b"text/event-stream"
+        else:
+            content = json.dumps({"choices": [{"message": {"content": "yes"}}], "usage": usage}).encode()
+            kind = b"application/json"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": content})
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Any], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+def front(serve: Callable[[Any], str], router: Router) -> Callable[..., str]:
+    """A proxy in front of the router."""
+    upstream = serve(router)
+
+    def front(orderer: Orderer | None = None, **options: Any) -> str:
+        orderer = orderer or Orderer(topics=Topics(SECRET), strict=True)
+        return serve(make_app(orderer, upstream=upstream, **{"topic_header": HEADER, **options}))
+
+    return front
+
+
+def tagged(names: str, **fields: Any) -> dict[str, Any]:
+    documents = [{"id": name, "text": TEXTS[name]} for name in names]
+    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}, **fields}
+
+
+def post(url: str, body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    with httpx2.Client(trust_env=False, verify=CERTIFICATES) as client:
+        return client.post(url + path, content=content, headers=headers)
+
+
+class TestARoute:
+    def test_adds_the_topic_and_nothing_else(self, front: Callable[..., str], router: Router) -> None:
+        body = json.dumps(tagged("abc"), indent=1).encode()
+        answer = post(front(route=True), body)
+        assert answer.json()["choices"][0]["message"]["content"] == "yes"
+        assert router.bodies == [body]
+        assert len(router.headers[0][HEADER]) == 32
+        assert not [name for name in answer.headers if name.startswith("x-ragorder")]
+
+    def test_gives_requests_with_the_same_documents_one_topic(self, front: Callable[..., str], router: Router) -> None:
+        url = front(route=True)
+        for names in ("abc", "cab", "bca", "abc", "def", "fed"):
+            post(url, tagged(names))
+        topics = [headers[HEADER] for headers in router.headers]
+        assert len(set(topics[:4])) == len(set(topics[4:])) == 1
+        assert topics[0] != topics[4]
+
+    def test_of_tenants_are_different(self, front: Callable[..., str], router: Router) -> None:
+        url = front(route=True)
+        for tenant in ("x", "y"):
+            post(url, tagged("abc", cache_salt=tenant))
+        assert len({headers[HEADER] for headers in router.headers}) == 2
+
+    def test_two_fronts_with_one_secret_agree(self, front: Callable[..., str], router: Router) -> None:
+        for _ in range(2):
+            post(front(route=True), tagged("abc"))
+        assert len({headers[HEADER] for headers in router.headers}) == 1
+
+    def test_finds_documents_by_template(self, front: Callable[..., str], router: Router) -> None:
+        url = front(route=True, template=DocumentTemplate("<d>{text}</d>"))
+        content = "\n".join(f"<d>{TEXTS[name]}</d>" for name in "ab")
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+        post(url, body)
+        assert router.bodies == [body]
+        assert len(router.headers[0][HEADER]) == 32
+
+    def test_leaves_requests_without_documents_as_they_are(self, front: Callable[..., str], router: Router) -> None:
+        url = front(route=True)
+        post(url, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}, **{HEADER: "mine"})
+        post(url, {"input": "text"}, path="/v1/embeddings", **{HEADER: "mine"})
+        assert [headers[HEADER] for headers in router.headers] == ["mine", "mine"]
+
+    def test_the_topic_replaces_what_a_client_chose(self, front: Callable[..., str], router: Router) -> None:
+        """Otherwise it could send its documents to any replica."""
+        post(front(route=True), tagged("ab"), **{HEADER: "mine"})
+        assert router.headers[0][HEADER] != "mine"
+
+    def test_needs_a_header(self, front: Callable[..., str]) -> None:
+        with pytest.raises(ValueError, match="topic_header='x-session-id'"):
+            front(route=True, topic_header=None)
+        with pytest.raises(ValueError, match="x session"):
+            front(topic_header="x session")
+
+    def test_is_not_for_a_fleet(self) -> None:
+        fleet = Fleet([ReplicaAddress("http://127.0.0.1:9", Orderer())])
+        with pytest.raises(ValueError, match="chooses the replica itself"):
+            make_app(Orderer(), upstream=fleet, route=True, topic_header=HEADER)
+
+    def test_no_word_of_a_document_is_logged_or_sent_in_a_header(
+        self, front: Callable[..., str], router: Router, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.DEBUG):
+            post(front(route=True), tagged("ab", cache_salt="acme"))
+        said = caplog.text + json.dumps(router.headers)
+        assert "document about" not in said and "acme" not in said
+
+
+class TestAProxy:
+    def test_that_orders_sends_the_topic_as_well(self, front: Callable[..., str], router: Router) -> None:
+        answer = post(front(), tagged("abc"))
+        assert len(router.headers[0][HEADER]) == 32
+        assert "ragorder" not in json.loads(router.bodies[0])
+        assert answer.headers["x-ragorder-permutation"] == "0,1,2"
+
+    def test_sends_none_by_default(self, front: Callable[..., str], router: Router) -> None:
+        post(front(topic_header=None), tagged("abc"))
+        assert HEADER not in router.headers[0]
+
+
+class TestAClient:
+    @pytest.fixture
+    def client(self, serve: Callable[[Any], str], router: Router) -> Iterator[Callable[..., OrderedClient]]:
+        openai = pytest.importorskip("openai")
+        with openai.OpenAI(base_url=f"{serve(router)}/v1", api_key="none", max_retries=0) as inner:
+
+            def make(**options: Any) -> OrderedClient:
+                orderer = Orderer(topics=Topics(SECRET), strict=True)
+                options = {"topic_header": HEADER, **options}
+                return OrderedClient(inner, model="m", orderer=orderer, builder=PromptBuilder("Answer."), **options)
+
+            yield make
+
+    DOCUMENTS = tuple(Document(name, TEXTS[name]) for name in "abc")
+
+    def test_sends_the_topic_of_its_documents(self, client: Callable[..., OrderedClient], router: Router) -> None:
+        rag = client()
+        rag.generate("?", self.DOCUMENTS)
+        rag.generate("?", self.DOCUMENTS[::-1])
+        rag.generate("?", self.DOCUMENTS, scope="acme")
+        rag.generate("?", [])
+        topics = [headers.get(HEADER) for headers in router.headers]
+        assert topics[0] == topics[1] == Topics(SECRET).of([each.key for each in self.DOCUMENTS])
+        assert topics[2] not in (None, topics[0])
+        assert topics[3] is None
+
+    def test_keeps_headers_of_the_caller(self, client: Callable[..., OrderedClient], router: Router) -> None:
+        client().generate("?", self.DOCUMENTS, extra_headers={"X-Session-Id": "mine", "x-other": "1"})
+        assert (router.headers[0][HEADER], router.headers[0]["x-other"]) == ("mine", "1")
+
+    def test_sends_none_by_default(self, client: Callable[..., OrderedClient], router: Router) -> None:
+        client(topic_header=None).generate("?", self.DOCUMENTS)
+        assert HEADER not in router.headers[0]
+
+    def test_refuses_a_header_that_cannot_be(self, client: Callable[..., OrderedClient]) -> None:
+        with pytest.raises(ValueError, match="x-session-id"):
+            client(topic_header="no header")
+
+    def test_all_requests_of_a_batch_have_one(self, client: Callable[..., OrderedClient], router: Router) -> None:
+        outcomes = list(client().generate_many([("?", self.DOCUMENTS), ("?", self.DOCUMENTS[:2])]))
+        assert [str(each) for _, each in outcomes if isinstance(each, Exception)] == []
+        assert all(len(headers[HEADER]) == 32 for headers in router.headers)
+
+
+class TestTheCommand:
+    @pytest.fixture
+    def serve_with(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        """What `ragorder serve` says, and the options of its application."""
+        monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+
+        def run(*options: str, **environment: str) -> tuple[str, dict[str, Any]]:
+            made: dict[str, Any] = {}
+
+            def make(orderer: Any, **given: Any) -> Any:
+                made.update(given, orderer=orderer)
+                return make_app(orderer, **given)
+
+            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
+            monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
+            upstream = () if "--upstream" in options else ("--upstream", "http://127.0.0.1:9")
+            sizes = ["--capacity-tokens", "4096", "--block-size", "16", "--port", "0"]
+            result = CliRunner().invoke(serve_command, [*upstream, *sizes, *options], env=environment)
+            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+            return " ".join(result.output.split()), made
+
+        return run
+
+    def test_route_adds_the_header_that_routers_know(self, serve_with: Callable[..., Any]) -> None:
+        said, made = serve_with("--route", "--topic-secret", SECRET)
+        assert (made["route"], made["topic_header"]) == (True, "x-session-id")
+        assert "Topics: in the header x-session-id" in said and "Cache:" not in said
+        assert "Warning: topics" not in said
+        assert made["orderer"].topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
+
+    def test_topic_header_names_another(self, serve_with: Callable[..., Any]) -> None:
+        said, made = serve_with("--topic-header", "X-SMG-Routing-Key", **{SECRET_VARIABLE: SECRET})
+        assert (made["route"], made["topic_header"]) == (False, "X-SMG-Routing-Key")
+        assert "documents are ordered" in said
+        assert made["orderer"].topic([Document("a")]) == Topics(SECRET).of([Document("a").key])
+
+    def test_without_a_secret_it_warns(self, serve_with: Callable[..., Any]) -> None:
+        assert "Warning: topics are of this process alone" in serve_with("--route")[0]
+
+    def test_by_default_no_topic_is_sent(self, serve_with: Callable[..., Any]) -> None:
+        said, made = serve_with()
+        assert (made["route"], made["topic_header"], made["upstream"]) == (False, None, "http://127.0.0.1:9")
+        assert "opic" not in said
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--route", "--shadow"], "--shadow is of a proxy that orders"),
+            (["--route", "--tiers"], "--tiers is of a proxy that orders"),
+            (["--route", "--max-in-flight", "3"], "--max-in-flight is of a proxy that orders"),
+            (["--route", "--data-parallel-ranks", "2"], "--data-parallel-ranks is of a proxy that orders"),
+            (["--route", "--upstream", "http://a:1", "--upstream", "http://b:1"], "--route has one --upstream"),
+            (["--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
+            (["--topic-secret", "s"], "--topic-secret requires --topic-header or --route"),
+            (["--route", "--topic-secret", " "], "--topic-secret: the key is empty"),
+        ],
+        ids=" ".join,
+    )
+    def test_refuses(self, serve_with: Callable[..., Any], options: list[str], reason: str) -> None:
+        said, made = serve_with(*options)
+        assert reason in said
+        assert made == {}

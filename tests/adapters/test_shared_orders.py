@@ -1,0 +1,444 @@
+"""Orders shared through a real Valkey or Redis: other processes find them, and its loss costs nothing but them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+redis = pytest.importorskip("redis")
+
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from support.waiting import eventually
+
+from ragorder import Document, Orderer
+from ragorder.adapters.observing import ObservedOrderer
+from ragorder.adapters.shared_orders import SharedOrderer
+from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError, is_shareable, read_order
+from ragorder.adapters.shared_orders.log import LENGTH
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.engines.sim import SimEngine
+
+SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
+pytestmark = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
+
+DOCUMENTS = [Document(name, f"{name} " * 200, tokens=100) for name in "abcdefgh"]
+
+
+class Server:
+    """A real server that can be killed, and come back on its port, empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = redis.Redis.from_url(self.url)
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        assert SERVER is not None
+        options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(self._folder)}
+        command = [SERVER, *(word for name, value in options.items() for word in (f"--{name}", value))]
+        self._popen = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        assert eventually(self._answers)
+
+    def kill(self) -> None:
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait(60)
+
+    def length(self, stream: str = "ragorder:orders") -> int:
+        return int(self.client.xlen(stream))
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.RedisError:
+            return False
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.client.close()
+    server.kill()
+
+
+@pytest.fixture
+def sharing(server: Server) -> Iterator[Callable[..., SharedOrderer]]:
+    """Orderers on the server, which are closed at the end."""
+    made: list[SharedOrderer] = []
+
+    def sharing(**options: Any) -> SharedOrderer:
+        orderer = SharedOrderer(server.url, **{"capacity_tokens": 10_000, "block_size": 16, "strict": True, **options})
+        made.append(orderer)
+        return orderer
+
+    yield sharing
+    for orderer in made:
+        orderer.close()
+
+
+def ids(documents: list[Document]) -> list[str]:
+    return [document.id for document in documents]
+
+
+def known(*orderers: SharedOrderer, orders: int) -> bool:
+    """Each has taken over so many orders of others."""
+    return eventually(lambda: [orderer.log.applied for orderer in orderers] == [orders] * len(orderers))
+
+
+class TestSharing:
+    def test_another_process_finds_the_order(self, sharing: Callable[..., SharedOrderer]) -> None:
+        one, other = sharing(), sharing()
+        first = one.order(DOCUMENTS[:3])
+        assert known(other, orders=1)
+        again = other.order([DOCUMENTS[5], *DOCUMENTS[2::-1]])
+        assert ids(again.documents) == [*ids(first.documents), "f"]
+        assert again.cached_tokens == 300 // 16 * 16
+
+    def test_none_takes_its_own_orders_over(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        one = sharing()
+        for _ in range(5):
+            one.order(DOCUMENTS[:3]).confirm()
+        assert eventually(lambda: server.length() == 5 and one.log.appended == 5)
+        last = server.client.xinfo_stream("ragorder:orders")["last-generated-id"]
+        assert eventually(lambda: one.log.last == last)
+        assert one.log.applied == 0
+
+    def test_a_process_that_starts_later_reads_what_was_served_before(
+        self, sharing: Callable[..., SharedOrderer]
+    ) -> None:
+        one = sharing()
+        first = one.order(DOCUMENTS[:3])
+        first.confirm()
+        one.order([DOCUMENTS[0], DOCUMENTS[6]])
+        assert eventually(lambda: one.log.appended == 2)
+        late = sharing()
+        assert known(late, orders=2)
+        assert late.order(DOCUMENTS[2::-1]).permutation == [2 - rank for rank in first.permutation]
+
+    def test_tenants_stay_apart(self, sharing: Callable[..., SharedOrderer]) -> None:
+        one, other = sharing(), sharing()
+        one.order(DOCUMENTS[:3], scope="x")
+        one.order(DOCUMENTS[:3], scope=b"y")
+        one.order(DOCUMENTS[:3], scope=7)
+        assert known(other, orders=3)
+        for scope in ("x", b"y", 7):
+            assert other.predict_cached_tokens(DOCUMENTS[:3], scope=scope)[0] > 0
+        for scope in (None, "y", b"x", "7"):
+            assert other.predict_cached_tokens(DOCUMENTS[:3], scope=scope)[0] == 0
+
+    def test_lengths_are_those_of_the_request(self, sharing: Callable[..., SharedOrderer]) -> None:
+        one, other = sharing(prefix_tokens=32), sharing(prefix_tokens=32)
+        one.order(DOCUMENTS[:2], prefix_tokens=64, suffix_tokens=16)
+        one.order([Document("estimated", "words " * 100)], scope="estimated")
+        assert known(other, orders=2)
+        assert other.predict_cached_tokens(DOCUMENTS[:2]) == one.predict_cached_tokens(DOCUMENTS[:2]) == (256, 264)
+        estimated = [Document("estimated", "words " * 100)]
+        assert other.predict_cached_tokens(estimated, scope="estimated")[0] == (32 + 150) // 16 * 16
+
+    def test_a_repeated_document_stays_repeated(self, sharing: Callable[..., SharedOrderer]) -> None:
+        one, other = sharing(), sharing()
+        twice = [DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[0]]
+        one.order(twice)
+        assert known(other, orders=1)
+        assert other.predict_cached_tokens(twice) == one.predict_cached_tokens(twice)
+
+    def test_a_batch_is_shared_as_it_is_served(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        one, other = sharing(), sharing()
+        batch = one.order_batch([DOCUMENTS[:3], DOCUMENTS[3:6], DOCUMENTS[1:4]])
+        batch[0]
+        assert known(other, orders=1)
+        for ordering in batch:
+            ordering.confirm()
+        assert known(other, orders=3)
+        assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 300 // 16 * 16
+
+    def test_engines_have_streams_of_their_own(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        sharing(stream="engine 1").order(DOCUMENTS[:3])
+        other = sharing(stream="engine 2")
+        other.order(DOCUMENTS[3:6])
+        assert eventually(lambda: server.length("engine 1") == server.length("engine 2") == 1)
+        assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 0
+
+    def test_the_stream_is_bounded(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        one = sharing(capacity_tokens=1000)
+        for number in range(LENGTH + 2000):
+            one.order([Document(str(number), tokens=16)]).confirm()
+            if number % 500 == 0:
+                assert eventually(lambda number=number: one.log.appended > number)
+        assert eventually(lambda: one.log.appended == LENGTH + 2000)
+        assert LENGTH <= server.length() <= LENGTH + 200
+
+    def test_documents_are_in_it_by_digest_alone(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        sharing().order([Document("report.pdf", "secret words", tokens=16)])
+        assert eventually(lambda: server.length() == 1)
+        assert b"report" not in (content := repr(server.client.xrange("ragorder:orders")).encode())
+        assert b"secret" not in content
+
+    def test_objects_that_other_processes_cannot_name_are_not_shared(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        one = sharing(key=lambda document: (document.id,), tokens=lambda document: 16, strict=False)
+        with pytest.warns(UserWarning, match="not shared"):
+            one.order(DOCUMENTS[:2])
+        plain = sharing(strict=False)
+        with pytest.warns(UserWarning, match="not shared"):
+            plain.order(DOCUMENTS[:2], scope=("a", "tuple"))
+        assert one.fallbacks == plain.fallbacks == 0
+        assert server.length() == 0
+
+
+class TestTheGoal:
+    @pytest.mark.parametrize("processes", [4, 16])
+    def test_many_processes_have_nine_tenths_of_the_hits_of_one(
+        self, sharing: Callable[..., SharedOrderer], processes: int
+    ) -> None:
+        """mix8 on a cache of 32,768 tokens; an order is known to the others when the next request comes."""
+        requests = trace_of_workload(make_workload("mix8", 0, requests=600), 600).requests
+
+        def cached(orderers: list[Orderer], synced: Callable[[int], bool]) -> float:
+            engine = SimEngine(block_size=16, capacity_tokens=32_768, like="vllm-0.32")
+            prompts, rng = NumberedPrompts(), random.Random(1)
+            running: deque[Any] = deque()
+            cached_tokens = prompt_tokens = 0
+            for place, request in enumerate(requests):
+                assert synced(place)
+                ordering = rng.choice(orderers).order(request.documents)
+                done, handle = engine.admit(prompts.token_ids(place, request, ordering.documents), 32)
+                cached_tokens += done.cached_tokens
+                prompt_tokens += done.prompt_tokens
+                running.append((ordering, handle, done))
+                if len(running) > 16:
+                    first, former, served = running.popleft()
+                    engine.finish(former)
+                    first.confirm(served.cached_tokens, served.prompt_tokens + 32)
+            return cached_tokens / prompt_tokens
+
+        options = {"capacity_tokens": 32_768, "block_size": 16, "prefix_tokens": 64, "suffix_tokens": 52}
+        one = cached([Orderer(**options, strict=True)], lambda place: True)
+        alone = cached([Orderer(**options, strict=True) for _ in range(processes)], lambda place: True)
+        shared = [sharing(**options) for _ in range(processes)]
+
+        def synced(place: int) -> bool:
+            # Each order reaches all others.
+            return eventually(lambda: sum(each.log.applied for each in shared) == place * (processes - 1))
+
+        assert cached(list(shared), synced) >= 0.9 * one > alone
+
+
+class TestALostServer:
+    def test_costs_the_others_orders_and_nothing_else(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        one, other = sharing(strict=False), sharing(strict=False)
+        one.order(DOCUMENTS[:3]).confirm()
+        assert known(other, orders=1)
+        server.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(50):
+                other.order(DOCUMENTS[3:6]).confirm()
+            assert eventually(lambda: any("is lost" in reason for reason in other.degraded))
+        assert other.fallbacks == 0
+        assert other.predict_cached_tokens(DOCUMENTS[3:6])[0] == 300 // 16 * 16
+        assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 300 // 16 * 16
+        assert not any(str(server.port) in reason for reason in other.degraded)
+
+    def test_it_resumes_when_the_server_is_back(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        one, other = sharing(strict=False), sharing(strict=False)
+        one.order(DOCUMENTS[:3]).confirm()
+        assert known(other, orders=1)
+        server.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one.order(DOCUMENTS[3:6]).confirm()
+            server.start()
+            # What was ordered meanwhile comes as well.
+            assert known(other, orders=2)
+            one.order(DOCUMENTS[4:8]).confirm()
+            assert known(other, orders=3)
+        assert other.predict_cached_tokens(DOCUMENTS[3:6])[0] == 300 // 16 * 16
+
+    def test_from_the_start_is_no_error(self, server: Server, tmp_path: Path) -> None:
+        server.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = SharedOrderer(server.url, capacity_tokens=1000, block_size=16)
+            ordering = one.order(DOCUMENTS[:2])
+            assert not ordering.fallback
+            assert eventually(lambda: bool(one.degraded))
+            server.start()
+            assert eventually(lambda: one.log.appended == 1)
+        one.close()
+
+    def test_ordering_never_waits_for_it(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        """A server that accepts and says nothing."""
+        one = sharing(strict=False)
+        one.order(DOCUMENTS[:2]).confirm()
+        assert eventually(lambda: one.log.appended == 1)
+        assert server._popen is not None
+        os.kill(server._popen.pid, 19)
+        try:
+            began = time.monotonic()
+            for _ in range(200):
+                one.order(DOCUMENTS[2:5]).confirm()
+            # A wait for the server would be five seconds, its time limit.
+            assert time.monotonic() - began < 5
+        finally:
+            os.kill(server._popen.pid, 18)
+        assert eventually(lambda: one.log.appended >= 201)
+
+    def test_what_cannot_be_sent_is_bounded(self, server: Server) -> None:
+        server.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = SharedOrderer(server.url, capacity_tokens=1000, block_size=16)
+            for number in range(LENGTH + 1000):
+                one.order([Document(str(number), tokens=16)]).confirm()
+        assert len(one.log._waiting) <= LENGTH
+        one.close()
+
+
+class TestEntries:
+    ORDER = SharedOrder(b"writer", "acme", ["a", b"b", 3], [10, 20, 30], [2, 0, 1], True, 5, 7)
+
+    def test_are_read_as_written(self) -> None:
+        assert read_order(self.ORDER.encode()) == self.ORDER
+
+    @given(st.binary(max_size=80))
+    def test_anything_else_is_unreadable(self, content: bytes) -> None:
+        try:
+            order = read_order(content)
+        except UnreadableError:
+            return
+        assert sorted(order.permutation) == list(range(len(order.keys)))
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"tokens": [10, 20]},
+            {"tokens": [10, 20, -1]},
+            {"permutation": [0, 0, 1]},
+            {"permutation": [0, 1, 2, 3]},
+            {"keys": ["a", ["b"], "c"]},
+            {"scope": ["a"]},
+            {"suffix_tokens": -1},
+            {"prefix_tokens": -1},
+        ],
+        ids=str,
+    )
+    def test_that_contradict_themselves_are_unreadable(self, wrong: dict[str, Any]) -> None:
+        fields = {name: getattr(self.ORDER, name) for name in self.ORDER.__struct_fields__}
+        with pytest.raises(UnreadableError):
+            read_order(SharedOrder(**{**fields, **wrong}).encode())
+
+    def test_of_other_writers_are_counted_and_skipped(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        one, other = sharing(), sharing()
+        for fields in ({"order": b"\xc1"}, {"something": b"else"}):
+            server.client.xadd("ragorder:orders", fields)
+        one.order(DOCUMENTS[:3])
+        assert known(other, orders=1)
+        assert other.log.unreadable == 2
+
+    def test_only_what_is_the_same_everywhere_is_shareable(self) -> None:
+        assert all(map(is_shareable, ("a", b"a", 1)))
+        assert not any(map(is_shareable, (None, True, 1.0, ("a",), object())))
+
+
+class TestProcesses:
+    def test_a_forked_child_shares_as_a_process_of_its_own(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        script = f"""
+import os, time
+from ragorder import Document
+from ragorder.adapters.shared_orders import SharedOrderer
+orderer = SharedOrderer({server.url!r}, capacity_tokens=10_000, block_size=16, strict=True)
+orderer.order([Document("parent", tokens=100)]).confirm()
+while not orderer.log.appended: time.sleep(0.01)
+child = os.fork()
+orderer.order([Document("child" if not child else "again", tokens=100)]).confirm()
+while not orderer.log.appended: time.sleep(0.01)
+deadline = time.monotonic() + 60
+while orderer.predict_cached_tokens([Document("again" if not child else "child", tokens=100)])[0] == 0:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
+"""
+        done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert server.length() == 3
+
+    def test_copies_share_as_well(self, sharing: Callable[..., SharedOrderer]) -> None:
+        one = sharing()
+        other = pickle.loads(pickle.dumps(one))  # noqa: S301
+        third = copy.copy(one)
+        one.order(DOCUMENTS[:3])
+        for each in (other, third):
+            each.order(DOCUMENTS[4:6], scope="elsewhere")
+            assert eventually(lambda each=each: each.predict_cached_tokens(DOCUMENTS[:3])[0] > 0)
+            each.close()
+
+    def test_an_orderer_that_is_dropped_ends_its_threads(self, server: Server) -> None:
+        orderer = SharedOrderer(server.url, capacity_tokens=1000, block_size=16)
+        log = orderer.log
+        del orderer
+        assert eventually(lambda: gc.collect() >= 0 and log._stopped)
+
+    def test_it_can_be_observed(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        observed = ObservedOrderer(sharing())
+        observed.order(DOCUMENTS[:3]).confirm()
+        assert eventually(lambda: server.length() == 1)
+
+
+class TestOptions:
+    def test_a_malformed_url_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="scheme"):
+            SharedOrderer("http://127.0.0.1:1")
+
+    def test_shared_orders_of_the_proxy(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.cli.serve import serve
+
+        made: list[Any] = []
+        monkeypatch.setattr("ragorder.adapters.proxy.make_app", lambda orderer, **options: made.append(orderer))
+        monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **options: None)
+        sizes = ["--upstream", "http://127.0.0.1:9", "--capacity-tokens", "4096", "--block-size", "16", "--port", "0"]
+        result = CliRunner().invoke(serve, [*sizes, "--shared-orders", server.url])
+        assert result.exit_code == 0, result.output
+        made[0].order(DOCUMENTS[:2])
+        assert eventually(lambda: server.length() == 1)
+        made[0].close()
+        for wrong, reason in (
+            (["--shared-orders", "nowhere"], "not a URL such as"),
+            (["--shared-orders", server.url, "--shadow"], "in front of one server"),
+        ):
+            result = CliRunner().invoke(serve, [*sizes, *wrong])
+            assert result.exit_code == 2 and reason in result.output

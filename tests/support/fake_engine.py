@@ -1,0 +1,190 @@
+"""An OpenAI-compatible server without a model, in a process that can be killed: a block pool for each of its ranks, and
+answers that take as long as the request says.
+
+    python -m support.fake_engine --ranks 2 --capacity-tokens 16384
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from ragorder.eval.engines.sim import SimEngine
+
+__all__ = ["EngineProcess", "starting_engines"]
+
+BLOCK = 16
+_CHARACTERS = 4
+
+
+class FakeEngine:
+    """A prompt's tokens are its pieces of four characters. The field `pace` of a request says how many seconds its
+    first token and each further one take, or None: until the gate is opened."""
+
+    def __init__(self, ranks: int, capacity_tokens: int) -> None:
+        self.engines = [
+            SimEngine(block_size=BLOCK, capacity_tokens=capacity_tokens, like="vllm-0.32") for _ in range(ranks)
+        ]
+        self.capacity_tokens = capacity_tokens
+        self.begun: list[str] = []
+        self.cached_tokens = self.prompt_tokens = 0
+        self.served = [0] * ranks
+        self.healthy = True
+        self.gate = asyncio.Event()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/state", self.state)
+        app.router.add_post("/sick", self.sick)
+        app.router.add_post("/open", self.open)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        return app
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def sick(self, _: web.Request) -> web.Response:
+        self.healthy = False
+        return web.Response()
+
+    async def open(self, _: web.Request) -> web.Response:
+        self.gate.set()
+        return web.Response()
+
+    async def pause(self, seconds: float | None) -> None:
+        await (self.gate.wait() if seconds is None else asyncio.sleep(seconds))
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake"}]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        # vLLM gives the sum of all engines for each, a null block included.
+        blocks = len(self.engines) * (self.capacity_tokens // BLOCK + 1)
+        lines = [
+            f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{blocks}",engine="{rank}"}} 1.0'
+            for rank in range(len(self.engines))
+        ]
+        return web.Response(text="\n".join([*lines, ""]))
+
+    async def state(self, _: web.Request) -> web.Response:
+        names = ("begun", "cached_tokens", "prompt_tokens", "served")
+        return web.json_response({name: getattr(self, name) for name in names})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        rank = int(request.headers.get("x-data-parallel-rank", 0))
+        text = "\n".join(message["content"] for message in body["messages"])
+        self.begun.append(text.rpartition("Question: ")[2])
+        self.served[rank] += 1
+        done, handle = self.engines[rank].admit(_tokens(text), 16)
+        self.cached_tokens += done.cached_tokens
+        self.prompt_tokens += done.prompt_tokens
+        usage = {
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
+        }
+        pace = body.get("pace", [0.0, 0.0])
+        try:
+            if not body.get("stream"):
+                await self.pause(pace[0])
+                answer = {"choices": [{"message": {"role": "assistant", "content": "a b c"}}], "usage": usage}
+                return web.json_response(answer)
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            await _send(response, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            await self.pause(pace[0])
+            for word in ("a", " b", " c"):
+                await _send(response, {"choices": [{"index": 0, "delta": {"content": word}}]})
+                await self.pause(pace[1])
+            await _send(response, {"choices": [], "usage": usage})
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        finally:
+            self.engines[rank].finish(handle)
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def _tokens(text: str) -> list[int]:
+    pieces = (text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS))
+    return [int.from_bytes(piece.encode()[:7].ljust(7), "big") for piece in pieces]
+
+
+class EngineProcess:
+    def __init__(self, popen: subprocess.Popen[str], url: str) -> None:
+        self.popen = popen
+        self.url = url
+
+    @property
+    def state(self) -> Any:
+        """The questions that have begun, its tokens, and the requests of each rank."""
+        with urllib.request.urlopen(f"{self.url}/state", timeout=30) as response:
+            return json.load(response)
+
+    def sicken(self) -> None:
+        """From now on it says that it takes no requests."""
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/sick", b""), timeout=30).close()
+
+    def open(self) -> None:
+        """Its gate."""
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/open", b""), timeout=30).close()
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(60)
+
+
+@contextmanager
+def starting_engines() -> Iterator[Callable[..., EngineProcess]]:
+    """Starts engines; the block's end kills them."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*, ranks: int = 1, capacity_tokens: int = 16_384, port: int = 0) -> EngineProcess:
+        options = ["--ranks", str(ranks), "--capacity-tokens", str(capacity_tokens), "--port", str(port)]
+        folder = Path(__file__).resolve().parents[1]
+        command = [sys.executable, "-m", "support.fake_engine", *options]
+        popen = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+        started.append(popen)
+        assert popen.stdout is not None
+        return EngineProcess(popen, popen.stdout.readline().strip())
+
+    try:
+        yield start
+    finally:
+        for popen in started:
+            popen.kill()
+            popen.communicate()
+
+
+async def _serve(engine: FakeEngine, port: int) -> None:
+    runner = web.AppRunner(engine.app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)  # noqa: T201
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--capacity-tokens", type=int, default=16_384)
+    arguments = parser.parse_args()
+    asyncio.run(_serve(FakeEngine(arguments.ranks, arguments.capacity_tokens), arguments.port))

@@ -1,0 +1,37 @@
+"""ASGI applications on ports of this machine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from support.waiting import eventually
+
+__all__ = ["serving"]
+
+
+@contextmanager
+def serving() -> Iterator[Callable[[Any], str]]:
+    """Serves applications, with their lifespan; gives their addresses. The block's end stops them."""
+    started: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def serve(app: Any) -> str:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        server = uvicorn.Server(uvicorn.Config(app, http="h11", log_config=None, access_log=False, ws="none"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        started.append((server, thread))
+        assert eventually(lambda: server.started)
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    try:
+        yield serve
+    finally:
+        for server, thread in started:
+            server.should_exit = server.force_exit = True
+            thread.join(60)
