@@ -26,26 +26,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("placed")
     make_model(folder / "model", layers=12, hidden=768)
     make_index(folder / "index.faiss", vectors=390_000)
+    run(folder)
     return folder
 
 
-def placed(folder: Path, host_bytes: int) -> dict[str, Any]:
+def run(*arguments: Any) -> str:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     done = subprocess.run(
-        [sys.executable, "-m", "support.placed_memory", str(folder), str(host_bytes)],
+        [sys.executable, "-m", "support.placed_memory", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return done.stdout
 
 
 @pytest.mark.parametrize("budget", [300, 360, 600], ids=["few layers", "more layers", "all"])
 def test_planned_bytes_are_the_processs_within_5_percent(folder: Path, budget: int) -> None:
-    found = placed(folder, budget << 20)
+    found: dict[str, Any] = json.loads(run(folder, budget << 20).splitlines()[-1])
     assert found["planned"] <= budget << 20
     assert found["measured"] == pytest.approx(found["planned"], rel=0.05), found
     if budget == 600:

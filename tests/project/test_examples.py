@@ -103,3 +103,16 @@ def test_batches_of_a_backlog(python: Any) -> None:
     most, last = map(int, re.findall(r"\d+", generated))
     assert 1 <= last <= most
     assert answered.startswith("answered 40 questions, ")
+
+
+def test_a_small_machine(python: Any) -> None:
+    for module in ("faiss", "torch", "transformers", "starlette"):
+        pytest.importorskip(module)
+    done = python(EXAMPLES / "small_machine.py", timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("answered in") == 10
+    _, exact, copied = map(int, re.search(r"(\d+) prompt tokens: (\d+) exact, (\d+) copied", done.stdout).groups())
+    assert min(exact, copied) > 0
+    assert int(re.search(r"read (\d+) MB of weights", done.stdout)[1]) > 0
+    refused = python(EXAMPLES / "small_machine.py", "20MiB", timeout=180)
+    assert "bytes are missing" in refused.stderr

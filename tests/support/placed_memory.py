@@ -1,7 +1,7 @@
 """Memory of a model and an index that are placed as planned: run as a program, in a process of its own.
 
-Prints JSON: bytes planned, and the peak of the process's resident memory above what it had before, in use by
-libraries alone.
+With a folder alone it measures the model's workspace. With a budget it prints JSON: bytes planned, and the peak of the
+process's resident memory above what libraries alone had taken before.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import Any
 
 VOCABULARY = 2000
@@ -50,46 +52,70 @@ def make_index(path: Path, *, vectors: int, dimension: int = 64) -> Path:
     return path
 
 
-def status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
-
-
 def serve(model: Path, index: Path, placement: Any) -> Any:
-    """An engine and a search that are placed so, each used once; kept by the caller."""
+    """An engine and a search that are placed so, both used; kept by the caller."""
     import numpy as np
 
-    from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
+    from ragorder.kernels.engine import EngineSettings, TieredEngine
     from ragorder.pipelining.search.partitioned import PartitionedSearch
 
     settings = dict(placement.engine_settings)
     engine = TieredEngine.load(model, EngineSettings(device="cpu", max_model_len=PROMPT + ANSWER, **settings))
     search = PartitionedSearch(index, len(placement.costs.index.partitions), resident=placement.partitions, nprobe=64)
+    queries = np.random.default_rng(1).random((placement.batch, 64), dtype=np.float32)
+    done = Event()
+
+    def retrieve() -> None:
+        while not done.is_set():
+            for _ in search.search(queries, 5):
+                pass
+
+    # Both at once, as decoupled workers do: their peaks add up.
+    with ThreadPoolExecutor(1) as other:
+        searched = other.submit(retrieve)
+        try:
+            _generate(engine, placement, settings["device_tokens"])
+        finally:
+            done.set()
+        searched.result()
+    return engine, search
+
+
+def _generate(engine: Any, placement: Any, device_tokens: int) -> None:
+    """Documents in every block of the pool."""
+    from ragorder.kernels.engine import Request, Sampling
+
     random = Random(0)
-    # Documents in every block of the pool.
-    count = max(placement.batch, settings["device_tokens"] // PROMPT + 1)
+    count = max(placement.batch, device_tokens // PROMPT + 1)
     for start in range(0, count, placement.batch):
         batch = [
             Request(random.choices(range(VOCABULARY), k=PROMPT), (), Sampling(ANSWER, ignore_eos=True))
             for _ in range(min(placement.batch, count - start))
         ]
         assert all(each.error is None for each in engine.generate(batch))
-    dimension = 64
-    queries = np.random.default_rng(1).random((placement.batch, dimension), dtype=np.float32)
-    for _ in range(2):
-        for _ in search.search(queries, 5):
-            pass
-    return engine, search
+
+
+def measure(folder: Path) -> None:
+    """Write the sizes of the model, with its measured workspace, beside it."""
+    from ragorder.eval.experiments.profiling.placement_engine import PlacedEngine
+    from ragorder.pipelining.batching import Budgets, Workload
+
+    workload = Workload(prompt_tokens=PROMPT, answer_tokens=ANSWER)
+    engine = PlacedEngine(folder / "model", Budgets("900MiB", 0), workload, batch=4, device="cpu")
+    (folder / "model.json").write_text(engine.sizes.model_dump_json(), "utf-8")
+    engine.close()
 
 
 def main(folder: Path, host_bytes: int) -> None:
+    from ragorder.eval.experiments.profiling.placement_engine import MemoryPeak
     from ragorder.kernels.model_sizes import model_sizes
-    from ragorder.pipelining.batching import Budgets, EstimatedCosts, Rates, Workload, plan_placement
+    from ragorder.pipelining.batching import Budgets, EstimatedCosts, ModelSizes, Rates, Workload, plan_placement
     from ragorder.pipelining.batching.index_sizes import index_sizes
 
     def planned(model: Path, index: Path, size: int) -> Any:
+        measured = model.with_suffix(".json")
         costs = EstimatedCosts(
-            model_sizes(model),
+            ModelSizes.model_validate_json(measured.read_text("utf-8")) if measured.exists() else model_sizes(model),
             Rates.of_a_cpu(),
             index_sizes(index, 16),
             Workload(prompt_tokens=PROMPT, answer_tokens=ANSWER),
@@ -104,15 +130,14 @@ def main(folder: Path, host_bytes: int) -> None:
     model, index = folder / "model", folder / "index.faiss"
     placement = planned(model, index, host_bytes)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5", "ascii")
-    before = status("VmRSS")
+    peak = MemoryPeak(cuda=False)
     served = serve(model, index, placement)
     used = placement.footprint.total(placement)
     sys.stdout.write(
         json.dumps(
             {
                 "planned": used.device + used.host,
-                "measured": status("VmHWM") - before,
+                "measured": peak.taken(),
                 "parts": {name: part.device + part.host for name, part in placement.footprint.parts(placement)},
                 "device_layers": placement.weights.device,
                 "partitions": placement.partitions,
@@ -125,4 +150,7 @@ def main(folder: Path, host_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[2:]:
+        main(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        measure(Path(sys.argv[1]))

@@ -11,10 +11,10 @@ from ragorder.eval.experiments.batching.settings import PARTITION_GB, PARTITIONS
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.record import Record
 
-__all__ = ["BatchingCell", "BatchingRecord"]
+__all__ = ["BatchingCell", "BatchingRecord", "checked_steps"]
 
 
-def _steps(text: str) -> str:
+def checked_steps(text: str) -> str:
     if not text.startswith("steps:"):
         raise ValueError(f"arrivals come in steps, such as steps:4@20m,8@20m, got {text!r}")
     Arrivals.parse(text)
@@ -27,7 +27,7 @@ class BatchingCell(SuiteCell):
     `weights` on the device, and a fixed `batch`; None: as the system decides."""
 
     setting: Annotated[str, one_of("setting", SETTINGS)] = "high-70b"
-    steps: Annotated[str, AfterValidator(_steps)] = "steps:4@20m,8@20m,12@20m,16@20m"
+    steps: Annotated[str, AfterValidator(checked_steps)] = "steps:4@20m,8@20m,12@20m,16@20m"
     index: Annotated[str, one_of("index", PARTITION_GB)] = "partitions"
     top_k: int = Field(5, ge=1, le=20)
     corpus: str = "covidqa"

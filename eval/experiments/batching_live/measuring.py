@@ -1,0 +1,147 @@
+"""Requests served by one system in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder import Orderer, Ordering, PromptBuilder
+from ragorder.adapters.batching import ordered_batches
+from ragorder.adapters.openai.prompts import OrderedPrompts, Question
+from ragorder.document import Document
+from ragorder.eval.experiments.batching.serving import rates
+from ragorder.eval.experiments.batching.sizes import RateSizes
+from ragorder.eval.experiments.batching_live.parts import ANSWER_TOKENS, LiveParts, SlowRetrieval
+from ragorder.eval.experiments.workflows.script import WordTokenizer
+from ragorder.eval.experiments.workflows_live.parts import ScriptedEngine
+from ragorder.pipelining.batching import BacklogAware
+
+__all__ = ["POLICIES", "serve_live"]
+
+POLICIES = ("serial", "decoupled")
+_BLOCK = 16
+_UNBOUNDED = 1_000_000
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A `SearchTask`, answered when `ended` is set."""
+
+    question: Question
+    ended: asyncio.Future[None]
+    checkpoint: Any = None
+    cancel_search: Callable[[], object] | None = None
+    abandoned: bool = False
+
+
+async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Mapping[str, Any]:
+    """`rows` and `facts` of requests that arrive at these times."""
+    cell = parts.cell
+    tokenizer = WordTokenizer()
+    builder = PromptBuilder("Answer from these documents.", tokenizer=tokenizer)
+    prompt_tokens = (
+        cell.top_k * builder.document_tokens(parts.documents[0]) + builder.prefix_tokens + ANSWER_TOKENS + 16
+    )
+    capacity = -(-cell.most * prompt_tokens // _BLOCK) * _BLOCK
+    orderer = Orderer(
+        tokens=builder.document_tokens,
+        prefix_tokens=builder.prefix_tokens,
+        capacity_tokens=capacity,
+        block_size=_BLOCK,
+        suffix_tokens=ANSWER_TOKENS + 16,
+    )
+    latency_s = [0.0] * len(at_s)
+    most = cell.most if policy == "serial" else 4 * cell.most
+    with parts.retrieval() as retrieval, parts.engine(capacity, most) as engine:
+        start_s = time.perf_counter()
+
+        async def serve_all(run: Callable[[Question], Awaitable[Any]]) -> None:
+            async def ask(number: int) -> None:
+                await asyncio.sleep(max(0.0, start_s + at_s[number] - time.perf_counter()))
+                await run(Question(str(number), max_tokens=ANSWER_TOKENS))
+                latency_s[number] = time.perf_counter() - start_s - at_s[number]
+
+            await asyncio.gather(*map(ask, range(len(at_s))))
+
+        if policy == "serial":
+            prompts = OrderedPrompts(orderer, builder, "token_ids")
+            serial = _Serial(parts, retrieval, engine, prompts, len(at_s))
+            await serve_all(serial.run)
+        else:
+            async with ordered_batches(
+                engine,
+                retrieval,
+                orderer=orderer,
+                builder=builder,
+                prompts="token_ids",
+                batching=BacklogAware(most=most),
+                kv_limit=capacity,
+                max_requests=_UNBOUNDED,
+                max_contexts=_UNBOUNDED,
+            ) as server:
+                await serve_all(server.run)
+        total_s = time.perf_counter() - start_s
+        tokens = {"prompt_tokens": engine.prompt_tokens, "cached_tokens": engine.cached_tokens}
+    return {"rows": {"latency_s": [round(each, 4) for each in latency_s]}, "facts": {"total_s": total_s, **tokens}}
+
+
+class _Serial:
+    """Static batches of four minutes' requests, of the paper's minutes: a batch is searched for, then generated, with
+    documents by rank."""
+
+    def __init__(
+        self,
+        parts: LiveParts,
+        retrieval: SlowRetrieval,
+        engine: ScriptedEngine,
+        prompts: OrderedPrompts,
+        requests: int,
+    ) -> None:
+        cell = parts.cell
+        rate = rates(cell.arrivals.steps)
+        self._start_s = time.perf_counter()
+        self._sizes = RateSizes(lambda now_s: rate(now_s * cell.scale), cell.most)
+        self._retrieval = retrieval
+        self._engine = engine
+        self._prompts = prompts
+        self._expected = requests
+        self._waiting: deque[_Task] = deque()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def run(self, question: Question) -> None:
+        task = _Task(question, asyncio.get_running_loop().create_future())
+        self._waiting.append(task)
+        self._expected -= 1
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        await task.ended
+
+    async def _serve(self) -> None:
+        while self._waiting:
+            now_s = time.perf_counter() - self._start_s
+            size = self._sizes.next(len(self._waiting), now_s, last=not self._expected)
+            if not size:
+                return
+            batch = [self._waiting.popleft() for _ in range(size)]
+            documents: dict[int, Sequence[Document]] = {}
+            async with aclosing(self._retrieval.search_batch(batch)) as results:
+                async for place, found in results:
+                    if isinstance(found, Exception):
+                        raise found
+                    documents[place] = found
+            await asyncio.gather(*(self._generate(batch[place], found) for place, found in documents.items()))
+            for task in batch:
+                task.ended.set_result(None)
+
+    async def _generate(self, task: _Task, documents: Sequence[Document]) -> None:
+        ordering = Ordering(list(documents), list(range(len(documents))))
+        question = task.question
+        request = self._prompts.request(question.query, ordering, None, question.all_options())
+        async with aclosing(self._engine.stream(request)) as chunks:
+            async for _ in chunks:
+                pass
