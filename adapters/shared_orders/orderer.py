@@ -91,6 +91,13 @@ class SharedOrderer(Orderer):
 
         return Batch(batch.indices, start)
 
+    def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
+        """Shares nothing, and takes over what other processes had served: a comparison must count that as well."""
+        clone = super().clone(**changes)
+        # Replaced, never changed: the thread of the log may be reading it.
+        self._clones = (*(known for known in self._clones if known() is not None), ref(clone))
+        return clone
+
     @property
     def log(self) -> OrderLog:
         return self._log
