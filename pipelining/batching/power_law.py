@@ -56,9 +56,12 @@ class PowerLaw:
 
     def learn(self, size: int, seconds: float) -> None:
         """Of a batch that has run. Each takes 1/128 off the weight of the earlier ones; `c` stays until there are two
-        sizes. After 16, one that was interrupted counts at most four times what was expected. Raises ValueError for
-        a size or time that is not positive and finite."""
-        expected = self(size) if self.samples >= _WARM and size > 0 else math.inf
+        sizes. After 16, one that was interrupted counts at most four times what was expected, or the mean. Raises
+        ValueError for a size or time that is not positive and finite."""
+        expected = math.inf
+        if self.samples >= _WARM and size > 0:
+            # A size far below all others is expected to take no time at all if `c` was learnt from noise.
+            expected = max(self(size), math.exp(self._y / self._weight))
         self._add(size, min(seconds, _OUTLIER * expected) if seconds < math.inf else seconds, decay=_DECAY)
         self._solve()
 
