@@ -116,6 +116,8 @@ def _engine(system: System, cell: AllThreeCell, folder: Path) -> TieredEngine:
     settings = EngineSettings(
         device="cpu",
         device_bytes=cell.device_bytes if system.streamed else None,
+        # On a CPU layers in host memory would be computed where they lie.
+        host_bytes=0,
         device_tokens=_DEVICE_TOKENS,
         max_batch_tokens=_STEP_TOKENS,
         replicate_nodes=0,

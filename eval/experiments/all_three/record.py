@@ -18,12 +18,12 @@ class AllThreeCell(SuiteCell):
     model the bytes and times of a larger one; what does not fit into `device_bytes` is read at `bytes_per_s`."""
 
     requests: int = Field(120, ge=1)
-    rate: float = Field(4.0, gt=0)
+    rate: float = Field(2.0, gt=0)
     top_k: int = Field(8, ge=2, le=24)
     recompute: float = Field(0.15, ge=0, le=1)
     as_if_last: bool = True
     idle_layers: int = Field(12, ge=1, le=64)
-    device_bytes: int = Field(256 << 20, ge=1)
+    device_bytes: int = Field(260 << 20, ge=1)
     bytes_per_s: float = Field(1e9, gt=0)
     vectors: int = Field(100_000, ge=100)
     clusters: int = Field(256, ge=1)
