@@ -178,7 +178,7 @@ class Relief:
                 return self._streamer.regain(self._residency)
             self._cache.resize(device_blocks=min(max(1, 2 * pool.blocks), self._blocks))
         except (MemoryError, RuntimeError, LayerReadError):
-            # Nothing needs it now; what has failed with the device fails again in the next step, which is computed again.
+            # Nothing needs it now. A device that has failed fails in the next step, too, which is computed again.
             return False
         return True
 
@@ -198,7 +198,7 @@ class Relief:
         return True
 
     def move(self, residency: Residency) -> Residency:
-        """Of the layers, which come back there after a shortage. Raises ValueError without a streamer, LayerReadError."""
+        """Of layers, which come back there after a shortage. Raises ValueError without a streamer, LayerReadError."""
         if self._streamer is None:
             raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
         try:
