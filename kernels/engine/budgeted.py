@@ -190,7 +190,8 @@ class Relief:
         before = self._streamer.held_bytes
         if not self._streamer.shed():
             return False
-        more = (before - self._streamer.held_bytes) // self._cache.shape.block_bytes
+        # The buffers of the first layer that streams may take more than it did.
+        more = max(0, before - self._streamer.held_bytes) // self._cache.shape.block_bytes
         try:
             self._cache.resize(device_blocks=self._cache.pool.blocks + more)
         except MemoryError:

@@ -422,6 +422,29 @@ class TestPoolsAndRelief:
                 assert each.error is None, each.error
                 assert each.token_ids == other.token_ids
 
+    def test_the_first_layer_that_makes_way_for_a_request_takes_no_blocks_from_it(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Three buffers of a ring come in its place."""
+        expected = answers(folder, (0,))
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            assert engine.stats().stream.slots == 3  # type: ignore[union-attr]
+            assert engine.move_layers(Residency.spread(6, 6)).count(Place.DEVICE) == 6
+            plan = engine._scheduler.plan
+            planned = 0
+
+            def without_blocks() -> Any:
+                nonlocal planned
+                planned += 1
+                if planned == 1:
+                    raise OutOfBlocksError("none")
+                return plan()
+
+            monkeypatch.setattr(engine._scheduler, "plan", without_blocks)
+            check_same(engine.generate(requests()), expected[0])
+            assert engine.device_tokens == TOKENS
+            assert engine.stats().stream.disk_layers == 1  # type: ignore[union-attr]
+
     def test_what_was_given_back_returns_after_many_steps(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = answers(folder, range(0, 400, 100))
         monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
