@@ -300,7 +300,7 @@ class Orderer:
 
     def record(
         self,
-        documents: Sequence[Any],
+        documents: Iterable[Any],
         *,
         permutation: Sequence[int] | None = None,
         scope: Hashable = None,
@@ -309,11 +309,11 @@ class Orderer:
     ) -> None:
         """Count a request that another process had served by the same engine, as if ordered and served here. Without
         the `permutation` of its ordering the documents are in prompt order. Needless with KV events."""
+        given = list(documents)
         try:
-            request = self._reader.read(list(documents))
-            self._record(request, permutation, scope, suffix_tokens, prefix_tokens)
+            self._record(self._reader.read(given), permutation, scope, suffix_tokens, prefix_tokens)
         except Exception as error:
-            self._reader.refuse(list(documents), error)
+            self._reader.refuse(given, error)
             self._report(error)
 
     def order_batch(

@@ -22,18 +22,18 @@ class DecayedSketch:
 
     A count-min sketch with conservative updates (Estan and Varghese 2002): a count is never too small, and too large
     only if the digest shares a cell with a more frequent one in each of four rows of `width` (a power of two). Digests
-    have 16 bytes. Threads may lose each other's counts.
+    have 16 bytes. Threads may lose each other's counts and steps, no more.
     """
 
     def __init__(self, half_life: int = 4096, width: int = 1 << 14) -> None:
         if width < 1 or width & (width - 1):
             raise ValueError(f"width must be a power of two, got {width}")
         self._growth = 2.0 ** (1 / half_life)
-        # Instead of decaying every count, each new step weighs more than the one before.
-        self._weight = 1.0
         self._steps = 0.0
         self._width = width
-        self._cells = array("d", bytes(8 * 4 * width))
+        # Instead of decaying every count, each new step weighs more than the one before. One tuple: a thread never has
+        # counts with another weight than theirs.
+        self._weighted = array("d", bytes(8 * 4 * width)), 1.0
 
     @property
     def steps(self) -> float:
@@ -41,15 +41,16 @@ class DecayedSketch:
         return self._steps
 
     def step(self) -> None:
-        self._weight *= self._growth
+        cells, weight = self._weighted
+        weight *= self._growth
         self._steps = 1.0 + self._steps / self._growth
-        if self._weight > _RESCALE:
-            self._cells = array("d", (cell / self._weight for cell in self._cells))
-            self._weight = 1.0
+        if weight > _RESCALE:
+            cells, weight = array("d", (cell / weight for cell in cells)), 1.0
+        self._weighted = cells, weight
 
     def add(self, digest: bytes) -> float:
         """Count one occurrence; the count with it."""
-        cells, width, weight = self._cells, self._width, self._weight
+        (cells, weight), width = self._weighted, self._width
         places = [row * width + (place & width - 1) for row, place in enumerate(_ROWS.unpack(digest))]
         count: float = min([cells[place] for place in places]) + weight
         for place in places:

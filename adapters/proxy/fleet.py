@@ -41,7 +41,7 @@ class Fleet:
     def __init__(
         self, addresses: Sequence[ReplicaAddress], *, check_s: float = 2.0, registry: CollectorRegistry | None = None
     ) -> None:
-        names = [(each.upstream.strip().rstrip("/"), each.rank) for each in addresses]
+        names = [(_root(each.upstream), each.rank) for each in addresses]
         if not names or len(set(names)) < len(names):
             raise ValueError("give at least one replica, and each server or rank once")
         if len({id(each.orderer) for each in addresses}) < len(addresses):
@@ -58,9 +58,12 @@ class Fleet:
 
     def connect(self, server: Callable[[str], Upstream], orderer: Callable[[OrdererLike], RequestOrderer]) -> None:
         """Make the replicas; ranks of one server share its connections."""
-        servers = {each.upstream: server(each.upstream) for each in self.addresses}
+        servers: dict[str, Upstream] = {}
+        for each in self.addresses:
+            if (root := _root(each.upstream)) not in servers:
+                servers[root] = server(each.upstream)
         self.replicas = [
-            Replica(number, servers[each.upstream], orderer(each.orderer), each.rank)
+            Replica(number, servers[_root(each.upstream)], orderer(each.orderer), each.rank)
             for number, each in enumerate(self.addresses)
         ]
 
@@ -163,3 +166,8 @@ class Fleet:
             with suppress(Exception):
                 await self.check()
             await asyncio.sleep(_SHORTEST_S)
+
+
+def _root(address: str) -> str:
+    """One server may be given with and without /v1."""
+    return address.strip().rstrip("/").removesuffix("/v1").rstrip("/")

@@ -90,11 +90,13 @@ class FleetProxy(ReverseProxy):
             received.clear()
             share.resize(0)
 
-        refusable = self._fleet.has_other(tried)
+        # What is not sent again is answered as the replica answers it.
+        refusable = head.is_queued and self._fleet.has_other(tried)
         answer = HeldAnswer(send, of_tokens=of_tokens, refusable=refusable, on_begun=begin)
         try:
             body = sent.take_body(received[0])
-            share.resize(length + len(body))
+            # Without documents it is the one received.
+            share.resize(len(body) + (0 if body is received[0] else length))
             headers = sent.request_headers(with_length(head.headers, body))
             if of_tokens and replica.headers:
                 headers = [*without(headers, replica.headers[0][0]), *replica.headers]

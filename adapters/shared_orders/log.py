@@ -45,7 +45,11 @@ class OrderLog:
         self._errors: Any = (redis.RedisError, OSError)
         self._connect: Callable[[], Any] = lambda: redis.Redis.from_url(url, protocol=2, **_TIMEOUTS)
         # A wrong URL is found now.
-        self._connect().close()
+        with self._connect() as client:
+            try:
+                client.connection_pool.make_connection()
+            except (TypeError, *self._errors):
+                raise ValueError("the URL has an option that redis-py does not take: leave it out") from None
         self._stream = stream
         self._apply = apply
         self._lost = lost
@@ -87,8 +91,8 @@ class OrderLog:
             client = self._connect()
             try:
                 work(client)
-            except self._errors as error:
-                # The message of an error may quote an address with a password.
+            except Exception as error:
+                # Whatever it is, the thread goes on. The message of an error may quote an address with a password.
                 self._lost(type(error).__name__)
                 sleep(_RETRY_S)
             finally:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakMethod, finalize
+from typing import Any, NamedTuple, TypeVar, Unpack
+from weakref import WeakMethod, finalize, ref
 
-from ragorder._request import RequestReader
+from ragorder._request import RequestReader, read_length
 from ragorder.adapters.shared_orders.entry import SharedOrder, is_shareable
 from ragorder.adapters.shared_orders.log import OrderLog
 from ragorder.batch import Batch
 from ragorder.document import Estimate
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
-from ragorder.settings import Settings
+from ragorder.settings import OrdererOptions, Settings
 
 __all__ = ["SharedOrderer"]
 
 D = TypeVar("D")
 
 _STREAM = "ragorder:orders"
-_NOT_SHARED = "orders are not shared whose keys or scope are neither strings nor bytes nor integers"
+_NOT_SHARED = "orders are not shared whose keys or scope are neither strings nor bytes nor integers of 64 bits"
 
 
 class _Document(NamedTuple):
@@ -40,6 +40,8 @@ class SharedOrderer(Orderer):
     the stream are digests and lengths of documents, and scopes, no texts. Raises ValueError for a malformed URL,
     ImportError without ragorder[shared].
     """
+
+    _clones: tuple[ref[Orderer], ...] = ()
 
     def __init__(self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, **options: Any) -> None:
         super().__init__(settings, **options)
@@ -88,6 +90,13 @@ class SharedOrderer(Orderer):
             return ordering
 
         return Batch(batch.indices, start)
+
+    def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
+        """Shares nothing, and takes over what other processes had served: a comparison must count that as well."""
+        clone = super().clone(**changes)
+        # Replaced, never changed: the thread of the log may be reading it.
+        self._clones = (*(known for known in self._clones if known() is not None), ref(clone))
+        return clone
 
     @property
     def log(self) -> OrderLog:
@@ -144,10 +153,12 @@ class SharedOrderer(Orderer):
                     list(map(int, request.tokens)),
                     list(ordering.permutation),
                     request.estimated,
-                    suffix_tokens,
-                    prefix_tokens,
+                    None if suffix_tokens is None else read_length(suffix_tokens),
+                    None if prefix_tokens is None else read_length(prefix_tokens),
                 )
             )
+        except (OverflowError, UnicodeEncodeError):
+            self.degrade(_NOT_SHARED)
         except Exception as error:
             self._report(error)
 
@@ -155,7 +166,13 @@ class SharedOrderer(Orderer):
         tokens = map(Estimate, order.tokens) if order.estimated else order.tokens
         try:
             request = self._reads_shared.read(list(map(_Document, order.keys, tokens)))
-            self._record(request, order.permutation, order.scope, order.suffix_tokens, order.prefix_tokens)
+            lengths = order.suffix_tokens, order.prefix_tokens
+            self._record(request, order.permutation, order.scope, *lengths)
+            for known in self._clones:
+                if (clone := known()) is not None:
+                    # What moves no document would have served them as ranked.
+                    permutation = None if clone.settings.max_displacement == 0 else order.permutation
+                    clone._record(request, permutation, order.scope, *lengths)
         except Exception as error:
             # There is no caller in the thread of the log.
             self.degrade(f"orders of other processes cannot be taken over ({type(error).__name__})")

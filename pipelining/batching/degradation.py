@@ -51,8 +51,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
-    while cause is not None:
+    seen: list[BaseException] = []
+    # `raise error from error` makes a circle.
+    while cause is not None and not any(cause is each for each in seen):
         yield cause
+        seen.append(cause)
         cause = cause.__cause__
 
 

@@ -162,11 +162,14 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
         if self._hooks:
             # They wait until nothing runs.
             return False
-        ticket = self._queue.peek() if self._queue else None
-        if ticket is None:
+        if not self._queue:
             return False
+        # Before lengths are read: each request that comes or ends is a reason to choose.
+        if self.running and len(self.running) >= self._choose(min(each.most for each in self.running)):
+            return False
+        ticket = self._queue.peek()
         request = ticket.item
-        most = min((each.most for each in (*self.running, request)), default=1)
+        most = min(each.most for each in (*self.running, request))
         size = self._choose(most)
         if len(self.running) >= size:
             return False

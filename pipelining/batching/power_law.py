@@ -13,10 +13,12 @@ _OUTLIER = 4.0
 _WARM = 16
 # Variance of the sizes' logarithms below which all are one size.
 _ONE_SIZE = 1e-9
+# Of `c` from noise between two sizes that are nearly the same: beyond, times are no floating-point numbers.
+_STEEPEST = 16.0
 
 
 class PowerLaw:
-    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0.
+    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0, at most 16 where it is fitted.
 
         law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
         law(16)                    # seconds
@@ -54,9 +56,12 @@ class PowerLaw:
 
     def learn(self, size: int, seconds: float) -> None:
         """Of a batch that has run. Each takes 1/128 off the weight of the earlier ones; `c` stays until there are two
-        sizes. After 16, one that was interrupted counts at most four times what was expected. Raises ValueError for
-        a size or time that is not positive and finite."""
-        expected = self(size) if self.samples >= _WARM and size > 0 else math.inf
+        sizes. After 16, one that was interrupted counts at most four times what was expected, or the mean. Raises
+        ValueError for a size or time that is not positive and finite."""
+        expected = math.inf
+        if self.samples >= _WARM and size > 0:
+            # A size far below all others is expected to take no time at all if `c` was learnt from noise.
+            expected = max(self(size), math.exp(self._y / self._weight))
         self._add(size, min(seconds, _OUTLIER * expected) if seconds < math.inf else seconds, decay=_DECAY)
         self._solve()
 
@@ -75,5 +80,5 @@ class PowerLaw:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
         if variance > _ONE_SIZE:
-            self.c = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+            self.c = min(_STEEPEST, max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance))
         self.a = math.exp(mean_y - self.c * mean_x)

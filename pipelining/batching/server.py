@@ -177,8 +177,9 @@ class DecoupledServer(Generic[Q, D, R]):
     async def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
-        """(number of the question, answer or error) in the order in which they end. Questions are taken as there is
-        room for them. `on_progress` is called with how many have ended."""
+        """(number of the question, answer or error) in the order in which they end. Half of `max_requests` are in the
+        server at a time: a question for which other callers leave no room ends with QueueFullError. `on_progress` is
+        called with how many have ended."""
         numbered = enumerate(questions)
         tasks: dict[asyncio.Task[BatchedAnswer[D]], int] = {}
         most, ended = max(1, self.max_requests // 2), 0

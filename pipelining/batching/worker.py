@@ -96,10 +96,17 @@ class Worker(ABC, Generic[Q, D]):
         if self._closed:
             raise RuntimeError("the server was closed")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._hooks.append((hook, future))
+        entry = hook, future
+        self._hooks.append(entry)
         self.start()
         self.wake()
-        return await future
+        try:
+            return await future
+        finally:
+            if entry in self._hooks:
+                # Its caller was cancelled: nothing waits for it any more.
+                self._hooks.remove(entry)
+                self.wake()
 
     def start(self) -> None:
         if self._task is None and not self._closed:

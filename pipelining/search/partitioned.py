@@ -156,7 +156,7 @@ class PartitionedSearch:
         return True
 
     def close(self) -> None:
-        """End after the stage that runs; later ones raise RuntimeError."""
+        """End after the scan that runs; stages that still read, and later ones, raise RuntimeError."""
         with self._lock:
             if self._closed:
                 return
@@ -195,7 +195,12 @@ class PartitionedSearch:
             others = [partition for partition in needed if partition not in chosen]
         if not chosen:
             first = others.pop(0)
-            chosen[first] = ahead.take(first)
+            try:
+                chosen[first] = ahead.take(first)
+            except Exception:
+                # A file that is closed meanwhile, and a read that is cancelled, are no errors of the disk.
+                self._check_open()
+                raise
         if others:
             ahead.begin(others[0])
         with self._lock:

@@ -94,7 +94,15 @@ class PieceScanner:
             ids = np.full_like(found, -1)
             ids[found != -1] = self._index.ids_at(found[found != -1])
         keys = -distances if self._index.similarity else distances
-        return BestResults(keys, ids, found if places else np.full_like(found, -1))
+        if not places:
+            return BestResults(keys, ids, np.full_like(found, -1))
+        # FAISS has ordered equals by place, and orders those of a search by id.
+        order = np.lexsort((-ids if self._index.similarity else ids, keys), axis=-1)
+        return BestResults(
+            np.take_along_axis(keys, order, axis=1),
+            np.take_along_axis(ids, order, axis=1),
+            np.take_along_axis(found, order, axis=1),
+        )
 
     def _scan(
         self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64], kept: int

@@ -154,5 +154,6 @@ class SearchAhead:
                     if stage.final:
                         return
         except Exception:
-            # The due search meets the error itself.
-            return
+            # The due search begins anew, and meets the error itself.
+            handle.cancel()
+            self._handle = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, TypedDict
 
-__all__ = ["RunOptions"]
+__all__ = ["RunOptions", "checked_options"]
 
 
 class RunOptions(TypedDict, total=False):
@@ -13,3 +13,11 @@ class RunOptions(TypedDict, total=False):
 
     state: Mapping[str, Any] | None
     scope: Hashable
+
+
+def checked_options(options: RunOptions) -> RunOptions:
+    """Raises TypeError for others: without its scope a request would share the prefixes of those that have none."""
+    unknown = options.keys() - RunOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
+    return options

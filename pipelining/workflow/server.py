@@ -15,7 +15,7 @@ from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
-from ragorder.pipelining.workflow.options import RunOptions
+from ragorder.pipelining.workflow.options import RunOptions, checked_options
 from ragorder.pipelining.workflow.result import WorkflowResult
 from ragorder.pipelining.workflow.run import WorkflowRun
 from ragorder.pipelining.workflow.searching import Searcher
@@ -89,12 +89,12 @@ class WorkflowServer(Generic[D, R]):
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
         its pieces."""
-        return await self._run(graph, question, WorkflowTrace(graph.name), options)
+        return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
         """The answer as it is generated, or whole where a later node may change it; lazy. Raises what `run` raises."""
         trace = WorkflowTrace(graph.name)
-        return WorkflowStream(self._stream(graph, question, trace, options), trace)
+        return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
     async def batch(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -93,6 +94,8 @@ def doctor(
     if memory:
         if url is not None or prompts:
             raise click.UsageError("--memory examines this machine: leave out the URL and --prompt")
+        if lonely := _of_a_server(context):
+            raise click.UsageError(f"--memory examines this machine: leave out {lonely[0]}")
         context.exit(int(not show_memory(model, as_json, of_memory)))
     if url is None:
         raise click.MissingParameter(ctx=context, param_hint="'URL'", param_type="argument")
@@ -127,6 +130,18 @@ def doctor(
     else:
         _print(findings)
     context.exit(int(any(finding.verdict == "bad" for finding in findings)))
+
+
+def _of_a_server(context: click.Context) -> list[str]:
+    """Options on the command line that are of no use with `--memory`."""
+    useful = (*MEMORY_OPTIONS, "memory", "model", "as_json")
+    return [
+        each.opts[0]
+        for each in context.command.params
+        if each.name is not None
+        and each.name not in useful
+        and context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE
+    ]
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -86,6 +86,8 @@ def show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool
     if profile is not None and (named := [name for name in ignored if given[name] is not None]):
         flag = named[0].replace("_", "-")
         raise click.UsageError(f"--profile has been measured with its own: leave out --{flag}")
+    if given["index"] is None and given["partitions"] is not None:
+        raise click.UsageError("--partitions is of an index: give --index")
     try:
         budgets = choose_budgets(given["device_bytes"], given["host_bytes"], given["disk_bytes"])
         tokens = {name: given[name] for name in ("prompt_tokens", "answer_tokens") if given[name] is not None}

@@ -24,7 +24,15 @@ ROUTED = "x-session-id"
 """The header of topics that most routers know."""
 
 _ASSUMED = "assumed"
-_NOT_ROUTED = ("tiers", "shadow", "max_in_flight", "data_parallel_ranks")
+_NOT_ROUTED = (
+    "tiers",
+    "shadow",
+    "max_in_flight",
+    "data_parallel_ranks",
+    "number_by_place",
+    "document_template",
+    "question_template",
+)
 
 
 def check_route(params: dict[str, Any]) -> None:

@@ -222,6 +222,19 @@ class TestUsage:
         assert "leave out the URL" in done.stderr
 
     @pytest.mark.parametrize(
+        ("flag", "value"), [("--document-marker", "Documents:"), ("--timeout", "3s"), ("--api-key", "key")]
+    )
+    def test_a_servers_options_are_of_no_use(self, flag: str, value: str, config: Path) -> None:
+        done = doctor("--model", config, *BUDGETS, flag, value)
+        assert done.exit_code == 2
+        assert f"leave out {flag}" in done.stderr
+
+    def test_partitions_are_of_an_index(self, config: Path) -> None:
+        done = doctor("--model", config, *BUDGETS, "--partitions", 8)
+        assert done.exit_code == 2
+        assert "give --index" in done.stderr
+
+    @pytest.mark.parametrize(
         ("flag", "value"),
         [
             ("--backlog", "3"),

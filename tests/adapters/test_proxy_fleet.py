@@ -377,6 +377,42 @@ class TestDraining:
         assert found == {"0"}
 
 
+class TestAnswers:
+    def test_of_what_is_not_sent_again_are_the_replicas_own(
+        self, proxy: Callable[..., Proxy], serve: Callable[[Any], str]
+    ) -> None:
+        paths: list[str] = []
+
+        async def loading(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] != "http":
+                return
+            paths.append(scope["path"])
+            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"the model is loading"})
+
+        front = proxy(serve(loading), serve(loading), check_s=60)
+        for path, times in (("/tokenize", 1), ("/v1/embeddings", 2)):
+            answer = front.post({"input": "a"}, path)
+            assert (answer.status_code, answer.text) == (503, "the model is loading")
+            assert paths.count(path) == times
+
+    def test_wait_with_one_body_if_it_has_no_documents(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        """Two bodies of 40 kB fit into 100 kB while both could still be sent to the other replica."""
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines), bodies_limit=100_000)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(front.post, plain("a" * 40_000, pace=[None, 0.0]))
+            try:
+                assert eventually(lambda: sum(len(engine.state["begun"]) for engine in engines) == 1)
+                second = front.post(plain("b" * 40_000))
+            finally:
+                for engine in engines:
+                    engine.open()
+            assert (first.result().status_code, second.status_code) == (200, 200)
+
+
 class TestHeldAnswers:
     """What has not begun at the client can still come from elsewhere."""
 
@@ -466,8 +502,9 @@ class TestAFleet:
         orderer = Orderer()
         with pytest.raises(ValueError, match="at least one replica"):
             Fleet([])
-        with pytest.raises(ValueError, match="each server or rank once"):
-            Fleet([ReplicaAddress("http://a:1", Orderer()), ReplicaAddress("http://a:1/", Orderer())])
+        for same in ("http://a:1/", " http://a:1", "http://a:1/v1", "http://a:1/v1/"):
+            with pytest.raises(ValueError, match="each server or rank once"):
+                Fleet([ReplicaAddress("http://a:1", Orderer()), ReplicaAddress(same, Orderer())])
         with pytest.raises(ValueError, match="an orderer of its own"):
             Fleet([ReplicaAddress("http://a:1", orderer), ReplicaAddress("http://b:1", orderer)])
 

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from support.waiting import eventually
 
 from ragorder import Document, Orderer
-from ragorder.adapters.observing import ObservedOrderer
+from ragorder.adapters.observing import Observation, ObservedOrderer
 from ragorder.adapters.shared_orders import SharedOrderer
 from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError, is_shareable, read_order
 from ragorder.adapters.shared_orders.log import LENGTH
@@ -211,6 +211,43 @@ class TestSharing:
         assert one.fallbacks == plain.fallbacks == 0
         assert server.length() == 0
 
+    def test_what_the_log_cannot_hold_is_not_shared_and_no_error(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        for scope in (1 << 70, "\ud800"):
+            one = sharing()
+            with pytest.warns(UserWarning, match="not shared"):
+                assert not one.order(DOCUMENTS[:2], scope=scope).fallback
+            assert (one.fallbacks, len(one.degraded)) == (0, 1)
+        assert server.length() == 0
+
+    def test_lengths_may_be_any_whole_number(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        class Length:
+            def __index__(self) -> int:
+                return 48
+
+        one, other = sharing(), sharing()
+        one.order(DOCUMENTS[:2], suffix_tokens=Length(), prefix_tokens=Length())
+        assert known(other, orders=1)
+        assert other.predict_cached_tokens(DOCUMENTS[:2])[1] == 248
+
+    def test_a_comparison_counts_what_others_had_served(self, sharing: Callable[..., SharedOrderer]) -> None:
+        seen: list[Observation] = []
+
+        class Watcher:
+            def ordered(self, observation: Observation) -> Callable[[Any], None]:
+                seen.append(observation)
+                return lambda outcome: None
+
+        one, other = sharing(), sharing()
+        observed = ObservedOrderer(one, [Watcher()])
+        for number, documents in enumerate((DOCUMENTS[:3], DOCUMENTS[2::-1]), 1):
+            other.order(documents).confirm()
+            assert known(one, orders=number)
+        # In retrieval order both would have been computed, one after the other.
+        observed.order(DOCUMENTS[2::-1])
+        assert (seen[0].ordered_tokens, seen[0].retrieval_tokens) == (288, 288)
+
 
 class TestTheGoal:
     @pytest.mark.parametrize("processes", [4, 16])
@@ -322,6 +359,15 @@ class TestALostServer:
         assert len(one.log._waiting) <= LENGTH
         one.close()
 
+    def test_a_thread_that_fails_says_so(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+        """Entries are bytes, which this client would read as text."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            other = SharedOrderer(f"{server.url}?decode_responses=True", capacity_tokens=1000, block_size=16)
+            sharing().order(DOCUMENTS[:2])
+            assert eventually(lambda: any("is lost" in reason for reason in other.degraded))
+        other.close()
+
 
 class TestEntries:
     ORDER = SharedOrder(b"writer", "acme", ["a", b"b", 3], [10, 20, 30], [2, 0, 1], True, 5, 7)
@@ -423,6 +469,10 @@ class TestOptions:
     def test_a_malformed_url_is_refused(self) -> None:
         with pytest.raises(ValueError, match="scheme"):
             SharedOrderer("http://127.0.0.1:1")
+
+    def test_a_url_with_an_unknown_option_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="has an option"):
+            SharedOrderer("redis://127.0.0.1:1/0?no_such_option=1")
 
     def test_shared_orders_of_the_proxy(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder.cli.serve import serve

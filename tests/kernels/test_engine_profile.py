@@ -55,7 +55,7 @@ def make(model: Any) -> Iterator[Make]:
 
 
 def profile_of(engine: TieredEngine) -> PrefillProfile:
-    assert engine._cache._profile is engine.profile
+    assert engine._cache._uses._profile is engine.profile
     return engine.profile
 
 

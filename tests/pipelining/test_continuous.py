@@ -663,6 +663,18 @@ class TestHistory:
                 stages = list(search.submit(query, 5, history=history, params=params).stages())
                 assert all(stage.ids.tolist() == stages[-1].ids.tolist() for stage in stages)
 
+    @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_leaves_equals_of_several_clusters_in_the_order_of_their_ids(self, metric: int, whole: bool) -> None:
+        stored, ids = tied(N, 0), np.random.default_rng(1).permutation(N)
+        index = faiss.index_factory(D, "IVF24,Flat", metric)
+        index.train(stored)
+        index.add_with_ids(stored, ids)
+        with ContinuousIVF(index, nprobe=24, cores=1, budget=pieces(), thread=False) as search:
+            for query in tied(30, 3):
+                found = search.submit(query, 20, history=History(), whole=whole).result()
+                assert_same(found, index.search(query[None], 20, params=_all(24)))
+
     def test_changes_no_result(self, flat: Any, related: Any) -> None:
         search = ContinuousIVF(flat, nprobe=12, cores=1, budget=pieces(), thread=False)
         for pair in related:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ragorder.pipelining.batching import (
     StaticBatch,
     is_shortage,
 )
+from ragorder.pipelining.batching.degradation import _causes
 from ragorder.pipelining.workflow import NodeQuestion
 
 
@@ -74,6 +76,20 @@ async def separate(asked: NodeQuestion) -> list[str]:
 
 def plain_server(engine: Any = None, **options: Any) -> DecoupledServer[Any, Any, Any]:
     return DecoupledServer(plain_retrieval(separate), PlainPrompts(), engine or SlowEngine(), **options)
+
+
+class Busy(SlowEngine):
+    """Begins no answer until `go_on`."""
+
+    def __init__(self, go_on: asyncio.Event) -> None:
+        super().__init__()
+        self.go_on = go_on
+
+    async def stream(self, request: Asked, /) -> AsyncGenerator[AnswerChunk, None]:
+        await self.go_on.wait()
+        async with aclosing(super().stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 @pytest.mark.parametrize("joins", [True, False])
@@ -271,6 +287,25 @@ class TestWorkers:
             await asyncio.gather(forgotten, return_exceptions=True)
             await server.run(question())
 
+    async def test_a_hook_whose_caller_is_gone_holds_up_no_request(self) -> None:
+        go_on = asyncio.Event()
+        async with plain_server(Busy(go_on), batching=StaticBatch(2)) as server:
+            runs = [asyncio.create_task(server.run(question(0)))]
+            while not server.generating.running:
+                await asyncio.sleep(0)
+            hook = asyncio.create_task(server.generating.between_batches(lambda: pytest.fail("called")))
+            await asyncio.sleep(0)
+            hook.cancel()
+            await asyncio.wait((hook,))
+            runs.append(asyncio.create_task(server.run(question(1))))
+            while len(server.generating.running) + server.generating.waiting < 2:
+                await asyncio.sleep(0)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(server.generating.running) == 2
+            go_on.set()
+            await asyncio.gather(*runs)
+
     async def test_a_placement_is_taken_between_batches(self, search: Any, index: Any) -> None:
         @dataclass
         class Wrong:
@@ -308,6 +343,30 @@ class TestWorkers:
             await asyncio.gather(*(server.run(question(number)) for number in range(10)))
         order = [int(request.question.text[-1]) for request in engine.sent]
         assert order == [3, 7, 0, 1, 2, 4, 5, 6, 8, 9] or order == [0, 3, 7, 1, 2, 4, 5, 6, 8, 9]
+
+    async def test_lengths_are_not_read_while_no_request_may_join(self) -> None:
+        """Reading those of all that wait whenever one comes takes the event loop's time."""
+        go_on = asyncio.Event()
+        read: list[str] = []
+
+        def lengths(asked: NodeQuestion, documents: Sequence[str]) -> CachedLengths:
+            read.append(asked.text)
+            return CachedLengths(0.0, 1.0)
+
+        async with plain_server(Busy(go_on), batching=StaticBatch(1), lengths=lengths) as server:
+            runs = []
+            for number in range(10):
+                runs.append(asyncio.create_task(server.run(question(number))))
+                while len(server.generating.running) + server.generating.waiting <= number:
+                    await asyncio.sleep(0)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            assert server.generating.waiting == 9 and read == []
+            go_on.set()
+            answers = await asyncio.gather(*runs)
+        assert [answer.documents for answer in answers] == [(await separate(question(number))) for number in range(10)]
+        # Once for each choice among several.
+        assert len(read) == sum(range(2, 10))
 
     async def test_the_trace_has_each_batch_and_each_request(self, search: Any) -> None:
         seen: list[Any] = []
@@ -576,6 +635,13 @@ class TestDegradation:
             assert is_shortage(error)
         for other in (ValueError("out of memory"), RuntimeError("shapes"), KeyError("MemoryError")):
             assert not is_shortage(other)
+
+    def test_a_circle_of_causes_has_an_end(self) -> None:
+        own, first, second = ValueError(), ValueError(), KeyError()
+        own.__cause__, first.__cause__, second.__cause__ = own, second, first
+        assert list(islice(_causes(own), 9)) == [own]
+        assert list(islice(_causes(first), 9)) == [first, second]
+        assert not is_shortage(own) and not is_shortage(first)
 
     async def test_policies_observers_and_lengths_that_fail_stop_nothing(self, caplog: Any) -> None:
         class Broken:

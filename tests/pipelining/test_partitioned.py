@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -389,6 +391,33 @@ class TestFailures:
         for again in (lambda: next(passing), lambda: search.search(queries, 5)):
             with pytest.raises(RuntimeError, match="closed"):
                 again()
+
+    def test_a_search_that_is_closed_while_a_stage_waits_for_its_partition_says_so(
+        self, path: Path, queries: Any
+    ) -> None:
+        search = PartitionedSearch(path, 6)
+        passing = search.search(queries, 5)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def busy() -> Any:
+            begun.set()
+            go_on.wait(60)
+
+        assert search._reader is not None
+        search._reader.submit(busy)
+        assert begun.wait(60)
+        next(passing)
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                waiting = pool.submit(next, passing)
+                while passing._ahead._reading is not None:
+                    time.sleep(0.001)
+                closing = pool.submit(search.close)
+                with pytest.raises(RuntimeError, match="closed"):
+                    waiting.result(60)
+            finally:
+                go_on.set()
+            closing.result(60)
 
     def test_what_was_read_ahead_for_an_abandoned_pass_is_given_back(self, path: Path, queries: Any) -> None:
         with PartitionedSearch(path, 6) as search:

@@ -61,6 +61,18 @@ def test_an_interrupted_batch_counts_four_times_at_most() -> None:
     assert (laws[0].a, laws[0].c) == pytest.approx((laws[1].a, laws[1].c))
 
 
+def test_noise_between_two_sizes_that_are_nearly_one_ends_no_learning() -> None:
+    law = PowerLaw(1.0, 0.5)
+    for _ in range(15):
+        law.learn(63, 0.3)
+    law.learn(64, 10.0)
+    assert all(0 < law(size) < math.inf for size in (1, 64, 4096))
+    for _ in range(1000):
+        for size in SIZES:
+            law.learn(size, 2 * size**0.5)
+    assert law.c == pytest.approx(0.5, abs=0.02)
+
+
 @pytest.mark.parametrize("samples", [[], [(4, 1.0)], [(4, 1.0), (4, 2.0)]])
 def test_a_fit_takes_two_sizes(samples: list[tuple[int, float]]) -> None:
     with pytest.raises(ValueError, match="at least two batch sizes"):

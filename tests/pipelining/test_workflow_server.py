@@ -183,6 +183,21 @@ class TestSpeculation:
         )
         assert found[0].started_s < plan.ended_s <= first.started_s
 
+    async def test_a_search_ahead_of_need_that_fails_is_searched_again(self, index: Any) -> None:
+        class Failing(ContinuousIVF):
+            def submit(self, *args: Any, due: bool = True, **options: Any) -> Any:
+                handle = super().submit(*args, due=due, **options)
+                if not due:
+                    handle.fail(InjectedError("a secret"))
+                return handle
+
+        engine = SlowEngine(lambda request: "first line\n" + "word " * 40, pause_s=0.001)
+        with Failing(index, cores=1, budget=Budget(SMALL_PIECES)) as search:
+            trace = await self.traced(search, engine, multistep(rounds=2).compile())
+        assert trace.outcome == "answered"
+        found = [piece for piece in trace.pieces if piece.kind == "speculative" and piece.worker == "search"]
+        assert found and found[0].outcome == "rolled back"
+
     async def test_a_query_that_changes_is_searched_again(self, index: Any, search: ContinuousIVF) -> None:
         engine = SlowEngine(lambda request: " ".join(f"word{number}" for number in range(41)), pause_s=0.001)
         graph = hyde().compile()
@@ -593,6 +608,17 @@ class TestServer:
             assert not server._limiter._patient
             await single
             await settled(server, engine, search, prompts)
+
+    async def test_a_misspelt_option_is_refused(self, search: ContinuousIVF) -> None:
+        """Without its scope a request would share the prefixes of those that have none."""
+        graph = one_shot().compile()
+        wrong: Any = {"scpoe": "acme"}
+        says = "a request has no scpoe: its options are state and scope"
+        async with WorkflowServer(SlowEngine(), search, vector, document, PlainPrompts()) as server:
+            with pytest.raises(TypeError, match=says):
+                await server.run(graph, "why?", **wrong)
+            with pytest.raises(TypeError, match=says):
+                server.stream(graph, "why?", **wrong)
 
     async def test_takes_as_many_as_it_may_and_refuses_the_rest(self, search: ContinuousIVF) -> None:
         graph, engine = one_shot().compile(), SlowEngine(pause_s=0.001)

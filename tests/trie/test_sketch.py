@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import pytest
@@ -56,6 +58,29 @@ class TestCounts:
             found = counts.add(digest("a"))
         assert found == pytest.approx(2.0)
         assert counts.steps == pytest.approx(2.0)
+
+    def test_of_threads_that_scale_back_at_once_are_not_mixed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        counts, names, interrupts = DecayedSketch(half_life=1, width=4), range(16), [1]
+        # With the next step the weight is scaled back.
+        for _ in range(664):
+            counts.step()
+        for name in names:
+            counts.add(digest(name))
+
+        def interrupted(kind: str, cells: Iterable[float]) -> array[float]:
+            values = []
+            for cell in cells:
+                values.append(cell)
+                if interrupts:
+                    interrupts.pop()
+                    # Of another thread.
+                    counts.step()
+            return array(kind, values)
+
+        monkeypatch.setattr("ragorder.trie.sketch.array", interrupted)
+        counts.step()
+        assert not interrupts
+        assert max(counts.add(digest(name)) for name in names) <= 2 * len(names)
 
     def test_steps_decay_as_the_counts_do(self) -> None:
         counts = DecayedSketch(half_life=50)
