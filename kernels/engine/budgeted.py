@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,9 +176,9 @@ class Relief:
         try:
             if pool.blocks >= self._blocks:
                 return self._streamer.regain(self._residency)
-            self._cache.resize(device_blocks=min(2 * pool.blocks, self._blocks))
-        except (MemoryError, LayerReadError):
-            # Nothing needs it now.
+            self._cache.resize(device_blocks=min(max(1, 2 * pool.blocks), self._blocks))
+        except (MemoryError, RuntimeError, LayerReadError):
+            # Nothing needs it now. A device that has failed fails in the next step, too, which is computed again.
             return False
         return True
 
@@ -189,24 +190,47 @@ class Relief:
         before = self._streamer.held_bytes
         if not self._streamer.shed():
             return False
-        more = (before - self._streamer.held_bytes) // self._cache.shape.block_bytes
+        # The buffers of the first layer that streams may take more than it did.
+        more = max(0, before - self._streamer.held_bytes) // self._cache.shape.block_bytes
         try:
             self._cache.resize(device_blocks=self._cache.pool.blocks + more)
         except MemoryError:
             return False
         return True
 
+    def move(self, residency: Residency) -> Residency:
+        """Of layers, which come back there after a shortage. Raises ValueError without a streamer, LayerReadError."""
+        if self._streamer is None:
+            raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
+        try:
+            return self._streamer.move(residency)
+        finally:
+            self._residency = self._streamer.residency
+
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
+        """Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had;
+        ValueError for less than a block on the device, or less than nothing."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
+        if device_tokens is not None and device_tokens < shape.block_size:
+            raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} or more, a block")
+        if host_bytes is not None and host_bytes < 0:
+            raise ValueError(f"host_bytes is {host_bytes}: give 0 or more")
         blocks = None if device_tokens is None else device_tokens // shape.block_size
         if blocks is not None and blocks < shape.blocks_for(needed):
             raise OutOfBlocksError(f"device_tokens is {device_tokens}, and a request needs {needed}: wait for its end")
         self._forget_tables()
-        self._cache.resize(
-            device_blocks=blocks, host_blocks=None if host_bytes is None else host_bytes // shape.block_bytes
-        )
-        self._blocks = self._cache.pool.blocks
+        before = self._cache.pool.blocks
+        self._cache.resize(device_blocks=blocks)
+        if host_bytes is not None:
+            try:
+                self._cache.resize(host_blocks=host_bytes // shape.block_bytes)
+            except (OutOfBlocksError, MemoryError):
+                # Without the memory for it the device's pool grows for the next request that needs more.
+                with suppress(MemoryError):
+                    self._cache.resize(device_blocks=before)
+                raise
+        if blocks is not None:
+            self._blocks = blocks
 
     def _shrink_pool(self, unfinished: Collection[Sequence]) -> bool:
         pool = self._cache.pool

@@ -261,21 +261,23 @@ class TieredEngine:
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
         """Have KV pools of so many tokens and bytes from the next step on; what does not fit leaves by the policy.
 
-        Raises OutOfBlocksError if requests need more, and MemoryError, both with the pools as they were."""
+        Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had;
+        ValueError for less than a block on the device, or less than nothing."""
         with self._lock:
             self._failures.check_device()
             self._forget_work()
-            self._relief.resize(device_tokens, host_bytes, self._sequences.values())
-            self._pool_changed()
-            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+            try:
+                self._relief.resize(device_tokens, host_bytes, self._sequences.values())
+            finally:
+                self._pool_changed()
+            if device_tokens is not None:
+                self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
         """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
         that does not stream, LayerReadError."""
         with self._lock:
-            if self._streamer is None:
-                raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
-            return self._streamer.move(residency)
+            return self._relief.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""

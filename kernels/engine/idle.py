@@ -100,8 +100,7 @@ class IdleBuilder:
         self._assembler = Assembler(cache.pool, rotation)
         self._share = settings.build_idle
         self._step_tokens = self._most_step_tokens = settings.max_batch_tokens
-        # Copies take as much room again.
-        self._longest = min(longest, cache.pool.blocks * cache.shape.block_size // 2)
+        self._most_tokens = longest
         self._counters = counters
         self._documents: OrderedDict[bytes, _Document] = OrderedDict()
         self._prompts: dict[bytes, _SystemPrompt] = {}
@@ -110,6 +109,11 @@ class IdleBuilder:
         self._build: _Build | None = None
         # The next document is beyond the budget, and no request has come since.
         self._exhausted = False
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a document behind its neighbours, in the pool as it is now: copies take as much room again."""
+        return min(self._most_tokens, self._cache.pool.blocks * self._cache.shape.block_size // 2)
 
     @property
     def has_work(self) -> bool:

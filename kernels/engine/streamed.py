@@ -91,7 +91,11 @@ def _load(
         model.to(getattr(torch, settings.dtype))
     _, layers = decoder_layers(model)
     streamer = LayerStreamer(layers, LayerStore.of(checkpoint, found, layers, source), device)
-    return StreamedModel(model.to(device), streamer, size)
+    try:
+        return StreamedModel(model.to(device), streamer, size)
+    except BaseException:
+        streamer.close()
+        raise
 
 
 def _folder_of(name: str | Path) -> Path:

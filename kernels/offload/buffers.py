@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any
 
 import torch
 
@@ -26,10 +27,16 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
 
 
 class LayerBuffer:
-    """A buffer and its views as parameters of layers, one set for each layout."""
+    """A buffer and its views as parameters of layers, one set for each layout. `fence`: what must have ended on the
+    device before another stream than the current one writes."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.bytes = allocate(nbytes, device)
+        self.fence: Any = None
+        if device.type == "cuda":
+            # Its memory may be that of activations of a step that is still under way.
+            self.fence = torch.cuda.Event()
+            self.fence.record(torch.cuda.current_stream(device))
         self._views: dict[object, dict[str, torch.nn.Parameter]] = {}
 
     def parameters(self, layout: LayerLayout) -> dict[str, torch.nn.Parameter]:

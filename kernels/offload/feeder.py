@@ -44,13 +44,19 @@ class Feeder:
             return 0 if stale() else self._store.read(chunk, into)
 
         chunks = self._store.chunks(layer)
-        if self._readers is None:
-            self.bytes += sum(map(read, chunks))
-            return
-        reads = [self._readers.submit(read, chunk) for chunk in chunks]
-        # All of them: after an error, too, nothing may write into the buffer any more.
-        wait(reads)
-        self.bytes += sum(each.result() for each in reads)
+        if self._readers is not None:
+            try:
+                reads = [self._readers.submit(read, chunk) for chunk in chunks]
+            except RuntimeError:
+                # A thread could not be started. Without the others nothing else writes into the buffer.
+                self._readers.shutdown()
+                self._readers = None
+            else:
+                # All of them: after an error, too, nothing may write into the buffer any more.
+                wait(reads)
+                self.bytes += sum(each.result() for each in reads)
+                return
+        self.bytes += sum(map(read, chunks))
 
     def fill(
         self,
@@ -81,6 +87,8 @@ class Feeder:
             into[:size].copy_(host[:size], non_blocking=True)
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
+        # Given back meanwhile, its memory is used again behind the copy alone.
+        into.record_stream(self._stream)
         if stage is not None:
             stage.copied = copied
         return copied

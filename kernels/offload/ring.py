@@ -24,7 +24,7 @@ class Slot:
         self.layer = -1
         self.filled = self.abandoned = False
         self.error: Exception | None = None
-        self.fence: Any = None
+        self.fence: Any = buffer.fence
 
 
 class LayerRing:

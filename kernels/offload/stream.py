@@ -275,7 +275,7 @@ class LayerStreamer:
 
     def _bring(self, layer: int) -> None:
         buffer = LayerBuffer(self.store.nbytes(layer), self.device)
-        fence = self._feeder.fill(layer, buffer.bytes, self._host.get(layer))
+        fence = self._feeder.fill(layer, buffer.bytes, self._host.get(layer), buffer.fence)
         if fence is not None:
             fence.synchronize()
         self._host.pop(layer, None)

@@ -123,7 +123,8 @@ class BlockPool:
         """Have so many blocks in all; returns the new numbers of the blocks in use that had to move.
 
         Both memories are there for a moment, unless no block is in use. Raises OutOfBlocksError if more are in use, and
-        MemoryError, changing nothing; ValueError if `blocks` is negative.
+        MemoryError, changing nothing, or with an empty pool if there is no memory any more for what it was; ValueError
+        if `blocks` is negative.
         """
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
@@ -153,7 +154,11 @@ class BlockPool:
         try:
             return self._make(blocks)
         except MemoryError:
-            self.kv = self._make(before)
+            try:
+                self.kv = self._make(before)
+            except MemoryError:
+                # It can grow again.
+                self.kv, self.blocks, self._references, self._free = self._make(0), 0, [], []
             raise
 
     def _make(self, blocks: int) -> torch.Tensor:

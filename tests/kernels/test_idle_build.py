@@ -378,3 +378,19 @@ def test_a_step_examines_few_documents_whatever_is_remembered(building: Make, mo
     engine.step()
     assert examined == len(builder._documents) + 1
     assert not engine.has_idle_work
+
+
+def test_a_smaller_pool_builds_what_fits_into_it(building: Make, model: Any) -> None:
+    engine = building(device_tokens=40 * BLOCK, host_bytes=40 * block_bytes(model))
+    for document in (A, B):
+        ask(engine, document, fusion="exact")
+    ask(engine, B, A)
+    engine.resize(device_tokens=4 * BLOCK)
+    idle(engine)
+    stats = engine.stats()
+    assert (stats.failed_steps, stats.idle_documents, stats.cache.leases) == (0, 0, 0)
+    # Both documents behind the system prompt have KV still, so that in a larger pool they are built.
+    engine.resize(device_tokens=40 * BLOCK)
+    ask(engine, B, A)
+    idle(engine)
+    assert engine.stats().idle_documents == 2

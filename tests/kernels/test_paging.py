@@ -420,6 +420,26 @@ class TestResize:
         assert (pool.blocks, pool.used_blocks) == (4, 2)
         assert torch.equal(pool.kv[taken], before)
 
+    def test_without_memory_for_what_it_was_it_is_empty_until_it_grows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = filled(4)
+        zeros = torch.zeros
+
+        def full(size: Any, **options: Any) -> Any:
+            if size[0]:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return zeros(size, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "zeros", full)
+            with pytest.raises(MemoryError, match="no room for 3 blocks"):
+                pool.resize(3)
+            assert (pool.blocks, pool.free_blocks, len(pool.kv)) == (0, 0, 0)
+            with pytest.raises(OutOfBlocksError):
+                pool.allocate(1)
+        assert pool.resize(2) == {}
+        assert pool.allocate(2) == [0, 1]
+        assert len(pool.views.key_caches[0]) == 2
+
     def test_a_negative_size_is_refused(self) -> None:
         with pytest.raises(ValueError, match="give 0 or more"):
             filled(2).resize(-1)

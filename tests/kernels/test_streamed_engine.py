@@ -422,6 +422,29 @@ class TestPoolsAndRelief:
                 assert each.error is None, each.error
                 assert each.token_ids == other.token_ids
 
+    def test_the_first_layer_that_makes_way_for_a_request_takes_no_blocks_from_it(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Three buffers of a ring come in its place."""
+        expected = answers(folder, (0,))
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            assert engine.stats().stream.slots == 3  # type: ignore[union-attr]
+            assert engine.move_layers(Residency.spread(6, 6)).count(Place.DEVICE) == 6
+            plan = engine._scheduler.plan
+            planned = 0
+
+            def without_blocks() -> Any:
+                nonlocal planned
+                planned += 1
+                if planned == 1:
+                    raise OutOfBlocksError("none")
+                return plan()
+
+            monkeypatch.setattr(engine._scheduler, "plan", without_blocks)
+            check_same(engine.generate(requests()), expected[0])
+            assert engine.device_tokens == TOKENS
+            assert engine.stats().stream.disk_layers == 1  # type: ignore[union-attr]
+
     def test_what_was_given_back_returns_after_many_steps(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = answers(folder, range(0, 400, 100))
         monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
@@ -442,6 +465,67 @@ class TestPoolsAndRelief:
                     assert each.token_ids == other.token_ids
             assert engine.device_tokens == TOKENS
             assert streamer.residency == placed
+
+    def test_layers_stay_where_they_were_moved_to(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            streamer = engine._streamer
+            assert streamer is not None
+            assert streamer.residency.count(Place.DEVICE) == 2
+            for wanted in (Residency.spread(6, 0), Residency.spread(6, 1)):
+                assert engine.move_layers(wanted) == wanted
+                engine.generate([ask([], tokens(9, 1), max_tokens=12)])
+                assert streamer.residency == wanted
+            # After a shortage they come back there.
+            while engine.relieve():
+                pass
+            assert not streamer.residency.count(Place.DEVICE)
+            engine.generate([ask([], tokens(9, 1), max_tokens=30)])
+            assert streamer.residency == wanted
+
+    def test_a_resize_that_fails_leaves_pools_of_the_sizes_that_they_had(self, folder: Path) -> None:
+        expected = answers(folder, (0,))
+        with TieredEngine.load(folder, whole(host_bytes=1 << 20)) as engine:
+            host = engine.stats().cache.host.capacity_bytes
+            for wrong, error, message in (
+                ({"device_tokens": 128, "host_bytes": 1 << 60}, MemoryError, "no room"),
+                ({"device_tokens": 128, "host_bytes": -1}, ValueError, "host_bytes is -1: give 0 or more"),
+                ({"device_tokens": 15}, ValueError, "device_tokens is 15: give 16 or more"),
+            ):
+                with pytest.raises(error, match=message):
+                    engine.resize(**wrong)
+                stats = engine.stats().cache
+                assert (engine.device_tokens, stats.host.capacity_bytes) == (TOKENS, host)
+                assert stats.device.capacity_bytes == engine._cache.shape.block_bytes * TOKENS // 16
+            check_same(engine.generate(requests()), expected[0])
+            [long] = engine.generate([ask([], tokens(500, 9))])
+            assert long.finish_reason == "length", long.error
+
+    def test_a_host_that_changes_while_memory_is_short_keeps_the_planned_pool(self, folder: Path) -> None:
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            while engine.relieve():
+                pass
+            assert engine.device_tokens < 400
+            engine.resize(host_bytes=0)
+            [found] = engine.generate([ask([], tokens(400, 1))])
+            assert found.finish_reason == "length", found.error
+
+    def test_memory_that_cannot_be_taken_again_loses_no_token(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = answers(folder, (0,))
+        monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 1)
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            attempts = 0
+
+            def broken(_: Residency) -> bool:
+                nonlocal attempts
+                attempts += 1
+                raise RuntimeError("CUDA error: unknown")
+
+            monkeypatch.setattr(engine._streamer, "regain", broken)
+            check_same(engine.generate(requests()), expected[0])
+            assert attempts
 
     def test_a_shortage_that_lasts_is_an_error_of_its_requests_alone(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -550,6 +634,24 @@ def test_the_threads_and_files_of_a_closed_engine_are_gone(tmp_path: Path) -> No
     engine = TieredEngine.load(folder, streaming(folder, 2))
     engine.generate([ask([], tokens(9, 1))])
     engine.close()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("ragorder-layer")]
+    opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    assert not [each for each in opened if each.startswith(str(folder))]
+
+
+def test_the_threads_and_files_of_an_engine_without_room_for_its_model_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    folder = saved(model_of("llama"), tmp_path / "model")
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("x")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        TieredEngine.load(folder, streaming(folder, 2))
     assert not [each.name for each in threading.enumerate() if each.name.startswith("ragorder-layer")]
     opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
     assert not [each for each in opened if each.startswith(str(folder))]
