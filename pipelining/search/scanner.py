@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ from ragorder.pipelining.staged._ivf import ClusterIndex
 
 __all__ = ["PieceScanner", "one_thread", "shares_of"]
 
-# What it costs to hand a share to another of OpenMP's threads.
-_HAND_S = 1e-5
+# What it costs to hand a share to another thread.
+_HAND_S = 3e-5
 
 
 class _Rows(NamedTuple):
@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 class PieceScanner:
     """Deals a piece's clusters to cores in equal numbers of codes: a search's clusters may go to several.
 
-    FAISS deals out rows: each core gets as many, of about as many codes. Results are the same for any split. `scan_s`
+    FAISS would split by queries, and scans given clusters on one thread. Results are the same for any split. `scan_s`
     is the time that the last piece spent in FAISS.
     """
 
@@ -57,6 +57,9 @@ class PieceScanner:
         self._cores = cores
         self._tiers = tiers
         self._clock = clock
+        self._helpers: ThreadPoolExecutor | None = None
+        if cores > 1:
+            self._helpers = ThreadPoolExecutor(cores - 1, "ragorder-scan", lambda: load_faiss().omp_set_num_threads(1))
 
     def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
         """The best results of each search after its clusters up to the given one."""
@@ -74,6 +77,8 @@ class PieceScanner:
         return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], places=False)))
 
     def close(self) -> None:
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False)
         if self._tiers is not None:
             self._tiers.close()
 
@@ -145,26 +150,33 @@ class PieceScanner:
             self._tiers.end()
 
     def _on_cores(self, visits: Visits, rows: _Rows) -> list[ScannedPart]:
-        shares = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self.costs))
-        if not shares:
+        own, *others = visits.deal(shares_of(int(visits.codes.sum()), self._cores, self.costs)) or (None,)
+        if own is None:
             return []
-        numbers, clusters, coarse = Visits.side_by_side(shares)
-        real = numbers >= 0
+        futures: list[Future[tuple[ScannedPart, int, float]]] = []
+        try:
+            if self._helpers is not None:
+                futures = [self._helpers.submit(self._share, share, rows) for share in others]
+            done = [self._share(own, rows)]
+        finally:
+            # FAISS writes into arrays of theirs.
+            if futures:
+                wait(futures)
+        done.extend(future.result() for future in futures)
+        for _, codes, seconds in done:
+            self.costs.learn(codes, seconds)
+        self.scan_s += max(seconds for _, _, seconds in done)
+        return [part for part, _, _ in done]
+
+    def _share(self, visits: Visits, of: _Rows) -> tuple[ScannedPart, int, float]:
+        rows, clusters, coarse = visits.padded()
         start_s = self._clock()
-        with _threads(len(shares)):
-            distances, ids = self._index.scan(
-                rows.queries[np.maximum(numbers, 0)],
-                rows.kept,
-                clusters,
-                coarse,
-                selector=rows.selector,
-                places=rows.places,
-            )
+        distances, ids = self._index.scan(
+            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, places=of.places
+        )
         seconds = self._clock() - start_s
-        self.costs.learn(max(int(share.codes.sum()) for share in shares), seconds)
-        self.scan_s += seconds
         keys = -distances if self._index.similarity else distances
-        return [ScannedPart(numbers[real], keys[real], ids[real], rows.places)]
+        return ScannedPart(rows, keys, ids, of.places), int(visits.codes.sum()), seconds
 
     def _merge(self, best: BestResults, parts: Sequence[ScannedPart]) -> BestResults:
         rows, new = self._better(best, parts)
@@ -207,17 +219,12 @@ def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> 
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Those of FAISS, for calls of this thread."""
+def one_thread() -> Iterator[None]:
+    """FAISS stays on the calling thread."""
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(number)
+    faiss.omp_set_num_threads(1)
     try:
         yield
     finally:
         faiss.omp_set_num_threads(before)
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """FAISS stays on the calling thread."""
-    return _threads(1)

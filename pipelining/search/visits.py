@@ -42,22 +42,6 @@ class Visits(NamedTuple):
         found = numbers >= 0
         return visits if found.all() else visits.part(found)
 
-    @classmethod
-    def side_by_side(cls, shares: Sequence[Visits]) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
-        """`padded` of all shares below one another, as many rows for each: those without clusters are of query -1."""
-        if len(shares) == 1:
-            return shares[0].padded()
-        parts = [share.padded() for share in shares]
-        height, width = (max(part[1].shape[axis] for part in parts) for axis in (0, 1))
-        numbers = np.full(height * len(parts), -1, np.intp)
-        clusters = np.full((len(numbers), width), -1, np.int64)
-        coarse = np.zeros(clusters.shape, np.float32)
-        for start, (rows, of_share, distances) in zip(range(0, len(numbers), height), parts, strict=True):
-            stop = start + len(rows)
-            numbers[start:stop] = rows
-            clusters[start:stop, : of_share.shape[1]], coarse[start:stop, : of_share.shape[1]] = of_share, distances
-        return numbers, clusters, coarse
-
     def part(self, chosen: slice | NDArray[np.bool_] | NDArray[np.intp]) -> Visits:
         return Visits(self.rows[chosen], self.clusters[chosen], self.coarse[chosen], self.codes[chosen])
 
