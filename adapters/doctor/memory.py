@@ -1,4 +1,4 @@
-"""What a model and an index need of this machine's memory, and the placement that results."""
+"""Memory that a model and an index need on this machine, and the placement that results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a failure: a smaller batch, then less memory for others, then an error for one request."""
+"""Consequences of a failure: a smaller batch, then less memory for others, then an error for one request."""
 
 from __future__ import annotations
 

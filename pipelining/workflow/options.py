@@ -1,4 +1,4 @@
-"""What a request gives besides its question."""
+"""Options of a request besides its question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is switched on."""
+"""Systems with each of the three parts on or off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fused requests compute: the suites of kind "fused-orders"."""
+"""Tokens that fused requests compute: the suites of kind "fused-orders"."""
 
 from __future__ import annotations
 
