@@ -10,7 +10,7 @@ from ray.serve.config import RequestRouterConfig
 
 from ragorder.adapters.ray.ordered_calls import OrderedCalls
 from ragorder.extras import needs
-from ragorder.orderer import Orderer, OrdererLike
+from ragorder.orderer import Orderer
 
 with needs("ray,vllm", "Ray's LLM server"):
     from ray.serve.llm.deployment import LLMServer
@@ -34,12 +34,13 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
         serve.run(build_openai_app({"llm_configs": [config]}))
 
     Requests bring their topic in the header `x-session-id`: from `OrderedClient(topic_header=…)`, or from `ragorder
-    serve --route` in front. A subclass may make another orderer. Direct streaming goes past this class.
+    serve --route` in front. Direct streaming goes past this class.
     """
 
-    def make_orderer(self) -> OrdererLike:
-        """Of this replica's cache; by default with the settings of the environment (RAGORDER_CAPACITY_TOKENS, …)."""
-        return Orderer()
+    def make_calls(self) -> OrderedCalls:
+        """With the orderer of this replica's cache, by default with the settings of the environment
+        (RAGORDER_CAPACITY_TOKENS, …). A subclass may give another one, a tokenizer or a template."""
+        return OrderedCalls(Orderer())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
         return await self._calls.run("chat", super().chat, request, raw_request_info)
@@ -49,4 +50,4 @@ class OrderedLLMServer(LLMServer):  # type: ignore[misc]
 
     @cached_property
     def _calls(self) -> OrderedCalls:
-        return OrderedCalls(self.make_orderer())
+        return self.make_calls()
