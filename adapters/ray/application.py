@@ -53,7 +53,7 @@ def make_application(
     - `replicas` and `ingress` are options of the two deployments (`num_replicas`, `ray_actor_options`, …). Beyond
       `max_ongoing_requests` (64) of a replica its requests go to the next one.
     - `proxy`: options of the proxy's `make_app` that find documents or limit clients (`template`, `api_key`, `hosts`,
-      `body_limit`, `timeouts`, …).
+      `body_limit`, `timeouts`, …); with "best" `tokenizer` and `send_facts`, too, which the embedded engine needs.
 
     Raises UnsupportedRayError for a Ray without what this uses, ValueError for options that contradict each other.
     """
@@ -70,9 +70,8 @@ def make_application(
     if not is_topic and front.keys() & {"num_replicas", "autoscaling_config"}:
         raise ValueError("choose='best' has one process of the ingress, with all mirrors: leave num_replicas out")
     router = RequestRouterConfig(request_router_class=_BY_SESSION if is_topic else _BY_CHOICE)
-    engines = serve.deployment(
-        name="Engine", request_router_config=router, **{"max_ongoing_requests": _MOST_IN_FLIGHT, **options}
-    )(EngineReplica).bind(make_engine)
+    options = {"name": "Engine", "max_ongoing_requests": _MOST_IN_FLIGHT, **options}
+    engines = serve.deployment(request_router_config=router, **options)(EngineReplica).bind(make_engine)
     given = topics or Topics() if is_topic else make_orderer
-    deployed = serve.deployment(name="Ingress", **{"max_ongoing_requests": _MOST_AT_INGRESS, **front})
-    return deployed(TopicIngress if is_topic else BestIngress).bind(engines, given, proxy)
+    front = {"name": "Ingress", "max_ongoing_requests": _MOST_AT_INGRESS, **front}
+    return serve.deployment(**front)(TopicIngress if is_topic else BestIngress).bind(engines, given, proxy)

@@ -31,7 +31,7 @@ from ragorder.adapters.ray.answer import ReplicaAnswer, ReplicaLostError, as_htt
 from ragorder.adapters.ray.ingress import AppResponse
 from ragorder.adapters.ray.mirrors import ReplicaChoice, ReplicaMirrors
 from ragorder.adapters.ray.replica import ReplicaRequest
-from ragorder.adapters.ray.transport import TRIES
+from ragorder.adapters.ray.transport import REFUSED, TRIES
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
@@ -80,13 +80,16 @@ class BestReplicaProxy(ReverseProxy):
             until_answered.callback(sent.end)
             asked = _request(head, sent, body)
             answer = ReplicaAnswer(self._replicas.dispatch(selection, asked), self._read_s)
+            may_repeat = asked.repeatable and len(tried) < TRIES
             try:
                 response = await answer.begin()
             except ReplicaLostError:
-                if asked.repeatable and len(tried) < TRIES:
+                if may_repeat:
                     return False
                 raise
             until_answered.push_async_callback(response.aclose)
+            if may_repeat and response.status_code in REFUSED:
+                return False
             await forward_answer(response.status_code, response.headers.raw, response.aiter_raw(), send, sent)
             return True
 
@@ -117,6 +120,7 @@ def _make_app(
     tokenizer: Any = None,
     template: DocumentTemplate | None = None,
     number_by_place: bool = False,
+    send_facts: bool = False,
     hosts: Collection[str] | None = None,
     api_key: str | None = None,
     body_limit: int = BODY_LIMIT,
@@ -124,12 +128,13 @@ def _make_app(
     timeouts: Timeouts = Timeouts(),  # noqa: B008
 ) -> ASGIApp:
     """As the proxy's `make_app`."""
-    tokens = TokenCounter(builder := builder or PromptBuilder("", tokenizer=tokenizer), tokenizer)
-    warn = make_orderer().degrade
+    builder = builder or PromptBuilder("", tokenizer=tokenizer)
+    tokens = TokenCounter(builder, tokenizer)
+    facts: dict[str, Any] = {"send_facts": send_facts}
     proxy = BestReplicaProxy(
         replicas,
-        ReplicaMirrors(make_orderer),
-        BodyParser(builder, tokens, template, warn=warn, number_by_place=number_by_place),
+        ReplicaMirrors(lambda: RequestOrderer(make_orderer(), exact=tokens.exact, **facts)),
+        BodyParser(builder, tokens, template, warn=make_orderer().degrade, number_by_place=number_by_place, **facts),
         read_s=timeouts.read_s,
         body_limit=body_limit,
         memory=MemoryBudget(bodies_limit),

@@ -9,7 +9,6 @@ from threading import Lock
 
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import ParsedBody
-from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.replicas import BestReplica, ReplicaState
 
@@ -18,19 +17,19 @@ __all__ = ["ReplicaChoice", "ReplicaMirrors"]
 _UNKNOWN = CachedLengths(0, 1)
 
 
+@dataclass(slots=True)
 class _Mirror:
-    def __init__(self, orderer: OrdererLike) -> None:
-        self.orderer = RequestOrderer(orderer)
-        self.in_flight = 0
+    orderer: RequestOrderer
+    in_flight: int = 0
 
 
 class ReplicaMirrors:
     """An orderer for each replica, by its id, made when it is first seen and dropped with it. For any thread.
 
-    mirrors = ReplicaMirrors(lambda: Orderer(capacity_tokens=262_144))
+    mirrors = ReplicaMirrors(lambda: RequestOrderer(Orderer(capacity_tokens=262_144)))
     """
 
-    def __init__(self, make_orderer: Callable[[], OrdererLike]) -> None:
+    def __init__(self, make_orderer: Callable[[], RequestOrderer]) -> None:
         self._make_orderer = make_orderer
         self._mirrors: dict[str, _Mirror] = {}
         self._best: BestReplica[str] = BestReplica()

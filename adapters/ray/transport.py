@@ -13,16 +13,19 @@ from ragorder.adapters.ray.replica import ReplicaRequest
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-__all__ = ["TRIES", "ReplicaTransport"]
+__all__ = ["REFUSED", "TRIES", "ReplicaTransport"]
 
 TRIES = 3
-"""How many replicas a request may lose before its answer has begun."""
+"""A request is sent to so many replicas at most."""
+
+REFUSED = (502, 503)
+"""Answers of a replica whose engine takes no requests: another one may."""
 
 
 class ReplicaTransport(httpx2.AsyncBaseTransport):
     """Sends each request to the replica that its session, the header `x-session-id`, is hashed to; others anywhere.
 
-    A request whose replica is lost before its answer has begun is sent again.
+    A request whose replica is lost before its answer has begun, or takes no requests, is sent to any other one.
     """
 
     def __init__(self, replicas: DeploymentHandle) -> None:
@@ -34,9 +37,17 @@ class ReplicaTransport(httpx2.AsyncBaseTransport):
         asked = ReplicaRequest(request.method, target, end_to_end(request.headers.raw), await request.aread())
         timeout_s = request.extensions.get("timeout", {}).get("read")
         replicas = self._replicas if asked.session is None else self._replicas.options(session_id=asked.session)
-        for _ in range(TRIES - 1 if asked.repeatable else 0):
+        tries = TRIES if asked.repeatable else 1
+        while True:
+            tries -= 1
             try:
-                return await ReplicaAnswer(replicas.remote(asked), timeout_s).begin()
+                response = await ReplicaAnswer(replicas.remote(asked), timeout_s).begin()
             except ReplicaLostError:
-                continue
-        return await ReplicaAnswer(replicas.remote(asked), timeout_s).begin()
+                if not tries:
+                    raise
+            else:
+                if not tries or response.status_code not in REFUSED:
+                    return response
+                await response.aclose()
+            # Its own one would be chosen again.
+            replicas = self._replicas

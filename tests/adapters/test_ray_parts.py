@@ -17,6 +17,7 @@ import pytest
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.serve")
 
+import httpx2
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ConfigDict
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
@@ -24,6 +25,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from ragorder import Document, Orderer
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.adapters.ray import EmbeddedEngine, UnsupportedRayError, make_application, versions
@@ -33,6 +35,7 @@ from ragorder.adapters.ray.lifespan import Lifespan
 from ragorder.adapters.ray.mirrors import ReplicaChoice, ReplicaMirrors
 from ragorder.adapters.ray.ordered_calls import OrderedCalls
 from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
+from ragorder.adapters.ray.transport import ReplicaTransport
 from ragorder.degraded import DegradedWarning
 from ragorder.ordering import RequestOutcome
 from ragorder.topic import Topics
@@ -201,6 +204,66 @@ class TestAnAnswer:
         assert [json.loads(chunk[6:])["error"]["code"] for chunk in chunks[1:]] == ["upstream_unavailable"] * says
 
 
+class Handle:
+    """Gives these answers, one for each call; keeps the sessions and requests of the calls."""
+
+    def __init__(self, *answers: Items, calls: list[Any] | None = None, session: str | None = None) -> None:
+        self.answers = answers
+        self.calls = [] if calls is None else calls
+        self.session = session
+
+    def options(self, *, session_id: str | None = None, **_: Any) -> Handle:
+        return Handle(*self.answers, calls=self.calls, session=session_id)
+
+    def remote(self, request: ReplicaRequest) -> Items:
+        self.calls.append((self.session, request))
+        return self.answers[len(self.calls) - 1]
+
+
+class TestTheTransport:
+    OK = ((200, []), b"ok")
+
+    async def send(self, handle: Handle, method: str = "POST", session: str = "topic") -> tuple[int, bytes]:
+        headers = {"x-session-id": session, "content-type": "application/json", "connection": "close"}
+        url = "http://replicas/v1/chat/completions"
+        request = httpx2.Request(method, url, headers=headers if session else {}, content=b"{}")
+        response = await ReplicaTransport(handle).handle_async_request(request)  # type: ignore[arg-type]
+        return response.status_code, b"".join([chunk async for chunk in response.aiter_raw()])
+
+    async def test_sends_a_request_to_the_replica_of_its_session(self) -> None:
+        handle = Handle(Items(*self.OK))
+        assert await self.send(handle) == (200, b"ok")
+        ((session, request),) = handle.calls
+        assert session == "topic"
+        assert (request.method, request.target, request.body) == ("POST", b"/v1/chat/completions", b"{}")
+        assert b"connection" not in dict(request.headers)
+
+    @pytest.mark.parametrize("first", [Items(ActorDiedError()), Items((503, []), b"full"), Items((502, []), b"gone")])
+    async def test_sends_it_to_any_other_if_that_takes_no_requests(self, first: Items) -> None:
+        handle = Handle(first, Items(*self.OK))
+        assert await self.send(handle) == (200, b"ok")
+        assert [session for session, _ in handle.calls] == ["topic", None]
+
+    async def test_gives_the_last_answer_after_three(self) -> None:
+        handle = Handle(*(Items((503, []), b"full %d" % number) for number in range(4)))
+        assert await self.send(handle) == (503, b"full 2")
+        handle = Handle(*(Items(ActorDiedError()) for _ in range(4)))
+        with pytest.raises(ReplicaLostError):
+            await self.send(handle)
+        assert len(handle.calls) == 3
+
+    async def test_never_sends_twice_what_may_have_had_an_effect(self) -> None:
+        handle = Handle(Items(ActorDiedError()), Items(*self.OK))
+        with pytest.raises(ReplicaLostError):
+            await self.send(handle, method="DELETE")
+        assert len(handle.calls) == 1
+
+    async def test_needs_no_session(self) -> None:
+        handle = Handle(Items(*self.OK))
+        assert await self.send(handle, session="") == (200, b"ok")
+        assert handle.calls[0][0] is None
+
+
 class TestARequest:
     @pytest.mark.parametrize(
         ("method", "target", "kind", "repeatable"),
@@ -324,7 +387,7 @@ def order(mirrors: ReplicaMirrors, replica: str, names: str) -> None:
 class TestMirrors:
     @pytest.fixture
     def mirrors(self) -> ReplicaMirrors:
-        return ReplicaMirrors(lambda: Orderer(capacity_tokens=4096, block_size=16, strict=True))
+        return ReplicaMirrors(lambda: RequestOrderer(Orderer(capacity_tokens=4096, block_size=16, strict=True)))
 
     def test_rank_the_replica_with_the_documents_first(self, mirrors: ReplicaMirrors) -> None:
         order(mirrors, "b", "xyz")
