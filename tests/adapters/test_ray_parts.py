@@ -1,5 +1,5 @@
-"""What the application of Ray Serve is made of, without a cluster: its contract with Ray, answers and their errors,
-mirrors, lifespans."""
+"""What the application of Ray Serve is made of, without a cluster: its contract with Ray, requests, answers and their
+errors, lifespans."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import asyncio
 import json
 import re
 import tomllib
-from collections.abc import AsyncIterator, Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -19,25 +17,19 @@ pytest.importorskip("ray.serve")
 
 import httpx2
 from packaging.requirements import Requirement
-from pydantic import BaseModel, ConfigDict
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from support.ray_calls import Handle, Items
 
-from ragorder import Document, Orderer
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.ordering import RequestOrderer
-from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.adapters.ray import EmbeddedEngine, UnsupportedRayError, make_application, versions
 from ragorder.adapters.ray.answer import ReplicaAnswer, ReplicaLostError
 from ragorder.adapters.ray.ingress import AppResponse
 from ragorder.adapters.ray.lifespan import Lifespan
-from ragorder.adapters.ray.mirrors import ReplicaChoice, ReplicaMirrors
-from ragorder.adapters.ray.ordered_calls import OrderedCalls
 from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
 from ragorder.adapters.ray.transport import ReplicaTransport
 from ragorder.degraded import DegradedWarning
-from ragorder.ordering import RequestOutcome
 from ragorder.topic import Topics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,30 +104,6 @@ class TestTheApplication:
         assert seen == [("/v1/models", b"/v1/models", "")] * 3
 
 
-class Items:
-    """The items of a replica's answer, or the error at their place."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items = iter(items)
-        self.cancelled = False
-
-    def __aiter__(self) -> Items:
-        return self
-
-    async def __anext__(self) -> Any:
-        item = next(self.items, None)
-        if item is None:
-            raise StopAsyncIteration
-        if item == "wait":
-            await asyncio.Event().wait()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 async def read(answer: ReplicaAnswer) -> tuple[int, list[bytes]]:
     response = await answer.begin()
     return response.status_code, [chunk async for chunk in response.aiter_raw()]
@@ -202,22 +170,6 @@ class TestAnAnswer:
                 chunks.append(chunk)  # noqa: PERF401
         assert chunks[0] == last
         assert [json.loads(chunk[6:])["error"]["code"] for chunk in chunks[1:]] == ["upstream_unavailable"] * says
-
-
-class Handle:
-    """Gives these answers, one for each call; keeps the sessions and requests of the calls."""
-
-    def __init__(self, *answers: Items, calls: list[Any] | None = None, session: str | None = None) -> None:
-        self.answers = answers
-        self.calls = [] if calls is None else calls
-        self.session = session
-
-    def options(self, *, session_id: str | None = None, **_: Any) -> Handle:
-        return Handle(*self.answers, calls=self.calls, session=session_id)
-
-    def remote(self, request: ReplicaRequest) -> Items:
-        self.calls.append((self.session, request))
-        return self.answers[len(self.calls) - 1]
 
 
 class TestTheTransport:
@@ -372,143 +324,3 @@ class TestALifespan:
 
         with pytest.raises(RuntimeError, match="cannot start"):
             await Lifespan(app).begin()
-
-
-def parsed(names: Iterable[str]) -> ParsedBody:
-    body: Any = None
-    return ParsedBody(body, [Document(name, name, tokens=160) for name in names], 0, lambda permutation: b"")
-
-
-def order(mirrors: ReplicaMirrors, replica: str, names: str) -> None:
-    orderer: Any = mirrors._of(replica).orderer
-    orderer._orderer.order([Document(name, name, tokens=160) for name in names], scope=b"")
-
-
-class TestMirrors:
-    @pytest.fixture
-    def mirrors(self) -> ReplicaMirrors:
-        return ReplicaMirrors(lambda: RequestOrderer(Orderer(capacity_tokens=4096, block_size=16, strict=True)))
-
-    def test_rank_the_replica_with_the_documents_first(self, mirrors: ReplicaMirrors) -> None:
-        order(mirrors, "b", "xyz")
-        assert mirrors.rank(["a", "b", "c"], parsed("zyx"))[0] == "b"
-        assert sorted(mirrors.rank(["a", "b", "c"], parsed("zyx"))) == ["a", "b", "c"]
-
-    def test_rank_others_by_their_load(self, mirrors: ReplicaMirrors) -> None:
-        with mirrors.in_flight("a"), mirrors.in_flight("a"), mirrors.in_flight("c"):
-            assert mirrors.rank(["a", "b", "c"], None) == ["b", "c", "a"]
-
-    def test_of_a_replica_that_has_gone_are_dropped(self, mirrors: ReplicaMirrors) -> None:
-        order(mirrors, "b", "xyz")
-        with mirrors.in_flight("b"):
-            mirrors.rank(["a"], parsed("xyz"))
-            assert "b" in mirrors._mirrors, "a request of it has not ended"
-        mirrors.rank(["a"], parsed("xyz"))
-        assert set(mirrors._mirrors) == {"a"}
-
-    def test_choose_a_replica_that_was_tried_only_without_others(self, mirrors: ReplicaMirrors) -> None:
-        order(mirrors, "b", "xyz")
-        assert "b" not in ReplicaChoice(mirrors, parsed("xyz"), ("b",)).rank(["a", "b", "c"])
-        assert ReplicaChoice(mirrors, parsed("xyz"), ("b",)).rank(["b"]) == ["b"]
-
-
-class Request(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    model: str
-    messages: list[dict[str, str]]
-    stream: bool = False
-
-
-class Answer(BaseModel):
-    usage: dict[str, Any]
-
-
-class Server:
-    """Keeps what it is asked, and gives these answers."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = answers
-        self.asked: list[Request] = []
-
-    async def chat(self, request: Request, info: Any = None) -> AsyncIterator[Any]:
-        self.asked.append(request)
-        return self._stream()
-
-    async def _stream(self) -> AsyncIterator[Any]:
-        for answer in self.answers:
-            if isinstance(answer, Exception):
-                raise answer
-            yield answer
-
-
-class Failure(BaseModel):
-    error: str
-
-
-class WatchedOrderer(Orderer):
-    def __init__(self) -> None:
-        super().__init__(capacity_tokens=4096, block_size=16, strict=True)
-        self.outcomes: list[RequestOutcome] = []
-
-    def order(self, *documents: Any, **options: Any) -> Any:
-        ordering = super().order(*documents, **options)
-        ordering.add_done_callback(self.outcomes.append)
-        return ordering
-
-
-class TestCallsOfRaysLLMServer:
-    USAGE: ClassVar = {"prompt_tokens": 400, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
-    EVENTS: ClassVar = [
-        ['data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n'],
-        f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}\n\n',
-        "data: [DONE]\n\n",
-    ]
-
-    @staticmethod
-    def request(names: str, **fields: Any) -> Request:
-        documents = [{"id": name, "text": f"{name} " * 200} for name in names]
-        return Request(model="m", messages=[], ragorder={"documents": documents, "query": "?"}, **fields)
-
-    @staticmethod
-    async def run(calls: OrderedCalls, server: Server, request: Request) -> list[Any]:
-        return [answer async for answer in await calls.run("chat", server.chat, request, "info")]
-
-    @staticmethod
-    def order_in(request: Request) -> list[str]:
-        prompt = request.messages[-1]["content"]
-        return sorted("abc", key=lambda name: prompt.index(f"{name} {name} {name}"))
-
-    @pytest.mark.parametrize(("stream", "answers"), [(False, [Answer(usage=USAGE)]), (True, EVENTS)])
-    async def test_are_ordered_alike_and_their_answers_are_read(self, stream: bool, answers: list[Any]) -> None:
-        orderer = WatchedOrderer()
-        calls, server = OrderedCalls(orderer), Server(*answers)
-        for names in ("bac", "cab"):
-            assert await self.run(calls, server, self.request(names, stream=stream)) == answers
-        first, second = server.asked
-        assert self.order_in(first) == self.order_in(second)
-        assert first.stream is stream and "ragorder" not in (first.model_extra or {})
-        assert orderer.outcomes == [RequestOutcome(True, 0, 401, 400)] * 2
-
-    @pytest.mark.parametrize("answers", [[Failure(error="no")], [ValueError("no")]])
-    async def test_that_fail_count_as_not_served(self, answers: list[Any]) -> None:
-        orderer = WatchedOrderer()
-        with suppress(ValueError):
-            await self.run(OrderedCalls(orderer), Server(*answers), self.request("abc"))
-        (outcome,) = orderer.outcomes
-        assert not outcome.served
-
-    async def test_without_documents_go_on_as_they_are(self) -> None:
-        request, server = (
-            Request(model="m", messages=[{"role": "user", "content": "hello"}]),
-            Server("data: [DONE]\n\n"),
-        )
-        assert await self.run(OrderedCalls(Orderer(strict=True)), server, request) == ["data: [DONE]\n\n"]
-        assert server.asked[0] is request
-
-    async def test_with_malformed_documents_are_refused(self) -> None:
-        request = Request(model="m", messages=[], ragorder={"documents": 3, "query": "?"})
-        server = Server()
-        with pytest.raises(HTTPError, match="ragorder"):
-            await self.run(OrderedCalls(Orderer(strict=True)), server, request)
-        assert server.asked == []
