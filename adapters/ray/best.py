@@ -46,9 +46,17 @@ class BestReplicaProxy(ReverseProxy):
     another one if that is lost before the answer has begun. Raises HTTPError."""
 
     def __init__(
-        self, replicas: DeploymentHandle, mirrors: ReplicaMirrors, parser: BodyParser, *, read_s: float, **limits: Any
+        self,
+        replicas: DeploymentHandle,
+        mirrors: ReplicaMirrors,
+        parser: BodyParser,
+        *,
+        read_s: float,
+        dropped: Collection[bytes] = (),
+        **limits: Any,
     ) -> None:
         super().__init__(parser, **limits)
+        self._dropped = dropped
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._mirrors = mirrors
         self._read_s = read_s
@@ -78,7 +86,7 @@ class BestReplicaProxy(ReverseProxy):
             tried.append(selection.replica_id)
             sent = await self._ordered(orderer, parsed, len(body))
             until_answered.callback(sent.end)
-            asked = _request(head, sent, body)
+            asked = self._request(head, sent, body)
             answer = ReplicaAnswer(self._replicas.dispatch(selection, asked), self._read_s)
             may_repeat = asked.repeatable and len(tried) < TRIES
             try:
@@ -98,6 +106,12 @@ class BestReplicaProxy(ReverseProxy):
             return SentRequest()
         # If the client leaves meanwhile, the documents may be ordered only afterwards.
         return await self._workers.run(partial(orderer.order, parsed), length, abandoned=methodcaller("end"))
+
+    def _request(self, head: Head, sent: SentRequest, received: bytes) -> ReplicaRequest:
+        body = sent.take_body(received)
+        headers = end_to_end(head.headers, b"host", b"expect", *self._dropped)
+        headers = sent.request_headers(with_length(headers, body) if body else headers)
+        return ReplicaRequest(head.method, head.target, headers, body)
 
 
 class BestIngress:
@@ -136,6 +150,7 @@ def _make_app(
         ReplicaMirrors(lambda: RequestOrderer(make_orderer(), exact=tokens.exact, **facts)),
         BodyParser(builder, tokens, template, warn=make_orderer().degrade, number_by_place=number_by_place, **facts),
         read_s=timeouts.read_s,
+        dropped=[] if api_key is None else [b"authorization"],
         body_limit=body_limit,
         memory=MemoryBudget(bodies_limit),
         workers=Workers(always=tokens.exact),
@@ -147,9 +162,3 @@ def _make_app(
     elif hosts is not None:
         app = HostMiddleware(app, hosts, open_paths=PROBES)
     return ErrorMiddleware(app)
-
-
-def _request(head: Head, sent: SentRequest, received: bytes) -> ReplicaRequest:
-    body = sent.take_body(received)
-    headers = sent.request_headers(with_length(end_to_end(head.headers), body) if body else end_to_end(head.headers))
-    return ReplicaRequest(head.method, head.target, headers, body)

@@ -66,6 +66,12 @@ class TestMirrors:
         assert ReplicaChoice(mirrors, parsed("xyz"), ("b",)).rank(["b"]) == ["b"]
 
 
+def documents_in(prompt: bytes) -> list[str]:
+    """The names of its documents, in order."""
+    places = {name: prompt.find(f"{name} {name} {name}".encode()) for name in "abcxyz"}
+    return sorted((name for name, place in places.items() if place >= 0), key=places.__getitem__)
+
+
 class Replicas(Handle):
     """Those that a choice ranks first; a, b and c are there."""
 
@@ -167,3 +173,5 @@ class TestTheIngress:
             allowed = {"authorization": "Bearer secret"}
             assert (await client.post(CHAT, json=self.body(), headers=allowed)).status_code == 200
             assert (await client.get("/ragorder/health")).status_code == 200
+        ((_, request),) = replicas.calls
+        assert b"authorization" not in dict(request.headers), "the key is the ingress's"

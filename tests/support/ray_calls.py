@@ -43,6 +43,6 @@ class Handle:
     def options(self, *, session_id: str | None = None, **_: Any) -> Handle:
         return Handle(*self.answers, calls=self.calls, session=session_id)
 
-    def remote(self, request: ReplicaRequest) -> Items:
+    def remote(self, request: Any) -> Items:
         self.calls.append((self.session, request))
         return self.answers[len(self.calls) - 1]
