@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.upstream import UpstreamError
@@ -102,5 +107,5 @@ def as_http_errors() -> Iterator[None]:
         raise HTTPError(503, message, code="no_replica", headers=_RETRY) from None
     except (RayTaskError, TaskCancelledError, RequestCancelledError):
         raise UpstreamError(502, "The replica failed: its log says why.", code="upstream_unavailable") from None
-    except RayError:
+    except (RayError, ReplicaUnavailableError):
         raise ReplicaLostError(502, "The replica was lost.", code="upstream_unavailable") from None

@@ -26,6 +26,7 @@ CONTRACT: dict[str, tuple[str, ...]] = {
     "ray.serve.config:RequestRouterConfig": ("request_router_class", "request_router_kwargs"),
     "ray.serve.exceptions:BackPressureError": (),
     "ray.serve.exceptions:DeploymentUnavailableError": (),
+    "ray.serve.exceptions:ReplicaUnavailableError": (),
     "ray.serve.exceptions:RequestCancelledError": (),
     "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter": (),
     "ray.serve.handle:DeploymentHandle.choose_replica": (),
