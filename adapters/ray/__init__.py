@@ -5,7 +5,7 @@ from __future__ import annotations
 try:
     import httpx2  # noqa: F401
     import msgspec  # noqa: F401
-    import ray  # noqa: F401
+    import ray.serve  # noqa: F401
     import starlette  # noqa: F401
 except ImportError as error:
     raise ImportError(f"Ray Serve needs {error.name}: pip install 'ragorder[ray]'", name=error.name) from error

@@ -18,7 +18,9 @@ _NOWHERE = "http://embedded"
 
 
 class EmbeddedEngine:
-    """Makes an engine of the model in `folder` behind an orderer of its tiers: for `make_application`.
+    """Makes an engine of the model in `folder` behind an orderer of its tiers, in each replica.
+
+        app = make_application(EmbeddedEngine("/models/llama", EngineSettings(device_tokens=65_536)))
 
     `settings` are the engine's, `orderer` those of its orderer (default: the engine's sizes), `options` the proxy's.
     Made in the replica, it raises ImportError without torch, and the errors of `TieredEngine.load`.
