@@ -37,11 +37,11 @@ SETS = [[f"d{3 * number + place}" for place in range(3)] for number in range(20)
 CAPACITY = 16_384
 CERTIFICATES = httpx2.create_ssl_context()
 # Two cores hold all of them.
-SMALL = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.1}}
-FRONT = {"ray_actor_options": {"num_cpus": 0.1}}
+SMALL = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.05}}
+FRONT = {"ray_actor_options": {"num_cpus": 0.05}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def deploy(ray_serve: str) -> Iterator[Callable[[Any], str]]:
     with deploying(ray_serve) as deploy:
         yield deploy
