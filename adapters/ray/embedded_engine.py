@@ -47,12 +47,11 @@ class EmbeddedEngine:
         from ragorder.adapters.proxy import make_app
         from ragorder.kernels.engine import TieredEngine
         from ragorder.orderer import Orderer
-        from ragorder.settings import Settings
 
         worker = EngineWorker(TieredEngine.load(self.folder, self.settings), max_unfinished=self.max_unfinished)
         engine = make_engine_app(worker)
         proxy = make_app(
-            Orderer(with_sizes(self.orderer or Settings(), worker)),
+            Orderer(with_sizes(self.orderer or Orderer().settings, worker)),
             upstream=_NOWHERE,
             tokenizer=deepcopy(worker.engine.tokenizer),
             send_facts=True,

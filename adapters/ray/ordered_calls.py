@@ -7,6 +7,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
+from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
 from ragorder.adapters.proxy.sent import SentRequest
@@ -16,12 +17,18 @@ from ragorder.adapters.proxy.workers import Workers
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["OrderedCalls"]
+__all__ = ["MalformedDocumentsError", "OrderedCalls"]
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream")]
 
 Call = Callable[..., Awaitable[AsyncIterator[Any]]]
+
+
+class MalformedDocumentsError(ValueError):
+    """The documents of a request cannot be read; Ray's ingress answers with the status."""
+
+    status_code = 400
 
 
 class OrderedCalls:
@@ -40,9 +47,12 @@ class OrderedCalls:
         self._workers = Workers(always=tokens.exact)
 
     async def run(self, route: Route, call: Call, request: Any, *others: Any) -> AsyncIterator[Any]:
-        """The answers of `call`. Raises HTTPError for malformed documents, besides its own errors."""
+        """The answers of `call`. Raises MalformedDocumentsError, besides its own errors."""
         body = request.model_dump_json(exclude_unset=True).encode()
-        sent = await self._workers.run(partial(self._order, route, body), len(body), abandoned=methodcaller("end"))
+        try:
+            sent = await self._workers.run(partial(self._order, route, body), len(body), abandoned=methodcaller("end"))
+        except HTTPError as error:
+            raise MalformedDocumentsError(str(error)) from None
         # Without documents nothing is sent in its place.
         if (ordered := sent.take_body()) != b"":
             try:
@@ -62,7 +72,9 @@ class OrderedCalls:
         return SentRequest() if parsed is None else self._orderer.order(parsed)
 
 
-async def _watched(answers: AsyncIterator[Any], sent: SentRequest, headers: list[tuple[bytes, bytes]]) -> Any:
+async def _watched(
+    answers: AsyncIterator[Any], sent: SentRequest, headers: list[tuple[bytes, bytes]]
+) -> AsyncIterator[Any]:
     begun = False
     try:
         async for answer in answers:

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["ChosenReplicaRouter"]
 
 
-class ChosenReplicaRouter(RequestRouter):
+class ChosenReplicaRouter(RequestRouter):  # type: ignore[misc]
     """Tries the replicas in the order of the `ReplicaChoice` that `choose_replica` is given."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        rank = getattr(pending_request.args[0], "rank", None) if pending_request and pending_request.args else None
-        if rank is None or not candidate_replicas:
+        if pending_request is None or not pending_request.args or not candidate_replicas:
+            return [candidate_replicas]
+        if (rank := getattr(pending_request.args[0], "rank", None)) is None:
             return [candidate_replicas]
         # Where all are full, Ray waits before it asks again.
         pending_request.routing_context.should_backoff = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -14,8 +15,7 @@ pytest.importorskip("ray.serve")
 from pydantic import BaseModel, ConfigDict
 
 from ragorder import Orderer
-from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.ray.ordered_calls import OrderedCalls
+from ragorder.adapters.ray.ordered_calls import MalformedDocumentsError, OrderedCalls
 from ragorder.ordering import RequestOutcome
 
 
@@ -116,6 +116,8 @@ class TestCallsOfRaysLLMServer:
     async def test_with_malformed_documents_are_refused(self) -> None:
         request = Request(model="m", messages=[], ragorder={"documents": 3, "query": "?"})
         server = Server()
-        with pytest.raises(HTTPError, match="ragorder"):
+        with pytest.raises(MalformedDocumentsError, match="ragorder") as raised:
             await self.run(OrderedCalls(Orderer(strict=True)), server, request)
         assert server.asked == []
+        # It comes to Ray's ingress from another process.
+        assert pickle.loads(pickle.dumps(raised.value)).status_code == 400  # noqa: S301
