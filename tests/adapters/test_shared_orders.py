@@ -41,6 +41,7 @@ from ragorder.eval.engines.sim import SimEngine
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 pytestmark = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
 
+STREAM = "ragorder:orders"
 DOCUMENTS = [Document(name, f"{name} " * 200, tokens=100) for name in "abcdefgh"]
 
 
@@ -67,7 +68,7 @@ class Server:
             self._popen.kill()
             self._popen.wait(60)
 
-    def length(self, stream: str = "ragorder:orders") -> int:
+    def length(self, stream: str = STREAM) -> int:
         return int(self.client.xlen(stream))
 
     def _answers(self) -> bool:
@@ -319,6 +320,70 @@ class TestALostServer:
             one.order(DOCUMENTS[4:8]).confirm()
             assert known(other, orders=3)
         assert other.predict_cached_tokens(DOCUMENTS[3:6])[0] == 300 // 16 * 16
+
+    def test_one_that_takes_over_with_a_slow_clock_is_read_from_where_it_went_on(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        """It lacks the last entries, and gives the next ones ids that lie before those that were read."""
+        one, other = sharing(strict=False), sharing(strict=False)
+        for documents in (DOCUMENTS[:2], DOCUMENTS[2:4], DOCUMENTS[4:6]):
+            one.order(documents).confirm()
+        assert known(other, orders=3)
+        entries = server.client.xrange(STREAM)
+        ahead = int(time.time() * 1000) + 3_600_000
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            server.kill()
+            server.start()
+            # An hour fast: that is where the readers had come to.
+            for number, (_, fields) in enumerate(entries):
+                server.client.xadd(STREAM, fields, id=f"{ahead + number}-0")
+            assert eventually(lambda: other.log.last == f"{ahead + 2}-0".encode())
+            server.kill()
+            server.start()
+            for number, (_, fields) in enumerate(entries[:2]):
+                server.client.xadd(STREAM, fields, id=f"{ahead - 3_600_000 + number}-0")
+            one.order(DOCUMENTS[5:8]).confirm()
+            assert known(other, orders=4)
+        assert other.predict_cached_tokens(DOCUMENTS[5:8])[0] == 300 // 16 * 16
+
+    def test_a_stream_that_begins_anew_under_its_readers_is_read_from_its_start(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        """Without a lost connection."""
+        one, other = sharing(), sharing()
+        one.order(DOCUMENTS[:2]).confirm()
+        assert known(other, orders=1)
+        ((_, fields),) = server.client.xrange(STREAM)
+        server.client.xadd(STREAM, fields, id=f"{int(time.time() * 1000) + 3_600_000}-0")
+        assert eventually(lambda: int(other.log.last.partition(b"-")[0]) > time.time() * 1000)
+        server.client.delete(STREAM)
+        one.order(DOCUMENTS[2:5]).confirm()
+        assert known(other, orders=2)
+        assert (one.degraded, other.degraded) == ((), ())
+
+    def test_an_order_that_was_written_twice_is_applied_once(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        """As after a connection that broke between a write and its answer."""
+        one, other = sharing(), sharing()
+        one.order(DOCUMENTS[:2]).confirm()
+        assert known(other, orders=1)
+        ((_, fields),) = server.client.xrange(STREAM)
+        for _ in range(3):
+            server.client.xadd(STREAM, fields)
+        one.order(DOCUMENTS[2:4]).confirm()
+        assert eventually(lambda: server.length() == 5)
+        ((last, _),) = server.client.xrevrange(STREAM, count=1)
+        assert eventually(lambda: other.log.last == last)
+        assert other.log.applied == 2
+
+    def test_orders_of_a_former_version_have_no_number_and_are_applied(
+        self, sharing: Callable[..., SharedOrderer], server: Server
+    ) -> None:
+        order = SharedOrder(b"former", None, [DOCUMENTS[0].key], [100], [0])
+        server.client.xadd(STREAM, {"order": order.encode()})
+        assert known(sharing(), orders=1)
 
     def test_from_the_start_is_no_error(self, server: Server, tmp_path: Path) -> None:
         server.kill()
