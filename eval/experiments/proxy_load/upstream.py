@@ -36,8 +36,8 @@ async def instant_upstream(
     receive: Callable[[], Awaitable[Message]],
     send: Callable[[Message], Awaitable[None]],
 ) -> None:
-    """An ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart; with
-    "together", a name and a number, the second event waits until so many streams of this name have begun."""
+    """ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart. With
+    "together" (a name, a number) the second event waits until so many streams of this name have begun."""
     body = b""
     more = True
     while more:
