@@ -55,6 +55,7 @@ class Tries:
         self._fleet.suspect(replica)
         if self._counted and not self._has_failed:
             replica.rests.failed()
+        self._has_failed = True
 
     def gives_up(self, error: UpstreamError, *, begun: bool) -> bool:
         """Whether the last replica's error is the request's."""
