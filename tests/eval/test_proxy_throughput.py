@@ -97,7 +97,9 @@ def test_the_suite_runs_with_several_workers(tmp_path: Path) -> None:
         (2, "route"),
     ]
     for line in found:
-        assert line["rows"]["asked"] == [20.0, 24.0]
+        # The next rate follows one that holds.
+        holds = line["rows"]["holds"]
+        assert line["rows"]["asked"] == [20.0, 24.0][: 1 + holds[0]] and len(holds) == 1 + holds[0]
         assert all(line["rows"]["came"])
     page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
     assert "| 1 | order |" in page and "| 2 | route |" in page
