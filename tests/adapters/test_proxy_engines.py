@@ -33,12 +33,12 @@ pytestmark = pytest.mark.merge
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "Answer from the documents."}
-SUBJECTS, OF_SUBJECT = 12, 5
+SUBJECTS, OF_SUBJECT = 8, 5
 TEXTS = {
     f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 8 for number in range(SUBJECTS * OF_SUBJECT)
 }
 LONGEST = 2048
-LONG_ANSWER = 1200
+LONG_ANSWER = 800
 COMMAND = (sys.executable, "-c", "from ragorder.cli import main; main()", "serve", "--engine", "torch")
 
 
@@ -117,7 +117,7 @@ def test_two_engines_cache_together_what_one_with_the_capacity_of_both_would(
 ) -> None:
     """The goal: 0.95 of one engine's cached tokens."""
     rng = random.Random(0)
-    requests = [drawn(rng) for _ in range(160)]
+    requests = [drawn(rng) for _ in range(80)]
     # All documents are more than one of the two engines holds.
     tokens = int(0.86 * sum(len(tokenizer.encode(text)) for text in TEXTS.values()))
 
@@ -217,9 +217,9 @@ def test_a_killed_log_of_orders_loses_no_request_and_is_taken_up_again(
             server.start()
             # Those of meanwhile come as well.
             assert both_know(14)
-            post(urls[0], body(["d55", "d56", "d57"], "after"))
+            post(urls[0], body(["d35", "d36", "d37"], "after"))
             assert both_know(15)
-            assert predicted(post(urls[1], body(["d57", "d56", "d55"]))) > 0
+            assert predicted(post(urls[1], body(["d37", "d36", "d35"]))) > 0
     finally:
         for orderer in orderers:
             orderer.close()
