@@ -81,8 +81,8 @@ class ProxyLoad(Experiment):
         sides = self.kept(connections, lambda: self.resources.enter_context(started))
         load = load_average()
         seconds = job.requests / cell.rate
-        ports = [side.port for side in sides]
-        pairs = asyncio.run(measure_latency(*ports, cell.rate, seconds, job.seed)) if seconds else []
+        direct, proxied = (side.port for side in sides)
+        pairs = asyncio.run(measure_latency(direct, proxied, cell.rate, seconds, job.seed)) if seconds else []
         for policy, server in zip(self.policies, sides, strict=True):
             began = time.perf_counter()
             whole = asyncio.run(run_streams(server.port, cell.streams, cell.events, cell.pause))

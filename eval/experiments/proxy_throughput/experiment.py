@@ -57,8 +57,8 @@ class ProxyThroughput(Experiment):
                         figures = measure_rate(upstream, proxies[policy], rate, cell.seconds, job.seed, cell.added_ms)
                         found[policy].append(figures)
                     advance()
-        for policy, figures in found.items():
-            columns = {name: [each[name] for each in figures] for name in figures[0]}
+        for policy, rates in found.items():
+            columns = {name: [each[name] for each in rates] for name in rates[0]}
             yield {"policy": policy, "load_average": load, "rows": columns}
 
 
