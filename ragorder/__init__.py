@@ -10,8 +10,9 @@ from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder, Span
 from ragorder.settings import Settings
+from ragorder.trie.histories import Segment
 
-__all__ = ["DegradedWarning", "Document", "Orderer", "Ordering", "Prompt", "PromptBuilder", "Settings", "Span"]
+__all__ = ["DegradedWarning", "Document", "Orderer", "Ordering", "Prompt", "PromptBuilder", "Segment", "Settings", "Span"]
 
 if TYPE_CHECKING:
     __version__: str

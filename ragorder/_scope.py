@@ -77,6 +77,7 @@ class Scope:
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.places: Places | None = owner.tiers.places(self.mirror)
         self.priced = owner.tiers.priced(self.places)
+        self._search_budget = settings.search_budget
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.tail].from_settings(settings)
         self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
