@@ -13,7 +13,18 @@ from ragorder.prompt import Prompt, PromptBuilder, Span
 from ragorder.settings import Settings
 from ragorder.trie.histories import Segment
 
-__all__ = ["DegradedWarning", "Document", "Orderer", "Ordering", "Prompt", "PromptBuilder", "Segment", "Settings", "Span", "Turn"]
+__all__ = [
+    "DegradedWarning",
+    "Document",
+    "Orderer",
+    "Ordering",
+    "Prompt",
+    "PromptBuilder",
+    "Segment",
+    "Settings",
+    "Span",
+    "Turn",
+]
 
 if TYPE_CHECKING:
     __version__: str

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from string import Formatter
 from typing import Any, Literal, Protocol
 
-from ragorder.document import Document
+from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
 from ragorder.trie.histories import Segment
 
@@ -60,7 +60,7 @@ class MessageFormat:
     `document_text` is a document as it stands in a prompt, `header` the beginning of that, up to the text, by which a
     later version of the document is recognised. Directly behind a document stands one of `openings` (none: anything).
     `count` gives a text's tokens; `turn_tokens` of template text stand behind a user's message, `closing_tokens` behind
-    an answer.
+    an answer. `estimated`: by the number of characters.
     """
 
     system: str
@@ -73,6 +73,7 @@ class MessageFormat:
     openings: tuple[str, ...]
     turn_tokens: int
     closing_tokens: int
+    estimated: bool
     message_tokens: Callable[[str, Callable[[], int]], int]
     """The length known under a message's key, else that of the callable."""
 
@@ -159,7 +160,7 @@ def make_turn(
     asked = "".join(_named(reference, given[rank]) for rank in named)
     if tool_call_id is None:
         asked += form.question(question, given)
-    follows = Segment(_digest(asked), form.count(asked) + form.turn_tokens)
+    follows = Segment(_digest(asked), _length(form, form.count(asked) + form.turn_tokens))
     ordering = orderer.order(
         [given[rank] for rank in sent], behind=segments_of(messages, form), question=follows, **options
     )
@@ -216,7 +217,11 @@ def message_key(message: Message) -> str:
 def _count(form: MessageFormat, message: Message, closing_tokens: int) -> int:
     calls = message.get("tool_calls") or message.get("function_call")
     texts = [*_texts(message), *([json.dumps(calls)] if calls else [])]
-    return sum(map(form.count, texts)) + closing_tokens
+    return _length(form, sum(map(form.count, texts)) + closing_tokens)
+
+
+def _length(form: MessageFormat, tokens: int) -> int:
+    return Estimate(tokens) if form.estimated else tokens
 
 
 def _texts(message: Message) -> list[str]:

@@ -230,6 +230,7 @@ class PromptBuilder:
             tuple(openings),
             self._count(self._tail),
             self._count(closing),
+            self._tokenizer is None,
             known,
         )
 

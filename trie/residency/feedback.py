@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.events import EventsResidency
@@ -105,10 +106,9 @@ class FeedbackResidency:
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
             self._confirmed = self._confirmed or last is not root
             return
-        if lease.turn is not None and lease.turn.history and last is not root:
-            # A template may show an answer otherwise than it was generated: it is computed anew, and nothing was lost.
-            if cached_tokens >= lease.path[lease.turn.history - 1].end - 2 * size:
-                return
+        # A template may show an answer otherwise than it was generated: it is computed anew, and nothing was lost.
+        if last is not root and cached_tokens >= _history_sent(lease) - 2 * size:
+            return
         # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
@@ -126,3 +126,8 @@ def _ends_in_documents(lease: Lease) -> bool:
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
     return not lease.turn.history and lease.cached_documents < lease.turn.documents
+
+
+def _history_sent(lease: Lease) -> float:
+    """Where the prompt ended whose answer is the last of the history."""
+    return lease.path[lease.turn.history - 1].end if lease.turn is not None and lease.turn.history else inf
