@@ -279,13 +279,18 @@ class Scope:
             ordering.fused, ordering.exact_documents = fused.taken_over, fused.exact_documents
             copied = sum(tokens[permutation[place]] for place in fused.taken_over)
             self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
-        if self.places is not None:
-            for node in path[1 : 1 + lease.cached_documents]:
-                host, disk = self.places.loads(node)
-                ordering.host_tokens += host * self.tree.block_size
-                ordering.disk_tokens += disk * self.tree.block_size
-            self.places.serve(path, lease, lambda: ordering.expected_uses)
+        self._place(path, lease, ordering)
         return ordering
+
+    def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
+        """Count what is loaded from slower tiers."""
+        if self.places is None:
+            return
+        for node in path[1 : 1 + lease.cached_documents]:
+            host, disk = self.places.loads(node)
+            ordering.host_tokens += host * self.tree.block_size
+            ordering.disk_tokens += disk * self.tree.block_size
+        self.places.serve(path, lease, lambda: ordering.expected_uses)
 
 
 class _DetachedOwner:

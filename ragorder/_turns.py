@@ -12,6 +12,7 @@ from ragorder.document import Estimate
 from ragorder.ordering import Ordering
 from ragorder.trie.histories import Behind, Histories, find_below, held_tokens
 from ragorder.trie.tail import Waiting
+from ragorder.trie.tree import Node
 
 __all__ = ["TurnScope"]
 
@@ -60,12 +61,13 @@ class TurnScope(Scope):
         token_ids = [request.token_ids[rank] for rank in permutation] if request.token_ids and path[1:] else ()
         lease = self.residency.lease(path, suffix_tokens, () if behind.segments else token_ids, answer_tokens)
         lease.turn = turn
-        if self.places is not None:
-            self.places.serve(path, lease, tuple)
         held = max(0, min(lease.cached_documents, turn.documents) - turn.history) if turn is not None else 0
         documents = [request.documents[rank] for rank in permutation]
-        counts = held, lease.cached_tokens, guard_cost_tokens
-        return Ordering(documents, permutation, *counts, self.finish, lease, end)
+        counts = held, self._reusable(lease.cached_tokens, path, behind), guard_cost_tokens
+        forecast = (None, ()) if behind.segments else (self.tail, request.keys)
+        ordering = Ordering(documents, permutation, *counts, self.finish, lease, end, *forecast)
+        self._place(path, lease, ordering)
+        return ordering
 
     def preview_turn(self, request: OrderRequest[D], waiting: Waiting, behind: Behind) -> list[int]:
         self.residency.refresh(None if behind.segments else request)
@@ -80,7 +82,7 @@ class TurnScope(Scope):
         if self._follows:
             path = self.histories.known_path(behind, [request.keys[rank] for rank in permutation])
         end = self.tree.root.end + sum(self._tokens(request)) + sum(self._lengths_of(request, behind))
-        return held_tokens(self.tree, path), end
+        return self._reusable(held_tokens(self.tree, path), path, behind), end
 
     @property
     def histories(self) -> Histories:
@@ -104,6 +106,13 @@ class TurnScope(Scope):
         placed = set(prefix)
         arranged = prefix + [rank for rank in range(len(request.keys)) if rank not in placed]
         return arranged if guards is None else guards.complete(prefix, arranged), 0
+
+    def _reusable(self, held_tokens: int, path: Sequence[Node], behind: Behind) -> int:
+        """Engines compute the last token of a prompt, with the block that it is in."""
+        if behind.question is None:
+            return held_tokens
+        size = self.tree.block_size
+        return min(held_tokens, max(0, path[-1].end - 1) // size * size)
 
     def _lengths_of(self, request: OrderRequest[D], behind: Behind) -> Sequence[int]:
         """Of the segments of a history, and of a question."""

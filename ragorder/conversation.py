@@ -120,8 +120,8 @@ class Turn:
         *,
         prompt_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
-        """The engine answered; token counts as for `Ordering.confirm`. Returns the messages with the answer, the history
-        of the next turn."""
+        """The engine answered; token counts as for `Ordering.confirm`. Returns the messages with the answer: the next
+        turn's history."""
         messages = self.answered(answer)
         self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens)
         return messages
