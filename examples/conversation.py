@@ -33,7 +33,6 @@ def main(url: str) -> None:
         ("Can I send it back?", DOCUMENTS[1:]),
     ]:
         answer = chat.ask(question, documents, max_tokens=16)
-        assert chat.turn is not None
         new, named = ([document.id for document in part] for part in (chat.turn.new, chat.turn.repeated))
         print(
             f"{question:30} sent {new}, named {named}, cached {answer.cached_tokens} of {answer.prompt_tokens} tokens"

@@ -63,9 +63,18 @@ class TurnScope(Scope):
         lease.turn = turn
         held = max(0, min(lease.cached_documents, turn.documents) - turn.history) if turn is not None else 0
         documents = [request.documents[rank] for rank in permutation]
-        counts = held, self._reusable(lease.cached_tokens, path, behind), guard_cost_tokens
-        forecast = (None, ()) if behind.segments else (self.tail, request.keys)
-        ordering = Ordering(documents, permutation, *counts, self.finish, lease, end, *forecast)
+        ordering = Ordering(
+            documents,
+            permutation,
+            held,
+            self._reusable(lease.cached_tokens, path, behind),
+            guard_cost_tokens,
+            self.finish,
+            lease,
+            end,
+            None if behind.segments else self.tail,
+            () if behind.segments else request.keys,
+        )
         self._place(path, lease, ordering)
         return ordering
 

@@ -173,6 +173,7 @@ class Ordering(Generic[D]):
 
     def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
+        self.twins = ()
         finish = self._finish
         try:
             if finish is not None:

@@ -31,7 +31,7 @@ __all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
-_KEPT_COUNTS = 4096
+_KEPT_COUNTS = 16_384
 _RANKING = "Documents from most to least relevant: "
 # Overhead of an entry besides its tokens.
 _ENTRY_BYTES = 400

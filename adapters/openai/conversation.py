@@ -45,8 +45,7 @@ class _TurnCall(Call):
         return PromptRequest(self.turn.messages, None, self.scope, self.options)
 
     def _answered(self, answer: Answer) -> None:
-        messages = self.turn.answered(answer.text)
-        self.conversation.extend(self.turn, self.history, messages)
+        self.conversation.extend(self.turn, self.turn.answered(answer.text))
 
     def _topic(self) -> str | None:
         return self.conversation.topic(self.documents, self.history)
@@ -77,7 +76,7 @@ class Conversation(Generic[A, S]):
         self.scope = scope
         self.repeat = repeat
         self.reference = reference
-        self.turn: Turn | None = None
+        self._turn: Turn | None = None
         self._setup = setup
         self._generate = generate
         self._stream = stream
@@ -85,6 +84,13 @@ class Conversation(Generic[A, S]):
         self._topic: str | None = None
         # What is wrong with the messages is said at once.
         setup.builder.segments(self.messages)
+
+    @property
+    def turn(self) -> Turn:
+        """Raises ValueError before the first answer."""
+        if self._turn is None:
+            raise ValueError("there is no turn yet: this conversation has had no answer")
+        return self._turn
 
     def ask(self, question: str, documents: Sequence[Document] = (), **options: Any) -> A:
         """The `Answer` to a question on documents in retrieval order, as a new turn. Options and errors as for
@@ -110,9 +116,9 @@ class Conversation(Generic[A, S]):
         branch._topic = self._topic
         return branch
 
-    def extend(self, turn: Turn, history: list[Message], messages: Sequence[Message]) -> None:
-        """A turn behind a history was answered."""
-        self.turn, self.messages = turn, list(messages)
+    def extend(self, turn: Turn, messages: Sequence[Message]) -> None:
+        """A turn was answered."""
+        self._turn, self.messages = turn, list(messages)
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
         """That of the first documents, for all turns: the engine that has the history should serve them."""
