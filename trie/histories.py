@@ -3,16 +3,18 @@ continue."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from ragorder.trie.search.base import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["Behind", "Histories", "Segment", "TurnEnd", "find_below", "held_tokens"]
 
-_KEPT_ENDS = 1024
+_KEPT_SEGMENTS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,90 +85,96 @@ class TurnEnd:
         """None: later requests do not continue this answer."""
         return _link(_link(b"answer", self.message), self.answer) if self.message and self.answer else None
 
-    def keep(self, last: Node, answer: Node | None) -> None:
-        """The request is served: its `last` node and that of its answer are found by the turn's names."""
+    def keep(self, path: Sequence[Node], answer: Node | None) -> None:
+        """The request is served: its turn has these nodes in later histories."""
         if not self.message:
             return
         chain = _link(self._behind.chain, self.message)
-        if self._behind.question is not None:
-            self._histories.add(chain, last)
+        self._histories.add(chain, path[self.history + 1 :])
         if answer is not None:
-            self._histories.add(_link(chain, self.answer), answer)
+            self._histories.add(_link(chain, self.answer), [answer])
+
+
+class _Part(NamedTuple):
+    """Consecutive nodes: their keys, and their lengths in tokens."""
+
+    keys: list[Key]
+    lengths: list[int]
 
 
 class Histories:
-    """Nodes of a tree at which known histories end."""
+    """Segments of histories that were served, as nodes of a tree: a message is its documents and its question, so that
+    it shares them with other requests, and is predicted while a part of them is held.
 
-    def __init__(self, tree: KnowledgeTree) -> None:
+    The `kept` segments that were used last are remembered; others, and those of other processes, are one opaque node
+    each.
+    """
+
+    def __init__(self, tree: KnowledgeTree, kept: int = _KEPT_SEGMENTS) -> None:
         self._tree = tree
-        self._ends: dict[bytes, Node] = {}
-        self._limit = _KEPT_ENDS
+        self._kept = kept
+        self._parts: OrderedDict[bytes, _Part] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._parts)
 
-    def add(self, chain: bytes, node: Node) -> None:
-        # In the order of use: the older half goes if all are alive.
-        self._ends.pop(chain, None)
-        self._ends[chain] = node
-        if len(self._ends) > self._limit:
-            self._ends = {chain: node for chain, node in self._ends.items() if _in_tree(node)}
-            self._limit = 2 * len(self._ends) + _KEPT_ENDS
-
-    def find(self, behind: Behind) -> tuple[int, Node]:
-        """How many leading segments are known, and where they end in the tree."""
-        ends = self._ends
-        for known in range(len(behind.chains), 0, -1):
-            chain = behind.chains[known - 1]
-            node = ends.get(chain)
-            if node is not None:
-                if _in_tree(node):
-                    return known, node
-                del ends[chain]
-        return 0, self._tree.root
+    def add(self, chain: bytes, nodes: Sequence[Node]) -> None:
+        starts = (0 if node.parent is None else node.parent.end for node in nodes)
+        lengths = [node.end - start for node, start in zip(nodes, starts, strict=True)]
+        self._parts[chain] = _Part([node.key for node in nodes], lengths)
+        self._parts.move_to_end(chain)
+        if len(self._parts) > self._kept:
+            self._parts.popitem(last=False)
 
     def insert(
         self, behind: Behind, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
     ) -> tuple[list[Node], TurnEnd]:
-        """The path of a request: its history of segments of `lengths`, its documents in their order (as in
+        """The path of a request: its history, segments of `lengths`, its documents in their order (as in
         `KnowledgeTree.insert`), and its question, whose length is the last."""
-        known, end = self.find(behind)
-        path = _keys_to(end)
-        places = [0] * len(path) + list(lengths[known : len(behind.chains)])
-        path += behind.chains[known:]
-        history = len(path)
-        path += [keys[rank] for rank in order]
-        places += [tokens[rank] for rank in order]
+        path = self._path(behind, lengths)
+        history = len(path.keys)
+        nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
+        nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
         if behind.question is not None:
-            path.append(_link(b"question", behind.question.key))
-            places.append(lengths[-1])
-        nodes = self._tree.insert(path, places, range(len(path)))
-        for chain, node in zip(behind.chains[known:], nodes[history + 1 - len(behind.chains) + known :], strict=False):
-            self.add(chain, node)
+            nodes_keys.append(_link(b"question", behind.question.key))
+            nodes_lengths.append(lengths[-1])
+        nodes = self._tree.insert(nodes_keys, nodes_lengths, range(len(nodes_keys)))
         return nodes, TurnEnd(self, behind, history, history + len(order))
 
     def known_path(self, behind: Behind, keys: Sequence[Key]) -> list[Node]:
-        """The nodes of a request's path that are in the tree, from the root: of its history, of the documents `keys`
-        if the history is known as a whole, and of its question."""
-        known, end = self.find(behind)
-        path = [end]
-        while (parent := path[-1].parent) is not None:
-            path.append(parent)
-        path.reverse()
-        if known < len(behind.chains):
-            return path
-        further = [*keys] if behind.question is None else [*keys, _link(b"question", behind.question.key)]
-        for key in further:
-            node = (path[-1].children or {}).get(key)
-            if node is None:
-                break
-            path.append(node)
-        return path
+        """The nodes, from the root, of a request's path that are in the tree: of its history, its documents `keys`, and
+        its question."""
+        wanted = [*self._path(behind).keys, *keys]
+        if behind.question is not None:
+            wanted.append(_link(b"question", behind.question.key))
+        return self._walk(wanted)
 
     def end(self, behind: Behind) -> Node | None:
-        """The node at which the whole history ends; None if the tree does not have it."""
-        known, end = self.find(behind)
-        return end if known == len(behind.chains) else None
+        """The node at which the history ends; None if the tree does not have it."""
+        wanted = self._path(behind).keys
+        nodes = self._walk(wanted)
+        return nodes[-1] if len(nodes) == len(wanted) + 1 else None
+
+    def _path(self, behind: Behind, lengths: Sequence[int] = ()) -> _Part:
+        path = _Part([], [])
+        for number, chain in enumerate(behind.chains):
+            part = self._parts.get(chain)
+            if part is None:
+                part = _Part([chain], list(lengths[number : number + 1]))
+            else:
+                self._parts.move_to_end(chain)
+            path.keys.extend(part.keys)
+            path.lengths.extend(part.lengths)
+        return path
+
+    def _walk(self, keys: Sequence[Key]) -> list[Node]:
+        nodes = [self._tree.root]
+        for key in keys:
+            node = (nodes[-1].children or {}).get(key)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
 
 
 def find_below(
@@ -214,20 +222,6 @@ def _shared(children: Mapping[Key, Node], ranks: Mapping[Key, int]) -> Iterable[
     if len(children) < len(ranks):
         return [key for key in children if key in ranks]
     return [key for key in ranks if key in children]
-
-
-def _keys_to(node: Node) -> list[Key]:
-    keys: list[Key] = []
-    while node.parent is not None:
-        keys.append(node.key)
-        node = node.parent
-    keys.reverse()
-    return keys
-
-
-def _in_tree(node: Node) -> bool:
-    parent = node.parent
-    return parent is None or (parent.children or {}).get(node.key) is node
 
 
 def _link(chain: bytes, key: str) -> bytes:

@@ -124,7 +124,8 @@ class Conversation(Generic[A, S]):
         """That of the first documents, for all turns: the engine that has the history should serve them."""
         if self._topic is None:
             first = self._setup.orderer.topic(documents, scope=self.scope) if not history else None
-            self._topic = message_key(history[0])[:16] if first is None and history else first
+            opening = next((message for message in history if message.get("role") != "system"), None)
+            self._topic = message_key(opening)[:16] if first is None and opening is not None else first
         return self._topic
 
     def _call(

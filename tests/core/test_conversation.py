@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from ragorder import Document, Orderer, Ordering, PromptBuilder, Segment, Turn
 from ragorder.adapters.observing import ObservedOrderer
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.trie.histories import Histories
+from ragorder.trie.tree import KnowledgeTree
 
 SYSTEM = "Answer from the documents."
 BLOCK = 16
@@ -433,8 +435,16 @@ class TestBounds:
             if len(told.segments) > 40:
                 told = Told(told.segments[20:], told.tokens[sum(each.tokens for each in told.segments[:20]) :])
         assert max(size for size, *_ in kept) <= 2000
-        assert max(ends for _, ends, _ in kept[5:]) <= 3 * 1024
+        assert max(ends for _, ends, _ in kept) <= 2000
         assert max(entries for *_, entries in kept) <= 3 * 1024
+
+    def test_segments_used_last_are_remembered(self) -> None:
+        tree = KnowledgeTree(BLOCK)
+        histories = Histories(tree, kept=3)
+        nodes = tree.insert(["a", "b"], [20, 20], [0, 1])
+        for number in range(10):
+            histories.add(b"%d" % number, nodes[1:])
+        assert len(histories) == 3
 
     def test_one_history_of_a_thousand_turns_is_answered(self) -> None:
         server = Server(None, 2)

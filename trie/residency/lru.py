@@ -131,7 +131,7 @@ class LRUResidency:
         """The path, with a node for an answer that later requests may continue: what it has filled is found there."""
         path, lease.turn = lease.path, None
         node = self._keep_answer(lease, turn, total_tokens) if turn.answer_key is not None else None
-        turn.keep(path[-1], node)
+        turn.keep(path, node)
         return path if node is None else [*path, node]
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> Node | None:
