@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ragorder.trie.search.base import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = ["Behind", "Histories", "Segment", "TurnEnd", "find_below", "held_tokens"]
+__all__ = ["AnswerKey", "Behind", "Histories", "Segment", "TurnEnd", "find_below", "held_tokens"]
 
 _KEPT_SEGMENTS = 8192
 
@@ -65,6 +65,10 @@ class Behind:
         return self.chains[-1] if self.chains else b""
 
 
+class AnswerKey(bytes):
+    """Key of an answer's node, which ends where the engine has reported, whatever the lengths in front of it."""
+
+
 class TurnEnd:
     """The turn of a request behind a history: in a lease's path `history` nodes stand in front of its documents, of
     which the last is number `documents`. `message` and `answer` are the keys by which later histories name the turn,
@@ -83,7 +87,9 @@ class TurnEnd:
     @property
     def answer_key(self) -> Key | None:
         """None: later requests do not continue this answer."""
-        return _link(_link(b"answer", self.message), self.answer) if self.message and self.answer else None
+        if not self.message or not self.answer:
+            return None
+        return AnswerKey(_link(_link(b"answer", self.message), self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
         """The request is served: its turn has these nodes in later histories."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.trie.histories import TurnEnd
+from ragorder.trie.histories import AnswerKey, TurnEnd
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import KnowledgeTree, Node
@@ -193,7 +193,10 @@ class LRUResidency:
         for node, end in ends.items():
             start = 0 if node.parent is None else node.parent.end
             length = 0 if node.parent is None else end - ends[node.parent]
-            node.end = prefix_tokens if node is root else start + round(ratio * length)
+            if isinstance(node.key, AnswerKey):
+                node.end = max(start, end)
+            else:
+                node.end = prefix_tokens if node is root else start + round(ratio * length)
             blocks, held = node.end // size - start // size, node.blocks - node.missing
             whole = not node.missing and node.stamp
             filling = node.provisional
