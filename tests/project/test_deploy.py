@@ -150,7 +150,7 @@ class TestCommands:
         for where, command in commands().items():
             params = parsed(command).params
             assert params["port"] == PORT, where
-            # Nobody outside of a container reaches its loopback device.
+            # A container's loopback device is reached from inside of it alone.
             assert params["host"] == "0.0.0.0", where  # noqa: S104
             assert len(params["upstream"]) == 1, where
 
@@ -296,9 +296,7 @@ class TestServed:
                 assert "ragorder_order_seconds" in client.get("/metrics").text
                 # What llm-d's picker scrapes through the proxy.
                 assert client.get("/metrics/").text == "vllm:num_requests_waiting 3.0\n"
-            shown = process.stop()
-        assert "unknown" not in shown
-        assert "every client" not in shown
+            assert process.stop() == ""
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
@@ -315,9 +313,8 @@ def test_the_readme_names_every_folder() -> None:
     assert "Not tried" in text
 
 
-def test_every_file_can_be_read(tmp_path: Path) -> None:
-    suffixes = {path.suffix for path in FILES}
-    assert {".yaml", ".yml", ".json"} <= suffixes
-    for path in FILES:
-        if path.suffix in (".yaml", ".yml"):
-            assert documents(path), path
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix in (".yaml", ".yml")], ids=lambda path: path.name
+)
+def test_every_file_is_yaml(path: Path) -> None:
+    assert documents(path)
