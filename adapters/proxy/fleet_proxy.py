@@ -24,7 +24,7 @@ from ragorder.adapters.proxy.upstream import UpstreamError
 __all__ = ["FleetProxy"]
 
 _REPLICA = b"x-ragorder-replica"
-_OF_TOKENS = ("chat", "completions")
+_OF_TOKENS = ("chat", "completions", "messages", "responses")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -92,7 +92,7 @@ class FleetProxy(ReverseProxy):
 
         # What is not sent again is answered as the replica answers it.
         refusable = head.is_queued and self._fleet.has_other(tried)
-        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=refusable, on_begun=begin)
+        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=refusable, on_begun=begin, route=head.route)
         try:
             body = sent.take_body(received[0])
             # Without documents it is the one received.
