@@ -55,8 +55,8 @@ class Chunk(NamedTuple):
 class ChatBody(Body):
     route = "chat"
     messages_field: ClassVar[str] = "messages"
-    instructions_field: ClassVar[str | None] = None
-    """The field that counts as a system message in front of the others."""
+    instructions_field: ClassVar[str] = ""
+    """The field that counts as a system message in front of the others, if there is one."""
     content_fields: ClassVar[Sequence[str]] = ("content",)
     has_nested_content: ClassVar[bool] = False
 
@@ -122,26 +122,23 @@ class ChatBody(Body):
 
     def _where(self, passage: Passage) -> str:
         place = passage.place - self._instructions()
-        return f"{self.messages_field}[{place}].{passage.field}" if place >= 0 else f"{self.instructions_field}"
+        return f"{self.messages_field}[{place}].{passage.field}" if place >= 0 else self.instructions_field
 
     def _instructions(self) -> int:
         """How many messages stand for the instructions' field."""
-        field = self.instructions_field
-        return int(field is not None and self.fields.get(field, _NULL) != _NULL)
+        return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
 
     def _messages(self, content: Raw) -> list[Raw] | None:
         """With the instructions in front. Raises HTTPError for too many."""
         messages = _items(content, self.messages_field)
         if messages is None or not self._instructions():
             return messages
-        assert self.instructions_field is not None
         return [encode({"role": "system", "content": self.fields[self.instructions_field]}), *messages]
 
     def _put_messages(self, messages: Sequence[Raw], places: Set[int]) -> None:
         """Those at `places` have changed."""
         first = self._instructions()
         if first and 0 in places:
-            assert self.instructions_field is not None
             self.fields[self.instructions_field] = msgspec.json.decode(messages[0], type=Fields)["content"]
         if any(place >= first for place in places):
             self.fields[self.messages_field] = encode(messages[first:])
