@@ -131,7 +131,7 @@ def make_app(
         send_facts=send_facts,
         number_by_place=number_by_place,
         repeated=repeated,
-        marks=marks,
+        marks=["messages"] if marks else [],
         on_passed=on_passed,
     )
     limits: dict[str, Any] = {

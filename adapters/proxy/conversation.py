@@ -98,6 +98,44 @@ class ChatBody(Body):
             places.add(place)
         self._put_messages(messages, places)
 
+    def append_chunks(self, chunks: Sequence[Chunk], mark: Raw) -> None:
+        """A message of the user's with a part for each chunk."""
+        self.append([_chunk_part({"type": "text"}, chunk, mark) for chunk in chunks])
+
+    def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], mark: Raw) -> None:
+        """The passage, which is not nested, as a part for each chunk, with `mark` as the cache_control of those that
+        are marked."""
+        parts: list[Any] = list(passage.parts[: passage.number])
+        for chunk in chunks:
+            part: dict[str, Any] = {"type": "text"}
+            if passage.parts:
+                part = msgspec.json.decode(passage.parts[passage.number + chunk.part], type=Fields)
+            parts.append(_chunk_part(part, chunk, mark))
+        if passage.parts:
+            parts += passage.parts[passage.number + passage.text.count(BOUNDARY) + 1 :]
+        messages = list(passage.messages)
+        message: dict[str, Any] = msgspec.json.decode(messages[passage.place], type=Fields)
+        messages[passage.place] = encode(message | {passage.field: parts})
+        self._put_messages(messages, {passage.place})
+
+    def mark_turn(self, mark: Raw) -> None:
+        """Mark the last part of a conversation's last message: the next turn resumes there."""
+        messages = decode(self.fields.get(self.messages_field, _NULL), list[Raw]) or [_NULL]
+        message = decode(messages[-1], Fields) or {}
+        if decode(message.get("role", _NULL), str) != "user" or not any(map(_is_answer, messages)):
+            return
+        content = message.get("content", _NULL)
+        text = decode(content, str)
+        parts = decode(content, list[Raw]) or [] if text is None else [encode({"type": "text", "text": text})]
+        last = decode(parts[-1], Fields) if parts else None
+        if last is None or decode(last.get("type", _NULL), str) not in _MARKABLE:
+            return
+        if "text" in last and not (decode(last["text"], str) or "").strip():
+            return
+        parts[-1] = encode(last | {"cache_control": mark})
+        messages[-1] = encode(message | {"content": encode(parts)})
+        self.fields[self.messages_field] = encode(messages)
+
     def is_history(self, passage: Passage) -> bool:
         if passage.role in _INSTRUCTIONS:
             return False
@@ -189,44 +227,6 @@ class MessagesBody(ChatBody):
     has_nested_content = True
     limits = ("max_tokens",)
     shapes_prefix = ("chat_template_kwargs", "output_config", "thinking", "tool_choice", "tools")
-
-    def append_chunks(self, chunks: Sequence[Chunk], mark: Raw) -> None:
-        """A message of the user's with a part for each chunk."""
-        self.append([_chunk_part({"type": "text"}, chunk, mark) for chunk in chunks])
-
-    def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], mark: Raw) -> None:
-        """The passage, which is not nested, as a part for each chunk, with `mark` as the cache_control of those that
-        are marked."""
-        parts: list[Any] = list(passage.parts[: passage.number])
-        for chunk in chunks:
-            part: dict[str, Any] = {"type": "text"}
-            if passage.parts:
-                part = msgspec.json.decode(passage.parts[passage.number + chunk.part], type=Fields)
-            parts.append(_chunk_part(part, chunk, mark))
-        if passage.parts:
-            parts += passage.parts[passage.number + passage.text.count(BOUNDARY) + 1 :]
-        messages = list(passage.messages)
-        message: dict[str, Any] = msgspec.json.decode(messages[passage.place], type=Fields)
-        messages[passage.place] = encode(message | {passage.field: parts})
-        self._put_messages(messages, {passage.place})
-
-    def mark_turn(self, mark: Raw) -> None:
-        """Mark the last part of a conversation's last message: the next turn resumes there."""
-        messages = decode(self.fields.get(self.messages_field, _NULL), list[Raw]) or [_NULL]
-        message = decode(messages[-1], Fields) or {}
-        if decode(message.get("role", _NULL), str) != "user" or not any(map(_is_answer, messages)):
-            return
-        content = message.get("content", _NULL)
-        text = decode(content, str)
-        parts = decode(content, list[Raw]) or [] if text is None else [encode({"type": "text", "text": text})]
-        last = decode(parts[-1], Fields) if parts else None
-        if last is None or decode(last.get("type", _NULL), str) not in _MARKABLE:
-            return
-        if "text" in last and not (decode(last["text"], str) or "").strip():
-            return
-        parts[-1] = encode(last | {"cache_control": mark})
-        messages[-1] = encode(message | {"content": encode(parts)})
-        self.fields[self.messages_field] = encode(messages)
 
 
 def _rewritten(content: Raw, changes: Sequence[tuple[Passage, str]]) -> Raw:

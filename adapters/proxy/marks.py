@@ -1,4 +1,4 @@
-"""Marks (`cache_control`) in bodies of /v1/messages whose client set none: where a cache can be resumed."""
+"""Marks (`cache_control`) in bodies whose client set none: where a cache can be resumed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from msgspec import Raw
 
-from ragorder.adapters.proxy.body import BOUNDARY, Body
-from ragorder.adapters.proxy.conversation import Chunk, MessagesBody
+from ragorder.adapters.proxy.body import BOUNDARY
+from ragorder.adapters.proxy.conversation import Chunk
 
 __all__ = ["MARK", "chunks_of", "may_be_marked"]
 
@@ -15,9 +15,9 @@ MARK = Raw(b'{"type":"ephemeral"}')
 _FIELD = b'"cache_control"'
 
 
-def may_be_marked(body: Body, content: bytes) -> bool:
-    """Whether the client has set no mark. `content`: the body as received."""
-    return isinstance(body, MessagesBody) and _FIELD not in content
+def may_be_marked(content: bytes) -> bool:
+    """Whether the client has set no mark in the body."""
+    return _FIELD not in content
 
 
 def chunks_of(pieces: Sequence[str], marked: Collection[int]) -> list[Chunk]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +32,7 @@ _TAG = b'"%s"' % FIELD.encode()
 
 
 class BodyParser:
-    """See `make_app`. `warn` gets each complaint once."""
+    """See `make_app`. `warn` gets each complaint once; bodies of the routes in `marks` are marked."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class BodyParser:
         send_facts: bool = False,
         number_by_place: bool = False,
         repeated: RepeatedDocuments | None = None,
-        marks: bool = False,
+        marks: Collection[Route] = (),
         on_passed: Callable[[str], None] | None = None,
     ) -> None:
         self._builder = builder
@@ -87,7 +87,7 @@ class BodyParser:
                 raise HTTPError(400, message, code="no_documents_here", param=FIELD)
             return unread
         body = _BODIES[route](fields)
-        is_marked = self._marks and may_be_marked(body, content)
+        is_marked = route in self._marks and may_be_marked(content)
         if FIELD in fields:
             return self._read_tagged(body, is_marked=is_marked)
         if self._template is None:
@@ -110,7 +110,7 @@ class BodyParser:
                 shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
             turn = self._builder.turn(tagged.query, shown, permutation)
             pieces = self._pieces(shown, turn) if is_marked else None
-            if pieces is not None and isinstance(body, MessagesBody):
+            if pieces is not None and isinstance(body, ChatBody):
                 body.append_chunks(chunks_of(pieces, marked), MARK)
             else:
                 body.append(turn)
@@ -174,7 +174,7 @@ class BodyParser:
             text = "".join(pieces)
             if parsed.error is None:
                 self._turns.remember(parsed.scope, passage.text, text, permutation)
-            if is_marked and isinstance(body, MessagesBody):
+            if is_marked and isinstance(body, ChatBody):
                 body.put_chunks(passage, chunks_of(pieces, marked), MARK)
                 body.mark_turn(MARK)
             elif text != passage.text:
