@@ -65,8 +65,8 @@ class OrderDocuments(CustomLogger):
     - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
       Anthropic; the orderer then takes `feedback=False`
 
-    A malformed "ragorder" is a litellm.BadRequestError that names the field. After any other failure the request goes on
-    as it came, and the orderer is degraded.
+    A malformed "ragorder" is a litellm.BadRequestError that names the field. After any other failure the request goes
+    on as it came, and the orderer is degraded.
     """
 
     def __init__(
