@@ -249,7 +249,6 @@ class TestRepeatedDocuments:
         proxy = with_repeats()
         sent = proxy.sent("chat", body)
         assert sent["messages"] == [body["messages"][0], user("[b] is above.\nWhich?")]
-        # Nothing was found to order in the second message.
         assert proxy.named == "0"
 
     def test_a_single_one_is_named_where_nothing_is_ordered(self) -> None:
@@ -330,4 +329,4 @@ class TestRepeatedDocuments:
         # No more than once, but within one text.
         for name in "abcd":
             assert sum(document(name) in text for text in texts) <= 1
-        assert [text.count("\n") >= 0 and text.endswith("?") for text in texts[::2]] == [True] * len(texts[::2])
+        assert all(text.endswith("?") for text in texts[::2])
