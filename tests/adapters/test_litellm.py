@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -136,7 +137,7 @@ class TestHook:
         assert "".join(part["text"] for part in parts) == written("abd")
         assert parts[1]["cache_control"] == {"type": "ephemeral"}
 
-    @pytest.mark.parametrize("broken", [{1, 2}, object(), [object()]])
+    @pytest.mark.parametrize("broken", [1j, object(), [object()]], ids=["number", "object", "in a list"])
     async def test_what_cannot_be_read_goes_on_as_it_came_and_is_told(
         self, broken: Any, callback: OrderDocuments, orderer: RecordingOrderer
     ) -> None:
@@ -193,7 +194,7 @@ class TestOutcomes:
                     assert answer.choices[0].message.content == "yes"
             await wait_for(lambda: len(orderer.finished) == 2)
         assert orderer.finished == [SERVED, SERVED]
-        assert "abc" == "".join(name for name in "abc" if TEXTS[name] in str(cloud.last))
+        assert "".join(dict.fromkeys(re.findall(r"(\w) is a document", str(cloud.last)))) == "abc"
 
     async def test_a_failed_request_is_discarded(self, registered: OrderDocuments, orderer: RecordingOrderer) -> None:
         cloud = Cloud()
