@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +21,9 @@ class TestNumberLabels:
         assert number_label(Document("1", "text")) == number_label(Document("2", "text")) == number_label("text")
         assert number_label("text") != number_label("other text")
 
-    def test_are_the_same_in_every_process(self, python: object) -> None:
+    def test_are_the_same_in_every_process(self, python: Any) -> None:
         script = "from ragorder.citations import number_label; print(number_label('Orders are shipped.'))"
-        assert python("-c", script).stdout.strip() == number_label("Orders are shipped.")  # type: ignore[operator]
+        assert python("-c", script).stdout.strip() == number_label("Orders are shipped.")
 
     @given(st.text(), st.integers(1, 15))
     def test_have_that_many_digits(self, text: str, digits: int) -> None:
