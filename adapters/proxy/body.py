@@ -126,6 +126,10 @@ class Body:
     def put(self, passage: Passage, text: str) -> None:
         raise NotImplementedError
 
+    def is_turn(self, passage: Passage) -> bool:
+        """Whether the passage is of a turn, which later requests bring again."""
+        return False
+
     def is_history(self, passage: Passage) -> bool:
         """Whether the passage is of an earlier turn: an answer follows it."""
         return False

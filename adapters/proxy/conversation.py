@@ -136,10 +136,11 @@ class ChatBody(Body):
         messages[-1] = encode(message | {"content": encode(parts)})
         self.fields[self.messages_field] = encode(messages)
 
+    def is_turn(self, passage: Passage) -> bool:
+        return passage.role not in _INSTRUCTIONS
+
     def is_history(self, passage: Passage) -> bool:
-        if passage.role in _INSTRUCTIONS:
-            return False
-        return any(map(_is_answer, passage.messages[passage.place + 1 :]))
+        return self.is_turn(passage) and any(map(_is_answer, passage.messages[passage.place + 1 :]))
 
     def _texts(self, own: Passage, content: Raw) -> Iterator[Passage]:
         text = decode(content, str)

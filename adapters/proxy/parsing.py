@@ -172,7 +172,7 @@ class BodyParser:
                 texts = [run.documents[rank] for rank in permutation]
             pieces = run.pieces_with(texts)
             text = "".join(pieces)
-            if parsed.error is None:
+            if parsed.error is None and body.is_turn(passage):
                 self._turns.remember(parsed.scope, passage.text, text, permutation)
             if is_marked and isinstance(body, ChatBody):
                 body.put_chunks(passage, chunks_of(pieces, marked), MARK)
