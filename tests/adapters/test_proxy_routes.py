@@ -23,6 +23,7 @@ from support.bodies import Bodies
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, make_app
 from ragorder.adapters.proxy.body import BOUNDARY, MAX_MESSAGES
+from ragorder.adapters.proxy.error_shape import error_event
 from ragorder.adapters.proxy.marks import chunks_of
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader
 
@@ -535,6 +536,25 @@ class TestErrors:
     )
     def test_other_routes_keep_openais(self, path: str, code: str) -> None:
         assert self.post(path, {}, api_key="k").json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "content"),
+    [
+        ("chat", None, {"error": {"message": "Gone.", "type": "server_error", "param": None, "code": "gone"}}),
+        ("messages", "error", {"type": "error", "error": {"type": "api_error", "message": "Gone."}}),
+        (
+            "responses",
+            "error",
+            {"type": "error", "message": "Gone.", "param": None, "code": "gone", "sequence_number": 0},
+        ),
+    ],
+)
+def test_a_stream_ends_with_an_error_of_its_protocol(route: Any, name: str | None, content: dict[str, Any]) -> None:
+    event = error_event(route, HTTPError(502, "Gone.", code="gone"))
+    *named, data, end, last = event.decode().split("\n")
+    assert named == ([] if name is None else [f"event: {name}"])
+    assert (json.loads(data.removeprefix("data: ")), end, last) == (content, "", "")
 
 
 class TestKeys:
