@@ -533,7 +533,7 @@ class TestTheField:
 
         description = proxy.client.get("/ragorder/openapi.json").json()
         assert description["openapi"].startswith("3.1")
-        assert set(description["paths"]) == {CHAT, COMPLETIONS}
+        assert set(description["paths"]) == {CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"}
         root = {"$ref": "#/components/schemas/ChatBody", "components": description["components"]}
         validator = jsonschema.Draft202012Validator(root)
         assert validator.is_valid(tagged("ab"))
