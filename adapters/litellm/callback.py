@@ -55,7 +55,7 @@ _READ = (
 _MOST_PENDING = 10_000
 
 
-class OrderDocuments(CustomLogger):
+class OrderDocuments(CustomLogger):  # type: ignore[misc]
     """Orders the documents of chats, completions, messages and responses that pass LiteLLM's proxy, and learns of their
     answers. Thread-safe.
 
