@@ -110,7 +110,7 @@ class TestEarlierTurns:
 
     @ROUTES
     def test_also_when_the_cache_has_lost_them(self, route: Route) -> None:
-        proxy = Proxy(orderer=Orderer(block_size=16, capacity_tokens=600, strict=True))
+        proxy = Proxy(orderer=Orderer(block_size=16, capacity_tokens=1000, strict=True))
         proxy.sent(*route(user(written("abc") + "\nOther?")))
         first = user(written("cba") + "\nWhich?")
         sent = turns_of(proxy.sent(*route(first)))
