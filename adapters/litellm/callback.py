@@ -14,6 +14,7 @@ from litellm.integrations.custom_logger import CustomLogger
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
+from ragorder.adapters.proxy.digest import digest_of
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser, Route
 from ragorder.adapters.proxy.schema import FIELD
@@ -61,7 +62,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 
     - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
     - `repeated` names documents that stand in an earlier message instead of sending them again
-    - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order
+    - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, and name
+      none themselves ("ragorder.scope")
     - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
       Anthropic; the orderer then takes `feedback=False`
 
@@ -144,7 +146,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         read = {name: data[name] for name in _READ if data.get(name) is not None}
         if self._scope is not None and (tenant := self._scope(caller)) is not None:
             # For the order alone: what the engine gets as its salt is LiteLLM's to send.
-            read["cache_salt"] = tenant
+            read["cache_salt"] = digest_of(tenant).hex()
         return msgspec.json.encode(read)
 
     def _order(self, route: Route, content: bytes) -> OrderedRequest | None:
