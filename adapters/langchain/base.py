@@ -60,10 +60,9 @@ class CacheOrderModel(BaseModel):
             ordering, [str(getattr(document, "page_content", "")) for document in documents], run_manager, self.orderer
         )
         ranked = [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
-        if not marked:
+        if self.mark_key is None:
             return ranked
-        note = {self.mark_key: True}
-        return [self._noted(each, note) if place in marked else each for place, each in enumerate(ranked, 1)]
+        return [self._with_mark(document, place in marked) for place, document in enumerate(ranked, 1)]
 
     def _read(self, document: Document) -> ragorder.Document:
         return ragorder.Document(
@@ -76,11 +75,16 @@ class CacheOrderModel(BaseModel):
     def _ranked(self, document: Document, rank: int) -> Document:
         with suppress(Exception):
             if self.rank_key is not None and self.rank_key not in document.metadata:
-                return self._noted(document, {self.rank_key: {"rank": rank}})
+                return document.model_copy(update={"metadata": {**document.metadata, self.rank_key: {"rank": rank}}})
         return document
 
-    def _noted(self, document: Document, notes: dict[Any, Any]) -> Document:
-        return document.model_copy(update={"metadata": {**document.metadata, **notes}})
+    def _with_mark(self, document: Document, marked: bool) -> Document:
+        with suppress(Exception):
+            if marked != (self.mark_key in document.metadata):
+                # A mark of an earlier request is none of this one's.
+                metadata = {name: value for name, value in document.metadata.items() if name != self.mark_key}
+                return document.model_copy(update={"metadata": metadata | ({self.mark_key: True} if marked else {})})
+        return document
 
     def _marked(self, ordering: Ordering[Any]) -> frozenset[int]:
         if self.mark_key is None:

@@ -65,6 +65,13 @@ def test_documents_themselves_stay_as_they_are(orderer: Orderer) -> None:
     assert any(each.metadata.get("mark") for each in ordered)
 
 
+def test_marks_of_an_earlier_request_are_gone(orderer: Orderer) -> None:
+    marked = [Document(each.page_content, id=each.id, metadata={"mark": True}) for each in found("abcdef")]
+    ordered = CacheOrderTransformer(orderer, mark_key="mark").invoke(marked)
+    assert [each.metadata for each in ordered] == [{}] * 6
+    assert all(each.metadata == {"mark": True} for each in marked)
+
+
 def test_without_the_key_nothing_is_added(orderer: Orderer) -> None:
     documents = found("abc")
     reorder = CacheOrderTransformer(orderer)
