@@ -163,7 +163,7 @@ class TestAnthropic:
         url = start(upstream_api_key="up")
         with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
             client.messages.create(**self.ask("ab"))
-        assert cloud.headers[-1]["x-api-key"] == "up"
+        assert cloud.headers[-1]["authorization"] == "Bearer up"
         assert cloud.headers[-1]["anthropic-version"]
 
     def test_marks_are_set_where_it_sets_none(
