@@ -341,7 +341,7 @@ class TestOnVLLM:
         def ask(url: str, content: str) -> tuple[int, int]:
             with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
                 messages = [{"role": "user", "content": content}]
-                request = {"model": vllm_server.model_name, "max_tokens": 4, "messages": messages, "temperature": 0.0}
+                request = {"model": vllm_server.model_name, "max_tokens": 4, "messages": messages}
                 if streamed:
                     with client.messages.stream(**request) as stream:
                         usage = stream.get_final_message().usage
