@@ -348,7 +348,7 @@ class TestOnVLLM:
                 else:
                     usage = client.messages.create(**request).usage
                 cached = usage.cache_read_input_tokens or 0
-                return cached, usage.input_tokens + cached
+                return cached, usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
 
         self.run(vllm_server, serve, ask)
 
