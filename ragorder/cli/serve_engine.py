@@ -89,6 +89,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "tiers",
     "marks",
     "connect_timeout_s",
+    "tries_timeout_s",
 )
 
 
