@@ -108,7 +108,7 @@ class BodyParser:
             shown = [given[rank] for rank in permutation]
             if self._by_place:
                 shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
-            turn = self._builder.turn(tagged.query, shown, permutation)
+            turn = self._builder.user_message(tagged.query, shown, permutation)
             pieces = self._pieces(shown, turn) if is_marked else None
             if pieces is not None and isinstance(body, ChatBody):
                 body.append_chunks(chunks_of(pieces, marked), MARK)
