@@ -247,7 +247,9 @@ class PromptBuilder:
             header.append(literal)
             if name == "text":
                 break
-            if name is not None:
+            if name == "label":
+                header.append(self.label_of(document))
+            elif name is not None:
                 header.append(document.id if name == "id" else str(document.metadata.get("title", "")))
         return "".join(header)
 

@@ -117,3 +117,15 @@ class TestInPrompts:
         builder = PromptBuilder("", document_template=SHOWN, label=lambda document: document.metadata["n"])
         lengths = [builder.document_tokens(Document("1", "text", metadata={"n": "y" * n})) for n in (4, 400)]
         assert lengths[0] < lengths[1]
+
+    def test_in_a_conversation_it_stays_and_is_found_again(self) -> None:
+        builder = PromptBuilder("s", document_template=SHOWN)
+        orderer = Orderer(block_size=16, strict=True)
+        first = builder.turn("Which?", DOCUMENTS[:3], orderer=orderer)
+        history = [*first.messages, {"role": "assistant", "content": "a"}]
+        second = builder.turn("Why?", DOCUMENTS[1:4], history=history, orderer=orderer)
+        shown = [str(message["content"]) for message in second.messages]
+        assert second.messages[: len(history)] == history
+        for document in DOCUMENTS[:4]:
+            text = f"[{number_label(document)}] {document.text}\n"
+            assert [text in content for content in shown].count(True) == 1
