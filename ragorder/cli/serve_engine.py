@@ -86,6 +86,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "shared_orders",
     "tokenizer",
     "tiers",
+    "marks",
     "connect_timeout_s",
     "tries_timeout_s",
 )
