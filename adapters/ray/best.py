@@ -19,6 +19,7 @@ from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.app import BODIES_LIMIT, BODY_LIMIT, PROBES, health
+from ragorder.adapters.proxy.error_shape import error_content
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, with_length
@@ -161,4 +162,4 @@ def _make_app(
         app = APIKeyMiddleware(app, api_key, open_paths=PROBES)
     elif hosts is not None:
         app = HostMiddleware(app, hosts, open_paths=PROBES)
-    return ErrorMiddleware(app)
+    return ErrorMiddleware(app, error_content)

@@ -18,7 +18,7 @@ from ragorder.adapters.ray.lifespan import Lifespan
 
 __all__ = ["EngineReplica", "ReplicaRequest"]
 
-_OF_TOKENS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_OF_TOKENS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _REPLICA = b"x-ragorder-replica"
 _READY = b"/ragorder/ready"
 # Nothing listens there.
