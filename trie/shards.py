@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from ragorder.trie.plan import Planned, plan
 from ragorder.trie.tree import Key
 
-__all__ = ["ShardPaths", "ShardRequest", "plan_in_shards"]
+__all__ = ["ShardPaths", "ShardRequest", "plan_in_shards", "shared_documents"]
 
 _PARTS = 8
 """Groups of this share of the mean shard are not split, so no shard is much larger than the mean."""
@@ -237,3 +237,13 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
         [(indices[place], order) for place, order in plan([requests[index] for index in indices], tokens)]
         for indices in members
     ]
+
+
+def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
+    """Leading documents that two orders share."""
+    shared = 0
+    for document, other in zip(order, before, strict=False):
+        if document != other:
+            break
+        shared += 1
+    return shared

@@ -19,6 +19,7 @@ from ragorder.settings import Settings
 
 __all__ = ["order"]
 
+
 @click.command(cls=Command)
 @click.argument("requests", type=StreamFile("rb"), default="-")
 @section(
@@ -137,4 +138,3 @@ def _as_json(request: RequestToOrder, ordering: Ordering[Document]) -> dict[str,
         "prefix_documents": ordering.prefix_documents,
         "cached_tokens": ordering.cached_tokens,
     }
-

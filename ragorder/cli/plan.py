@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -97,13 +98,13 @@ def _cores() -> int:
 @contextmanager
 def _shown() -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as ProgressBars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with ProgressBars(*columns, console=Console(stderr=True), transient=True) as bars:
 
-        def start(label: str, steps: int):  # type: ignore[no-untyped-def]
-            task = bar.add_task(label, total=steps)
-            return lambda: bar.advance(task)
+        def start(label: str, steps: int) -> Callable[[], None]:
+            return partial(bars.advance, bars.add_task(label, total=steps))
 
         yield start

@@ -18,7 +18,9 @@ __all__ = ["DealtSpill", "Row", "Spill", "SpillWriter"]
 _HEADER = Struct("<QqQI")
 # No prompt is longer.
 _MOST_TOKENS = 1 << 40
+# Of one file, and of all.
 _BUFFER_BYTES = 1 << 16
+_BUFFERED_BYTES = 1 << 27
 
 
 class Row(NamedTuple):
@@ -90,13 +92,14 @@ class DealtSpill:
     def __init__(self, spills: list[Spill]) -> None:
         self._paths = [path for spill in spills for path in (spill.rows_path, spill.texts_path)]
         self._waiting = [bytearray() for _ in self._paths]
+        self._most = min(_BUFFER_BYTES, _BUFFERED_BYTES // max(1, len(self._paths)))
         for path in self._paths:
             path.write_bytes(b"")
 
     def add(self, shard: int, row: Row, text: bytes) -> None:
         for place, data in ((2 * shard, row.encoded()), (2 * shard + 1, text)):
             self._waiting[place] += data
-            if len(self._waiting[place]) >= _BUFFER_BYTES:
+            if len(self._waiting[place]) >= self._most:
                 self._write(place)
 
     def close(self) -> None:

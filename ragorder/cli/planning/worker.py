@@ -18,6 +18,7 @@ from typing import Any
 from ragorder.cli.planning.folder import PlanFolder, write_json
 from ragorder.cli.planning.spill import Row
 from ragorder.trie.plan import plan
+from ragorder.trie.shards import shared_documents
 
 __all__ = ["plan_shard", "serve"]
 
@@ -54,7 +55,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
         starts.append(end)
         end += row.text_bytes
         by_scope.setdefault(row.request.scope, []).append(place)
-    figures = {"file": folder.shard_path(shard).name, "requests": len(rows)}
+    figures: dict[str, Any] = {"file": folder.shard_path(shard).name, "requests": len(rows)}
     figures |= {"documents": 0, "tokens": 0, "saved_tokens": 0}
     written = folder.work / f"{folder.shard_path(shard).name}.{os.getpid()}"
     with written.open("wb") as output, spill.texts_path.open("rb") as texts:
@@ -71,7 +72,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
                 texts.seek(starts[members[number]])
                 ranks = {document: rank for rank, document in enumerate(row.request.documents)}
                 lengths = [tokens[document] for document in order]
-                shared = _shared(before, order)
+                shared = shared_documents(before, order)
                 line = _line(row.index, texts.read(row.text_bytes), [ranks[document] for document in order])
                 line |= {"prefix_documents": shared, "cached_tokens": sum(lengths[:shared])}
                 output.write(json.dumps(line).encode() + b"\n")
@@ -89,15 +90,6 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
 def _line(index: int, text: bytes, permutation: list[int]) -> dict[str, Any]:
     echo, ids = json.loads(text)
     return {**echo, "index": index, "documents": [ids[rank] for rank in permutation], "permutation": permutation}
-
-
-def _shared(before: Sequence[Any], order: Sequence[Any]) -> int:
-    shared = 0
-    for document, other in zip(order, before, strict=False):
-        if document != other:
-            break
-        shared += 1
-    return shared
 
 
 def _end_with_parent() -> None:

@@ -15,7 +15,9 @@ from ragorder.cli.planning.worker import serve
 __all__ = ["plan_in_processes"]
 
 
-def plan_in_processes(folder: PlanFolder, shards: Iterable[int], processes: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def plan_in_processes(
+    folder: PlanFolder, shards: Iterable[int], processes: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(shard, its figures) of each, as they become ready. Raises PlanError if a process fails or is ended."""
     waiting = deque(shards)
     workers: dict[Any, SpawnProcess] = {}
