@@ -71,7 +71,7 @@ def plan(
 ) -> None:
     """Plan a batch of any size in shards, each a file in serving order.
 
-    REQUESTS has JSON lines as for `ragorder order`, plain or gzipped, or is - for standard input. A shard holds requests
+    REQUESTS has JSON lines as for `ragorder order`, plain or gzipped, or is - for standard input. A shard has requests
     that share documents, in the order in which one engine should serve them, as the lines that `ragorder order` writes:
     other fields are repeated, so results are joined by an id among them or by "index". Here "prefix_documents" and
     "cached_tokens" are what a request shares with the line before. Requests of different scopes share nothing.
