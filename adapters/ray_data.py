@@ -63,13 +63,15 @@ def plan_dataset(
 
 def _sampled(dataset: Dataset, reader: _Reader, most: int) -> list[ShardRequest]:
     """Every row, or every second, fourth, … one."""
+    import pyarrow
+
     kept: list[ShardRequest] = []
     every, first = 1, 0
     rows = dataset.select_columns(reader.columns)
     for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
         places = range(-first % every, table.num_rows, every)
         first += table.num_rows
-        kept += reader.requests(table.take(list(places)))
+        kept += reader.requests(table.take(pyarrow.array(places, pyarrow.int64())))
         while len(kept) > max(1, most):
             kept, every = kept[::2], 2 * every
     return kept

@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,8 +28,6 @@ def serve(tasks: Connection[Any, Any], path: Path) -> None:
     # An interrupt is the business of the process that asks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Plans are millions of objects without a cycle.
-    gc.disable()
     folder = PlanFolder(path)
     with suppress(EOFError, BrokenPipeError):
         while True:
@@ -58,7 +56,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"file": folder.shard_path(shard).name, "requests": len(rows)}
     figures |= {"documents": 0, "tokens": 0, "saved_tokens": 0}
     written = folder.work / f"{folder.shard_path(shard).name}.{os.getpid()}"
-    with written.open("wb") as output, spill.texts_path.open("rb") as texts:
+    with _no_collection(), written.open("wb") as output, spill.texts_path.open("rb") as texts:
         for members in by_scope.values():
             requests = [rows[place].request for place in members]
             tokens = {
@@ -85,6 +83,18 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
     write_json(folder.counts_path(shard), figures)
     os.replace(written, folder.shard_path(shard))
     return figures
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector: a plan is millions of objects without a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _line(index: int, text: bytes, permutation: list[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from ragorder.cli.planning.folder import PlanError, PlanFolder
-from ragorder.cli.planning.worker import serve
+from ragorder.cli.planning.worker import plan_shard, serve
 
 __all__ = ["plan_in_processes"]
 
@@ -18,8 +18,13 @@ __all__ = ["plan_in_processes"]
 def plan_in_processes(
     folder: PlanFolder, shards: Iterable[int], processes: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(shard, its figures) of each, as they become ready. Raises PlanError if a process fails or is ended."""
+    """(shard, its figures) of each, as they become ready; with one process in this one. Raises PlanError if a process
+    fails or is ended."""
     waiting = deque(shards)
+    if processes == 1:
+        for shard in waiting:
+            yield shard, plan_shard(folder, shard)
+        return
     workers: dict[Any, SpawnProcess] = {}
     busy: dict[Any, int] = {}
     try:
