@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from ragorder import Document, Orderer
@@ -28,7 +30,7 @@ class TestPlanShards:
 
     def test_says_what_a_request_shares_with_the_one_before(self) -> None:
         (shard,) = plan_shards([[Document(each, tokens=10) for each in "abc"]] * 2 + [[Document("a", tokens=10)]], 1)
-        for before, ordering in zip(shard, shard[1:], strict=False):
+        for before, ordering in pairwise(shard):
             shared = ordering.prefix_documents
             assert shared > 0 and before.documents[:shared] == ordering.documents[:shared]
             assert ordering.cached_tokens == 10 * shared
@@ -37,7 +39,7 @@ class TestPlanShards:
     def test_each_engine_hits_as_the_plan_says(self) -> None:
         """An orderer with a cache of little more than one prompt, for each shard, predicts the same hits."""
         for shard in plan_shards(requests(), 3):
-            mirror = Orderer(capacity_tokens=6 * 220, block_size=1, search="none", tail="rank", prefix_tokens=0)
+            mirror = Orderer(capacity_tokens=6 * 220, block_size=1, prefix_tokens=0, suffix_tokens=0)
             for ordering in shard:
                 predicted = mirror.predict_cached_tokens(ordering.documents)[0]
                 assert predicted >= ordering.cached_tokens

@@ -121,8 +121,8 @@ def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise PlanError(
-            f"the disk of {folder} has {free / 2**30:,.2f} GiB free, and the plan needs about {needed / 2**30:,.2f} "
-            "GiB: make room, or name a folder on another disk"
+            f"the disk of {folder} has {free / 2**20:,.1f} MiB free, and the plan needs about {needed / 2**20:,.1f} "
+            "MiB: make room, or name a folder on another disk"
         )
 
 
