@@ -195,10 +195,8 @@ class TestRefusals:
     ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, 1000))
         said = refusal(requests, "--out", tmp_path / "plan")
-        assert (
-            "has 0.0 MiB free, and the plan needs about 0." in said
+        assert "has 0.0 MiB free, and the plan needs about 0." in said
         assert "make room, or name a folder on another disk" in said
-        )
         assert not (tmp_path / "plan").exists()
 
     def test_of_standard_input_a_disk_that_is_too_small_is_said_when_it_was_read(
