@@ -24,7 +24,9 @@ def run_plan(source: Path, folder: Path, *options: str) -> tuple[dict[str, Any],
     """The manifest, and facts. Raises PlanFailedError."""
     before = _core_s()
     command = [sys.executable, "-m", "ragorder", "plan", str(source), "--out", str(folder), *options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(  # noqa: S603
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         memory = _Memory(process.pid)
         memory.start()
         said = process.communicate()[1]

@@ -56,7 +56,7 @@ def _table(groups: list[RecordGroup[ShardedPlanRecord]]) -> Table:
                 format_number(max(each["peak_bytes"] for each in facts) / 2**30, 2),
             )
     table.note = (
-        f"Mean of {len(seeds)} seeds (in brackets their range). Time is that of all cores, from the file that is read to "
-        "those that are written; memory the most that all processes had together."
+        f"Mean of {len(seeds)} seeds (in brackets their range). Time is that of all cores, from the file that is read "
+        "to those that are written; memory the most that all processes had together."
     )
     return table
