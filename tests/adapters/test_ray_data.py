@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_objects_keep_their_fields_and_tenants_stand_together() -> None:
     source = dataset(objects, tenant=lambda number: f"tenant-{number % 3}")
     for shard in in_shards(plan_dataset(source, 2, scope="tenant")).values():
         tenants = [row["tenant"] for row in shard]
-        assert len(set(tenants)) == 1 + sum(one != other for one, other in zip(tenants, tenants[1:], strict=False))
+        assert len(set(tenants)) == 1 + sum(one != other for one, other in pairwise(tenants))
         for row in shard:
             given = objects[int(row["id"][1:])]
             assert [dict(each) for each in row["documents"]] == [given[rank] for rank in row["permutation"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "batches.md"
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[Any]:
+    environment = pytest.MonkeyPatch()
+    environment.setenv("PYSPARK_PYTHON", sys.executable)
     settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.sql.shuffle.partitions": "4"}
     builder = pyspark.SparkSession.builder.master("local[2]")
     for name, value in settings.items():
@@ -32,6 +35,7 @@ def spark() -> Iterator[Any]:
     session = builder.getOrCreate()
     yield session
     session.stop()
+    environment.undo()
 
 
 def test_every_row_is_served_once_and_nearly_as_in_one_plan(spark: Any) -> None:
