@@ -10,6 +10,7 @@ from ragorder.document import Document
 from ragorder.extras import needs
 from ragorder.trie.plan import plan
 from ragorder.trie.shards import ShardPaths, ShardRequest
+from ragorder.trie.tree import Key
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -117,13 +118,15 @@ class _Reader:
         rows: list[int] = []
         permutations: list[list[int]] = []
         for members in by_scope.values():
-            tokens = {
+            tokens: dict[Key, int] = {
                 document: length
                 for row in members
                 for document, length in zip(requests[row].documents, requests[row].tokens, strict=True)
             }
             for number, order in plan([requests[row].documents for row in members], tokens):
-                ranks = {document: rank for rank, document in enumerate(requests[members[number]].documents)}
+                ranks: dict[Key, int] = {
+                    document: rank for rank, document in enumerate(requests[members[number]].documents)
+                }
                 rows.append(members[number])
                 permutations.append([ranks[document] for document in order])
         given = self._documents(table)

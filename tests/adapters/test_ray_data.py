@@ -111,7 +111,7 @@ def test_rows_without_documents_and_with_repeated_ones_stay() -> None:
 @pytest.mark.parametrize(
     ("documents", "options", "said"),
     [
-        ([["a"]], {"documents": "found"}, "found"),
+        ([["a"]], {"documents": "passages"}, "passages"),
         ([[{"name": "a"}]], {}, "must have lists of ids, or of objects"),
         ([["a"]], {"scope": "tenant"}, "tenant"),
     ],

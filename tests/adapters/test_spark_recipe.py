@@ -46,7 +46,8 @@ def test_every_row_is_served_once_and_nearly_as_in_one_plan(spark: Any) -> None:
     found = re.search(r"^### Spark\n.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert found is not None
     code = found[1].replace("shards=64", "shards=4").replace("sample(0.1)", "sample(0.5, seed=0)")
-    names: dict[str, Any] = {"spark": spark, "frame": frame}
+    # As a script would have it, functions are sent to other processes by value.
+    names: dict[str, Any] = {"__name__": "__main__", "spark": spark, "frame": frame}
     exec(compile(code, PAGE.name, "exec"), names)  # noqa: S102
     rows = names["planned"].collect()
     assert sorted(row["id"] for row in rows) == sorted(f"q{number}" for number in range(len(rankings)))

@@ -19,8 +19,11 @@ from ragorder.cli.planning.folder import PlanFolder, write_json
 from ragorder.cli.planning.spill import Row
 from ragorder.trie.plan import plan
 from ragorder.trie.shards import shared_documents
+from ragorder.trie.tree import Key
 
-__all__ = ["plan_shard", "serve"]
+__all__ = ["OUT_OF_MEMORY", "plan_shard", "serve"]
+
+OUT_OF_MEMORY = "memory ran out: give fewer --workers or more --shards"
 
 
 def serve(tasks: Connection[Any, Any], path: Path) -> None:
@@ -39,7 +42,7 @@ def serve(tasks: Connection[Any, Any], path: Path) -> None:
             except OSError as error:
                 tasks.send((None, str(error)))
             except MemoryError:
-                tasks.send((None, "memory ran out: give fewer --workers or more --shards"))
+                tasks.send((None, OUT_OF_MEMORY))
 
 
 def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
     with _no_collection(), written.open("wb") as output, spill.texts_path.open("rb") as texts:
         for members in by_scope.values():
             requests = [rows[place].request for place in members]
-            tokens = {
+            tokens: dict[Key, int] = {
                 document: length
                 for request in requests
                 for document, length in zip(request.documents, request.tokens, strict=True)
@@ -68,7 +71,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
             for number, order in plan([request.documents for request in requests], tokens):
                 row = rows[members[number]]
                 texts.seek(starts[members[number]])
-                ranks = {document: rank for rank, document in enumerate(row.request.documents)}
+                ranks: dict[Key, int] = {document: rank for rank, document in enumerate(row.request.documents)}
                 lengths = [tokens[document] for document in order]
                 shared = shared_documents(before, order)
                 line = _line(row.index, texts.read(row.text_bytes), [ranks[document] for document in order])

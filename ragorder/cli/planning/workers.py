@@ -10,7 +10,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from ragorder.cli.planning.folder import PlanError, PlanFolder
-from ragorder.cli.planning.worker import plan_shard, serve
+from ragorder.cli.planning.worker import OUT_OF_MEMORY, plan_shard, serve
 
 __all__ = ["plan_in_processes"]
 
@@ -23,7 +23,7 @@ def plan_in_processes(
     waiting = deque(shards)
     if processes == 1:
         for shard in waiting:
-            yield shard, plan_shard(folder, shard)
+            yield shard, _planned(folder, shard)
         return
     workers: dict[Any, SpawnProcess] = {}
     busy: dict[Any, int] = {}
@@ -47,6 +47,13 @@ def plan_in_processes(
             process.terminate()
         for process in workers.values():
             process.join()
+
+
+def _planned(folder: PlanFolder, shard: int) -> dict[str, Any]:
+    try:
+        return plan_shard(folder, shard)
+    except MemoryError:
+        raise PlanError(f"{folder.shard_path(shard).name}: {OUT_OF_MEMORY}") from None
 
 
 def _start(folder: PlanFolder) -> tuple[Connection[Any, Any], SpawnProcess]:
