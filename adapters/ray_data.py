@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.document import Document
 from ragorder.extras import needs
-from ragorder.trie.plan import plan
-from ragorder.trie.shards import ShardPaths, ShardRequest
-from ragorder.trie.tree import Key
+from ragorder.trie.shards import ShardPaths, ShardRequest, plan_requests
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -111,24 +109,8 @@ class _Reader:
         """The rows of a shard in serving order; tenants one after another."""
         import pyarrow
 
-        requests = self.requests(table)
-        by_scope: dict[int | None, list[int]] = {}
-        for row, request in enumerate(requests):
-            by_scope.setdefault(request.scope, []).append(row)
-        rows: list[int] = []
-        permutations: list[list[int]] = []
-        for members in by_scope.values():
-            tokens: dict[Key, int] = {
-                document: length
-                for row in members
-                for document, length in zip(requests[row].documents, requests[row].tokens, strict=True)
-            }
-            for number, order in plan([requests[row].documents for row in members], tokens):
-                ranks: dict[Key, int] = {
-                    document: rank for rank, document in enumerate(requests[members[number]].documents)
-                }
-                rows.append(members[number])
-                permutations.append([ranks[document] for document in order])
+        planned = list(plan_requests(self.requests(table)))
+        rows, permutations = [each.index for each in planned], [each.permutation for each in planned]
         given = self._documents(table)
         ordered = [[given[row][rank] for rank in ranks] for row, ranks in zip(rows, permutations, strict=True)]
         place = table.column_names.index(self.documents)

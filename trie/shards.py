@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from ragorder.trie.plan import Planned, plan
 from ragorder.trie.tree import Key
 
-__all__ = ["ShardPaths", "ShardRequest", "plan_in_shards", "shared_documents"]
+__all__ = ["ShardPaths", "ShardRequest", "PlannedRequest", "plan_in_shards", "plan_requests", "shared_documents"]
 
 _PARTS = 8
 """Groups of this share of the mean shard are not split, so no shard is much larger than the mean."""
@@ -237,6 +237,34 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
         [(indices[place], order) for place, order in plan([requests[index] for index in indices], tokens)]
         for indices in members
     ]
+
+
+class PlannedRequest(NamedTuple):
+    """A request in its place: the ranks of its documents in prompt order, and what it shares with the one before."""
+
+    index: int
+    permutation: list[int]
+    shared_documents: int
+    shared_tokens: int
+
+
+def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
+    """The `plan` of one shard, tenants one after another. Of different lengths of a document the last one counts."""
+    by_scope: dict[int | None, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_scope.setdefault(request.scope, []).append(index)
+    for members in by_scope.values():
+        tokens: dict[Key, int] = {}
+        for index in members:
+            tokens.update(zip(requests[index].documents, requests[index].tokens, strict=True))
+        before: Sequence[Key] = ()
+        for place, order in plan([requests[index].documents for index in members], tokens):
+            index = members[place]
+            ranks: dict[Key, int] = {document: rank for rank, document in enumerate(requests[index].documents)}
+            shared = shared_documents(before, order)
+            saved = sum([tokens[document] for document in order[:shared]])
+            yield PlannedRequest(index, [ranks[document] for document in order], shared, saved)
+            before = order
 
 
 def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:

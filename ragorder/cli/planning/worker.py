@@ -8,18 +8,16 @@ import os
 import signal
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ragorder.cli.planning.folder import PlanFolder, write_json
-from ragorder.cli.planning.spill import Row
-from ragorder.trie.plan import plan
-from ragorder.trie.shards import shared_documents
-from ragorder.trie.tree import Key
+from ragorder.trie.shards import PlannedRequest, plan_requests
 
 __all__ = ["OUT_OF_MEMORY", "plan_shard", "serve"]
 
@@ -46,41 +44,22 @@ def serve(tasks: Connection[Any, Any], path: Path) -> None:
 
 
 def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
-    """Write a shard's requests in serving order; its figures. Tenants are planned one by one."""
+    """Write a shard's requests in serving order; its figures."""
     spill = folder.spill(shard)
-    rows: list[Row] = []
-    starts, end = array("Q"), 0
-    by_scope: dict[int | None, list[int]] = {}
-    for place, row in enumerate(spill.rows()):
-        rows.append(row)
-        starts.append(end)
-        end += row.text_bytes
-        by_scope.setdefault(row.request.scope, []).append(place)
+    rows = list(spill.rows())
+    starts = array("Q", accumulate((row.text_bytes for row in rows), initial=0))
     figures: dict[str, Any] = {"file": folder.shard_path(shard).name, "requests": len(rows)}
     figures |= {"documents": 0, "tokens": 0, "saved_tokens": 0}
     written = folder.work / f"{folder.shard_path(shard).name}.{os.getpid()}"
     with _no_collection(), written.open("wb") as output, spill.texts_path.open("rb") as texts:
-        for members in by_scope.values():
-            requests = [rows[place].request for place in members]
-            tokens: dict[Key, int] = {
-                document: length
-                for request in requests
-                for document, length in zip(request.documents, request.tokens, strict=True)
-            }
-            before: Sequence[Any] = ()
-            for number, order in plan([request.documents for request in requests], tokens):
-                row = rows[members[number]]
-                texts.seek(starts[members[number]])
-                ranks: dict[Key, int] = {document: rank for rank, document in enumerate(row.request.documents)}
-                lengths = [tokens[document] for document in order]
-                shared = shared_documents(before, order)
-                line = _line(row.index, texts.read(row.text_bytes), [ranks[document] for document in order])
-                line |= {"prefix_documents": shared, "cached_tokens": sum(lengths[:shared])}
-                output.write(json.dumps(line).encode() + b"\n")
-                figures["documents"] += len(order)
-                figures["tokens"] += sum(lengths)
-                figures["saved_tokens"] += line["cached_tokens"]
-                before = order
+        for planned in plan_requests([row.request for row in rows]):
+            row = rows[planned.index]
+            texts.seek(starts[planned.index])
+            line = _line(row.index, texts.read(row.text_bytes), planned)
+            output.write(json.dumps(line).encode() + b"\n")
+            figures["documents"] += len(row.request.documents)
+            figures["tokens"] += sum(row.request.tokens)
+            figures["saved_tokens"] += planned.shared_tokens
         output.flush()
         os.fsync(output.fileno())
     write_json(folder.counts_path(shard), figures)
@@ -100,9 +79,16 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _line(index: int, text: bytes, permutation: list[int]) -> dict[str, Any]:
+def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
     echo, ids = json.loads(text)
-    return {**echo, "index": index, "documents": [ids[rank] for rank in permutation], "permutation": permutation}
+    return {
+        **echo,
+        "index": index,
+        "documents": [ids[rank] for rank in planned.permutation],
+        "permutation": planned.permutation,
+        "prefix_documents": planned.shared_documents,
+        "cached_tokens": planned.shared_tokens,
+    }
 
 
 def _end_with_parent() -> None:
