@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from ragorder.trie.plan import Planned, plan
 from ragorder.trie.tree import Key
 
-__all__ = ["ShardPaths", "ShardRequest", "PlannedRequest", "plan_in_shards", "plan_requests", "shared_documents"]
+__all__ = ["PlannedRequest", "ShardPaths", "ShardRequest", "plan_in_shards", "plan_requests", "shared_documents"]
 
 _PARTS = 8
 """Groups of this share of the mean shard are not split, so no shard is much larger than the mean."""
