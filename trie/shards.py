@@ -72,16 +72,16 @@ class ShardPaths:
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
-        counted = _count(requests, most_documents)
         root = _Group()
+        if shards == 1:
+            return cls({}, root, shards)
+        counted = _count(requests, most_documents)
         paths = cls({branch: count - 1 for branch, count in counted.popularity.items() if count > 1}, root, shards)
-        if shards > 1:
-            limit = max(1, counted.size // (_PARTS * shards))
-            fewest = max(2, counted.requests // (_PARTS * _PARTS * shards))
-            frequent = {branch for branch, count in counted.popularity.items() if count >= fewest}
-            root.size, root.requests = counted.size, counted.requests
-            paths._grow(requests, frequent, limit)
-            paths._pack(max(1, counted.size))
+        fewest = max(2, counted.requests // (_PARTS * _PARTS * shards))
+        frequent = {branch for branch, count in counted.popularity.items() if count >= fewest}
+        root.size, root.requests = counted.size, counted.requests
+        paths._grow(requests, frequent, max(1, counted.size // (_PARTS * shards)))
+        paths._pack(max(1, counted.size))
         return paths
 
     def branch(self, request: ShardRequest) -> list[int]:

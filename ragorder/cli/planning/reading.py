@@ -115,9 +115,7 @@ def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raise PlanError if the disk of a folder, which need not exist yet, has less than this many bytes free."""
-    while not folder.exists():
-        folder = folder.parent
+    """Raise PlanError if the disk of a folder has less than this many bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise PlanError(

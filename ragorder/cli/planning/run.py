@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -47,28 +47,38 @@ def plan_file(source: IO[bytes], path: Path, options: PlanOptions, progress: Pro
     folder = PlanFolder(path)
     if folder.shards() and not (folder.manifest_path.exists() or folder.work.exists()):
         raise PlanError(f"{path} holds shards that are no plan of ragorder's: name another folder")
-    if not (folder.manifest_path.exists() or folder.work.exists()):
-        require_space(path, needed_bytes(source, options.document_tokens))
+    new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
-        if not options.resume:
-            folder.clear()
-        finished = folder.manifest
-        known = finished or folder.state
-        if known:
-            _refuse_another(known, options, identify(source, progress), path)
-        if finished:
-            folder.clear_work()
-            return finished
-        folder.make()
-        state = dict(known) or _read(folder, source, options, progress)
-        if state["stage"] == "read":
-            state = _deal(folder, state, options, progress)
-        return _plan(folder, state, options, progress)
+    try:
+        with _locked(path):
+            return _plan_into(folder, source, options, progress)
+    finally:
+        if new:
+            # Only if nothing is in it: the input or the disk was refused.
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _plan_into(folder: PlanFolder, source: IO[bytes], options: PlanOptions, progress: Progress) -> dict[str, Any]:
+    if not options.resume:
+        folder.clear()
+    finished = folder.manifest
+    known = finished or folder.state
+    if known:
+        _refuse_another(known, options, identify(source, progress), folder.path)
+    if finished:
+        folder.clear_work()
+        return finished
+    folder.make()
+    state = dict(known) or _read(folder, source, options, progress)
+    if state["stage"] == "read":
+        state = _deal(folder, state, options, progress)
+    return _plan(folder, state, options, progress)
 
 
 def _read(folder: PlanFolder, source: IO[bytes], options: PlanOptions, progress: Progress) -> dict[str, Any]:
     try:
+        require_space(folder.path, needed_bytes(source, options.document_tokens))
         read = read_input(folder, source, options.document_tokens, progress)
     except BaseException:
         # What was read of an input in part is of no use.
