@@ -30,11 +30,11 @@ def draw(workload: str, requests: int, seed: int) -> Iterable[list[int]]:
 def _topics(requests: int, rng: random.Random) -> Iterator[list[int]]:
     topics = max(1, requests // _TOPIC_REQUESTS)
     for _ in range(requests):
-        topic = min(topics - 1, int((rng.paretovariate(0.5) - 1) * topics / 100))
+        topic = int((rng.paretovariate(0.5) - 1) * topics / 100) % topics
         own = rng.sample(range(_TOPIC_DOCUMENTS), _OF_THE_TOPIC)
         documents = [_POPULAR + topic * _TOPIC_DOCUMENTS + each for each in own]
         while len(documents) < _OF_THE_TOPIC + _OF_ALL:
-            shared = min(_POPULAR - 1, int(10 * (rng.paretovariate(0.7) - 1)))
+            shared = int(10 * (rng.paretovariate(0.7) - 1)) % _POPULAR
             if shared not in documents:
                 documents.append(shared)
         rng.shuffle(documents)
