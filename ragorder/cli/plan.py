@@ -101,8 +101,12 @@ def _shown() -> Iterator[Progress]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as ProgressBars
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda label, steps: lambda: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with ProgressBars(*columns, console=Console(stderr=True), transient=True) as bars:
+    with ProgressBars(*columns, console=console, transient=True) as bars:
 
         def start(label: str, steps: int) -> Callable[[], None]:
             return partial(bars.advance, bars.add_task(label, total=steps))

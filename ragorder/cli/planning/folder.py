@@ -63,10 +63,10 @@ class PlanFolder:
         return self._checked(_read_json(self._state_path)) or {}
 
     def save_state(self, state: Mapping[str, Any]) -> None:
-        write_json(self._state_path, {"format": _FORMAT, **state})
+        write_json(self._state_path, {"format": _FORMAT, **state}, self.work)
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
-        write_json(self.manifest_path, {"format": _FORMAT, **manifest})
+        write_json(self.manifest_path, {"format": _FORMAT, **manifest}, self.work)
         self.clear_work()
 
     def clear_work(self) -> None:
@@ -91,9 +91,9 @@ class PlanFolder:
         return found
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """The whole file or none of it."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
+def write_json(path: Path, value: Mapping[str, Any], work: Path) -> None:
+    """The whole file or none of it; what a kill leaves is in `work`."""
+    written = work / f"{path.name}.{os.getpid()}"
     with written.open("w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=1) + "\n")
         file.flush()

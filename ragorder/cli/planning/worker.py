@@ -62,7 +62,7 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
             figures["saved_tokens"] += planned.shared_tokens
         output.flush()
         os.fsync(output.fileno())
-    write_json(folder.counts_path(shard), figures)
+    write_json(folder.counts_path(shard), figures, folder.work)
     os.replace(written, folder.shard_path(shard))
     return figures
 
