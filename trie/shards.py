@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from math import log, sqrt
 from typing import NamedTuple, Self
 
 from ragorder.trie.plan import Planned, plan
@@ -50,25 +51,29 @@ class ShardPaths:
         paths = ShardPaths.of(requests, shards=64)
         shard = paths.shard(requests[0])
 
-    Requests are grouped by their tenant, then by the document that saves most (tokens of all its requests but one);
-    groups that are too large for a shard are split by the next such document of each request, up to eight. Groups in
-    the order of their paths are packed into shards of about as many tokens each. What remains in a large group without
-    a frequent document is spread by its next document, so requests that share that one stay together.
+    Requests are grouped by their tenant, then by the document whose requests should share most tokens; groups that are
+    too large for a shard are split by the next such document of each request, up to eight. Groups in the order of their
+    paths are packed into shards of about as many tokens each. What remains in a large group without a frequent document
+    is spread by its next document, so requests that share that one stay together.
+
+    What a request should share with the best of the others that have a document is estimated from the mean and the
+    deviation of what two consecutive ones share. So a document of one topic counts more than a frequent one that
+    requests of all topics have.
 
     A shard depends on the request alone, and requests that were not counted have one, too: counts of a sample suffice.
     """
 
-    def __init__(self, saved: Mapping[int, int], root: _Group, shards: int) -> None:
+    def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
         self.shards = shards
-        self._saved = saved
+        self._worth = worth
         self._root = root
 
     @classmethod
     def of(cls, requests: Iterable[ShardRequest], shards: int, *, most_documents: int = 1 << 23) -> Self:
         """The paths of these requests, which are iterated up to ten times.
 
-        Popularity is exact for up to `most_documents` distinct documents; of more the rarest are left out while
-        counting (Manku and Motwani 2002), and count as equal. Raises ValueError for less than one shard.
+        Up to `most_documents` distinct documents are counted; of more the rarest are left out while counting (Manku and
+        Motwani 2002), and are as good as one another. Raises ValueError for less than one shard.
         """
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
@@ -76,7 +81,7 @@ class ShardPaths:
         if shards == 1:
             return cls({}, root, shards)
         counted = _count(requests, most_documents)
-        paths = cls({branch: count - 1 for branch, count in counted.popularity.items() if count > 1}, root, shards)
+        paths = cls(counted.worth, root, shards)
         fewest = max(2, counted.requests // (_PARTS * _PARTS * shards))
         frequent = {branch for branch, count in counted.popularity.items() if count >= fewest}
         root.size, root.requests = counted.size, counted.requests
@@ -85,14 +90,10 @@ class ShardPaths:
         return paths
 
     def branch(self, request: ShardRequest) -> list[int]:
-        """The request's path: its tenant, as a negative number, then its documents, those first that save most."""
-        saved = self._saved.get
-        worth = [
-            (saved(document, 0) * tokens, document)
-            for document, tokens in zip(request.documents, request.tokens, strict=True)
-        ]
-        worth.sort(reverse=True)
-        path = [document for _, document in worth]
+        """The request's path: its tenant, as a negative number, then its documents, best first."""
+        worth = self._worth.get
+        ranked = sorted([(worth(document, 0.0), document) for document in request.documents], reverse=True)
+        path = [document for _, document in ranked]
         return path if request.scope is None else [~request.scope, *path]
 
     def shard(self, request: ShardRequest, number: int = 0) -> int:
@@ -184,25 +185,58 @@ class _Group:
 
 class _Counted(NamedTuple):
     popularity: dict[int, int]
+    worth: dict[int, float]
     requests: int
     size: int
 
 
+class _Facts:
+    """What is known of a document: its requests, the tokens that two after another share, and the last one."""
+
+    __slots__ = ("last", "requests", "shared", "squares")
+
+    def __init__(self, last: Sequence[int]) -> None:
+        self.requests = 1
+        self.shared = self.squares = 0
+        self.last = last
+
+    def worth(self) -> float:
+        pairs = self.requests - 1
+        mean = self.shared / pairs
+        deviation = sqrt(max(0.0, self.squares / pairs - mean * mean))
+        # Of the largest of normal ones; one request in the group is the first.
+        return (mean + deviation * sqrt(2 * log(self.requests))) * pairs / self.requests
+
+
 def _count(requests: Iterable[ShardRequest], most: int) -> _Counted:
-    popularity: Counter[int] = Counter()
+    facts: dict[int, _Facts] = {}
+    scopes: Counter[int] = Counter()
     number = size = 0
     for request in requests:
         number += 1
         size += _size(request)
-        popularity.update(request.documents)
+        documents = request.documents
         if request.scope is not None:
-            popularity[~request.scope] += 1
-        if len(popularity) > most:
+            scopes[~request.scope] += 1
+        own = dict(zip(documents, request.tokens, strict=True))
+        for document in documents:
+            known = facts.get(document)
+            if known is None:
+                facts[document] = _Facts(documents)
+                continue
+            shared = sum([own[other] for other in known.last if other in own])
+            known.requests += 1
+            known.shared += shared
+            known.squares += shared * shared
+            known.last = documents
+        if len(facts) > most:
             least = 1
-            while len(popularity) > most // 2:
-                popularity = Counter({branch: count for branch, count in popularity.items() if count > least})
+            while len(facts) > most // 2:
+                facts = {document: known for document, known in facts.items() if known.requests > least}
                 least += 1
-    return _Counted(popularity, number, size)
+    popularity = {document: known.requests for document, known in facts.items()} | scopes
+    worth = {document: known.worth() for document, known in facts.items() if known.requests > 1}
+    return _Counted(popularity, worth, number, size)
 
 
 def _digest(name: str, salt: bytes = b"", size: int = 8) -> bytes:

@@ -88,15 +88,25 @@ class TestPlan:
 
 
 class TestPaths:
-    def test_begin_with_the_tenant_then_with_what_saves_most(self) -> None:
-        requests = [numbered(ranking, scope=7) for ranking in ([1, 2], [2, 3], [2, 1], [4, 3])]
+    def test_begin_with_the_tenant_then_with_what_shares_most(self) -> None:
+        requests = [numbered(ranking, scope=7) for ranking in ([1, 2, 9], [2, 3], [1, 2, 9], [3, 2], [4, 3])]
         paths = ShardPaths.of(requests, 2)
         assert paths.branch(requests[0])[0] < 0
-        assert [paths.branch(request)[1:] for request in requests] == [[2, 1], [2, 3], [2, 1], [3, 4]]
+        first, second, _, _, last = (paths.branch(request)[1:] for request in requests)
+        assert (sorted(first), sorted(second), last) == ([1, 2, 9], [2, 3], [3, 4])
 
-    def test_a_long_document_counts_more_than_a_frequent_one(self) -> None:
-        requests = [ShardRequest([1, 2], [1000, 10]), ShardRequest([2], [10]), ShardRequest([1, 3], [1000, 10])]
-        assert ShardPaths.of([*requests, requests[1]], 2).branch(requests[0]) == [1, 2]
+    def test_a_document_of_a_topic_counts_more_than_one_that_all_topics_have(self) -> None:
+        rng = random.Random(0)
+        given = [[0, *(10 * topic + each for each in rng.sample(range(1, 9), 5))] for topic in range(20)] * 5
+        rng.shuffle(given)
+        requests = [numbered(ranking) for ranking in given]
+        paths = ShardPaths.of(requests, 4)
+        assert {paths.branch(request).index(0) for request in requests} == {5}
+
+    def test_a_long_document_counts_more_than_a_short_one(self) -> None:
+        given = [([1, 2], [1000, 10]), ([2, 3], [10, 10]), ([1, 4], [1000, 10]), ([2, 5], [10, 10])]
+        requests = [ShardRequest(*each) for each in given]
+        assert ShardPaths.of(requests, 2).branch(requests[0]) == [1, 2]
 
     def test_documents_in_another_order_are_the_same_request(self) -> None:
         given = rankings("mix64", 2000)

@@ -23,8 +23,8 @@ _PLANNED_BYTES = 900
 # Of the memory: the rest is for counting, and for the process that deals.
 _PLANNING_SHARE = 0.75
 _LARGEST = 1.25
-# Of a document and its count.
-_COUNTED_BYTES = 1 << 10
+# Of a document while it is counted: at most a third of the memory.
+_COUNTED_BYTES = 1 << 11
 
 
 @dataclass(frozen=True, slots=True)
