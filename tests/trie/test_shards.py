@@ -97,8 +97,9 @@ class TestPaths:
 
     def test_a_document_of_a_topic_counts_more_than_one_that_all_topics_have(self) -> None:
         rng = random.Random(0)
-        given = [[0, *(10 * topic + each for each in rng.sample(range(1, 9), 5))] for topic in range(20)] * 5
-        rng.shuffle(given)
+        topics = [topic for topic in range(20) for _ in range(50)]
+        rng.shuffle(topics)
+        given = [[0, *(10 * topic + each for each in rng.sample(range(1, 9), 5))] for topic in topics]
         requests = [numbered(ranking) for ranking in given]
         paths = ShardPaths.of(requests, 4)
         assert {paths.branch(request).index(0) for request in requests} == {5}
