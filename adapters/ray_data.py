@@ -57,7 +57,7 @@ def plan_dataset(
         return reader.deal(table, ray.get(shared))
 
     dealt = dataset.map_batches(deal, batch_format="pyarrow", batch_size=None)
-    return dealt.groupby(_SHARD).map_groups(reader.plan, batch_format="pyarrow")
+    return dealt.groupby(_SHARD, num_partitions=shards).map_groups(reader.plan, batch_format="pyarrow")
 
 
 def _sampled(dataset: Dataset, reader: _Reader, most: int) -> list[ShardRequest]:
@@ -110,7 +110,7 @@ class _Reader:
         import pyarrow
 
         planned = list(plan_requests(self.requests(table)))
-        rows, permutations = [each.index for each in planned], [each.permutation for each in planned]
+        rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
         given = self._documents(table)
         ordered = [[given[row][rank] for rank in ranks] for row, ranks in zip(rows, permutations, strict=True)]
         place = table.column_names.index(self.documents)

@@ -208,7 +208,8 @@ class _Facts:
         deviation = sqrt(max(0.0, self.squares / pairs - mean * mean))
         # The largest of n normal ones has an exponent of 1/2: a little more makes up for the noise of rare documents.
         # One request of the group is the first.
-        return (mean + deviation * (2 * log(self.requests)) ** _LARGEST_EXPONENT) * pairs / self.requests
+        largest: float = (2 * log(self.requests)) ** _LARGEST_EXPONENT
+        return (mean + deviation * largest) * pairs / self.requests
 
 
 def _count(requests: Iterable[ShardRequest], most: int) -> _Counted:
@@ -279,7 +280,7 @@ def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int],
 class PlannedRequest(NamedTuple):
     """A request in its place: the ranks of its documents in prompt order, and what it shares with the one before."""
 
-    index: int
+    number: int
     permutation: list[int]
     shared_documents: int
     shared_tokens: int

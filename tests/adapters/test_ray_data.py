@@ -82,7 +82,7 @@ def test_saves_nearly_what_one_plan_saves(rankings: list[list[str]]) -> None:
 
 
 def test_a_sample_is_enough(rankings: list[list[str]]) -> None:
-    found = in_shards(plan_dataset(dataset(rankings), 4, sample=200))
+    found = in_shards(plan_dataset(dataset(rankings), 4, sample=800))
     assert sum(map(len, found.values())) == len(rankings)
     sizes = sorted(map(len, found.values()))
     assert sizes[-1] <= 2 * sizes[0]

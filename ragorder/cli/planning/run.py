@@ -105,7 +105,7 @@ def _deal(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, pr
     paths = ShardPaths.of(passes, shards, most_documents=options.memory_bytes // _COUNTED_BYTES)
     dealt = DealtSpill([folder.spill(shard) for shard in range(shards)])
     for row, text in counted(whole.rows_with_texts(), requests, "dealing requests", progress):
-        dealt.add(paths.shard(row.request, row.index), row, text)
+        dealt.add(paths.shard(row.request, row.number), row, text)
     dealt.close()
     state = {**state, "stage": "dealt", "shards": shards, "options": _as_given(options)}
     folder.save_state(state)

@@ -26,7 +26,7 @@ _BUFFERED_BYTES = 1 << 27
 class Row(NamedTuple):
     """A request by its number in the input, and the bytes of its text."""
 
-    index: int
+    number: int
     text_bytes: int
     request: ShardRequest
 
@@ -34,7 +34,7 @@ class Row(NamedTuple):
         documents, tokens, scope = self.request
         words = array("Q", documents)
         words.extend(min(each, _MOST_TOKENS) for each in tokens)
-        header = _HEADER.pack(self.index, -1 if scope is None else scope, self.text_bytes, len(documents))
+        header = _HEADER.pack(self.number, -1 if scope is None else scope, self.text_bytes, len(documents))
         return header + words.tobytes()
 
 
@@ -48,11 +48,11 @@ class Spill:
     def rows(self) -> Iterator[Row]:
         with self.rows_path.open("rb") as file:
             while header := file.read(_HEADER.size):
-                index, scope, text_bytes, documents = _HEADER.unpack(header)
+                number, scope, text_bytes, documents = _HEADER.unpack(header)
                 words = array("Q")
                 words.frombytes(file.read(2 * documents * words.itemsize))
                 request = ShardRequest(words[:documents], words[documents:], None if scope < 0 else scope)
-                yield Row(index, text_bytes, request)
+                yield Row(number, text_bytes, request)
 
     def rows_with_texts(self) -> Iterator[tuple[Row, bytes]]:
         with self.texts_path.open("rb") as texts:
@@ -71,9 +71,9 @@ class SpillWriter:
         self._files = [path.open("wb") for path in (spill.rows_path, spill.texts_path)]
         self.written_bytes = 0
 
-    def add(self, index: int, request: ShardRequest, text: bytes) -> None:
+    def add(self, number: int, request: ShardRequest, text: bytes) -> None:
         rows, texts = self._files
-        self.written_bytes += rows.write(Row(index, len(text), request).encoded()) + texts.write(text)
+        self.written_bytes += rows.write(Row(number, len(text), request).encoded()) + texts.write(text)
 
     def __enter__(self) -> Self:
         return self

@@ -53,9 +53,9 @@ def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
     written = folder.work / f"{folder.shard_path(shard).name}.{os.getpid()}"
     with _no_collection(), written.open("wb") as output, spill.texts_path.open("rb") as texts:
         for planned in plan_requests([row.request for row in rows]):
-            row = rows[planned.index]
-            texts.seek(starts[planned.index])
-            line = _line(row.index, texts.read(row.text_bytes), planned)
+            row = rows[planned.number]
+            texts.seek(starts[planned.number])
+            line = _line(row.number, texts.read(row.text_bytes), planned)
             output.write(json.dumps(line).encode() + b"\n")
             figures["documents"] += len(row.request.documents)
             figures["tokens"] += sum(row.request.tokens)

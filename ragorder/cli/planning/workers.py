@@ -34,7 +34,8 @@ def plan_in_processes(
             busy[ours] = waiting.popleft()
             ours.send(busy[ours])
         while busy:
-            for tasks in wait(list(busy)):
+            for ready in wait(list(busy)):
+                tasks: Any = ready
                 shard = busy.pop(tasks)
                 yield shard, _answer(tasks, workers[tasks], folder.shard_path(shard).name)
                 if waiting:
