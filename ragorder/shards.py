@@ -27,7 +27,7 @@ def plan_shards(
             for ordering in orderings:
                 engine.serve(questions[ordering.index], ordering.documents)
 
-    Requests that share popular documents are in one shard, and shards have about as many tokens each. Documents, `key`
+    Requests that share documents are in one shard, and shards have about as many tokens each. Documents, `key`
     and `tokens` are as for `Orderer`; `prefix_documents` and `cached_tokens` of an ordering are what its request shares
     with the one before. No orderer counts them: `confirm` and `discard` have no effect. Requests of different tenants
     are planned by separate calls. For batches larger than memory: `ragorder plan`.
