@@ -19,7 +19,7 @@ __all__ = ["PlanOptions", "plan_file"]
 
 _DOCUMENTS_PER_SHARD = 1_000_000
 # Of a document of a request, while its shard is planned: measured, docs/batches.md.
-_PLANNED_BYTES = 900
+_PLANNED_BYTES = 500
 # Of the memory: the rest is for counting, and for the process that deals.
 _PLANNING_SHARE = 0.75
 _LARGEST = 1.25
