@@ -1,0 +1,79 @@
+"""Chat templates that render an earlier turn differently in the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragorder.adapters.doctor.case import Case
+from ragorder.adapters.doctor.chat_template import Chat, ChatTemplate, TemplateFailure
+from ragorder.adapters.doctor.finding import Finding
+
+__all__ = ["check"]
+
+_CHECK = "chat template"
+_MOST = 4
+# Where two segments meet, tokens may merge.
+_MERGED = 2
+_ADVICE = (
+    "the template drops or adds text in earlier turns, such as their reasoning (<think>): keep it with the model's option "
+    "for that (--default-chat-template-kwargs), give vLLM a template that only appends (--chat-template), or send token ids"
+)
+_DATED = "the template writes today's date: give it a fixed one (date_string in --default-chat-template-kwargs)"
+_NEXT = ({"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And what follows from that?"})
+
+
+def check(case: Case) -> Finding:
+    """Renders a turn, and the next one, and compares the tokens: those of the log if it has any, else a turn that is
+    made up."""
+    if case.template is None:
+        return Finding(_CHECK, "unknown", "not checked", "give the URL of a vLLM server, or --tokenizer")
+    pairs = _pairs(case)
+    if not pairs:
+        return Finding(_CHECK, "good", "no chat in this log")
+    lost: list[tuple[int, int]] = []
+    failures: list[str] = []
+    for first, second in pairs:
+        try:
+            lost.append(_lost(case.template, first, second))
+        except TemplateFailure as failure:
+            failures.append(str(failure))
+    if not lost:
+        return Finding(_CHECK, "unknown", f"not checked: {failures[0]}", "see the server's log, or give --tokenizer")
+    changed = [(tokens, length) for tokens, length in lost if tokens > _MERGED]
+    if changed:
+        tokens, length = max(changed)
+        found = f"{len(changed)} of {len(lost)} chats lose up to {tokens:,} of {length:,} tokens in the next turn"
+        return Finding(_CHECK, "bad", f"{found}, rendered twice", _ADVICE)
+    if case.template.dated:
+        return Finding(_CHECK, "warning", "earlier turns keep their tokens, for a day", _DATED)
+    return Finding(_CHECK, "good", f"{len(lost)} chats keep their tokens in the next turn, rendered twice")
+
+
+def _pairs(case: Case) -> list[tuple[Chat, Chat]]:
+    real = [
+        (turn.before.sent, turn.request.sent)
+        for turn in case.turns
+        if turn.changed is None and turn.before.sent and turn.request.sent
+    ]
+    if real:
+        return _spread(real)
+    made_up = [(each.sent, [*each.sent, *_NEXT]) for each in case.log.requests if each.sent and _asks(each.sent[-1])]
+    return _spread(made_up)
+
+
+def _asks(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "user"
+
+
+def _spread(pairs: Sequence[tuple[Chat, Chat]]) -> list[tuple[Chat, Chat]]:
+    step = max(1, len(pairs) // _MOST)
+    return list(pairs[::step][:_MOST])
+
+
+def _lost(template: ChatTemplate, first: Chat, second: Chat) -> tuple[int, int]:
+    """Tokens of the first chat that the second does not begin with, and all of them."""
+    one, other = template.render(first, open_end=False), template.render(second, open_end=True)
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    return len(one) - same, len(one)
