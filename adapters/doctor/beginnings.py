@@ -25,7 +25,7 @@ class SharedBeginning:
 
 
 def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning]:
-    """For each request the earlier one of its scope whose beginning it shares furthest, to a chunk of 256 characters."""
+    """For each request the earlier one of its scope whose beginning it shares furthest, to 256 characters."""
     by_chunks: dict[tuple[tuple[str, str], bytes], LoggedRequest] = {}
     last: dict[tuple[str, str], LoggedRequest] = {}
     found = []

@@ -64,8 +64,8 @@ class RequestLog:
 def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters: int = _MOST_CHARACTERS) -> RequestLog:
     """The first requests of a file of JSON lines, plain or compressed.
 
-    A line is a body (`messages`, `prompt` or `input`) with `usage` in it, or has the body as `request` and the answer as
-    `response` or its `usage`. Raises JSONLinesError, which names the line and quotes nothing of it.
+    A line is a body (`messages`, `prompt` or `input`) with `usage` in it, or has the body as `request` and the answer
+    as `response` or its `usage`. Raises JSONLinesError, which names the line and quotes nothing of it.
     """
     lines = JSONLines(path, example=EXAMPLE)
     found: list[LoggedRequest] = []
@@ -106,10 +106,14 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
         text="".join(parts),
         system_end=leading,
         sent=sent if chat else None,
-        prompt_tokens=report.prompt_tokens or plain.prompt_tokens,
-        cached_tokens=plain.cached_tokens if report.cached_tokens is None else report.cached_tokens,
-        written_tokens=report.written_tokens,
+        prompt_tokens=_whole(report.prompt_tokens) or plain.prompt_tokens,
+        cached_tokens=plain.cached_tokens if report.cached_tokens is None else _whole(report.cached_tokens),
+        written_tokens=_whole(report.written_tokens),
     )
+
+
+def _whole(tokens: float | None) -> int | None:
+    return None if tokens is None else int(tokens)
 
 
 def _usage(line: Mapping[str, Any]) -> Any:

@@ -33,8 +33,8 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Requests with answers in them, of which the log has the turn before: it has one answer less, and its last question
-    is, or contains, the one that stands in front of the last answer."""
+    """Requests with answers in them, of which the log has the turn before: it has one answer less, and its last
+    question is, or contains, the one that stands in front of the last answer."""
     asked: dict[tuple[tuple[str, str], int, str], LoggedRequest] = {}
     found = []
     for request in requests:

@@ -155,9 +155,8 @@ class TestBase:
     @pytest.mark.merge
     def test_the_engine_takes_its_arguments(self, everything: tuple[dict[str, Any], ...]) -> None:
         pytest.importorskip("vllm")
-        cli_args = importlib.import_module("vllm.entrypoints.openai.cli_args")
-        parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
-        parser = cli_args.make_arg_parser(parser)
+        flexible = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+        parser = importlib.import_module("vllm.entrypoints.cli.serve").make_arg_parser(flexible())
         for manifests in (render(BASE), render(ROUTERS / "aibrix"), everything):
             (engine,) = containers(manifests, "vllm")
             known = parser.parse_args(arguments(engine, manifests))

@@ -14,7 +14,8 @@ _USUAL = 128
 _LEAST = 16
 _LARGE_STEPS = (
     "hybrid models (Mamba, linear attention, sliding windows) resume only at such steps: vLLM has finer ones with "
-    "--prefix-match-unit where the model allows it; otherwise put what requests have in common into one longer beginning"
+    "--prefix-match-unit where the model allows it; otherwise put what requests have in common into one longer "
+    "beginning"
 )
 _SMALL_STEPS = "start vLLM with a smaller --block-size, or put what requests have in common into one longer beginning"
 
@@ -25,7 +26,10 @@ def check(case: Case) -> Finding:
     if not sharing:
         found = f"no request begins with {_LEAST} tokens of an earlier one"
         return Finding(
-            _CHECK, "unknown", found, "see volatile text: a step cannot be judged without a common beginning"
+            _CHECK,
+            "unknown",
+            found,
+            "see the text before the documents: without a common beginning no step can be judged",
         )
     step, source = case.block_size, "the server's blocks"
     if step is None:

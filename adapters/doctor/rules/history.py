@@ -13,8 +13,8 @@ __all__ = ["check"]
 
 _CHECK = "earlier turns"
 _ADVICE = (
-    "send earlier turns again as they were sent, byte for byte, with their documents; new documents belong into the new "
-    "message, or for all turns the same into the system message; drop old turns rarely and many at once"
+    "send earlier turns again as they were sent, byte for byte, with their documents; new documents belong into the "
+    "new message, or for all turns the same into the system message; drop old turns rarely and many at once"
 )
 
 

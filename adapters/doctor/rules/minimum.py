@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from ragorder.adapters.doctor.case import Case, graded
 from ragorder.adapters.doctor.cloud import rules_of
@@ -12,8 +12,8 @@ __all__ = ["check"]
 
 _CHECK = "provider's minimum"
 _ADVICE = (
-    "a shorter prompt, or a mark before that length, is never kept, and nothing says so: send more or longer documents in "
-    "one request, set marks behind the minimum, or take a model with a smaller one"
+    "a shorter prompt, or a mark before that length, is never kept, and nothing says so: send more or longer documents "
+    "in one request, set marks behind the minimum, or take a model with a smaller one"
 )
 
 
@@ -38,6 +38,6 @@ def check(case: Case) -> Finding:
     return Finding(_CHECK, verdict, found, None if verdict == "good" else _ADVICE)
 
 
-def _range(values: Iterable[int]) -> str:
-    least, most = min(values := sorted(values)), max(values)
+def _range(values: Collection[int]) -> str:
+    least, most = min(values), max(values)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"

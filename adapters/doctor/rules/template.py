@@ -16,8 +16,9 @@ _MOST = 4
 # Where two segments meet, tokens may merge.
 _MERGED = 2
 _ADVICE = (
-    "the template drops or adds text in earlier turns, such as their reasoning (<think>): keep it with the model's option "
-    "for that (--default-chat-template-kwargs), give vLLM a template that only appends (--chat-template), or send token ids"
+    "the template drops or adds text in earlier turns, such as their reasoning (<think>): keep it with the model's "
+    "option for that (--default-chat-template-kwargs), give vLLM a template that only appends (--chat-template), or "
+    "send token ids"
 )
 _DATED = "the template writes today's date: give it a fixed one (date_string in --default-chat-template-kwargs)"
 _NEXT = ({"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And what follows from that?"})

@@ -13,8 +13,8 @@ _NOT_CHECKED = (
     "if several replicas stand behind one address: give it as URL, and the header of topics as --topic-header"
 )
 _IGNORED = (
-    "have the balancer choose the replica by this header (docs/replicas.md has the settings, deploy/README.md the traps), "
-    "and see that nothing in between drops it"
+    "have the balancer choose the replica by this header (docs/replicas.md has the settings, deploy/README.md the "
+    "traps), and see that nothing in between drops it"
 )
 
 
