@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from ragorder.adapters.http_client import Server, ServerError
 
-__all__ = ["ChatTemplate", "LocalTemplate", "ServerTemplate", "TemplateFailure"]
+__all__ = ["ChatTemplate", "LocalTemplate", "ServerTemplate", "RenderError"]
 
 Chat = Sequence[Mapping[str, Any]]
 
 _CLOCK = "strftime_now"
 
 
-class TemplateFailure(Exception):  # noqa: N818
+class RenderError(Exception):
     """A chat that cannot be rendered. The message quotes nothing of it."""
 
 
@@ -23,7 +23,7 @@ class ChatTemplate(Protocol):
     """Whether it is known to write today's date."""
 
     def render(self, messages: Chat, *, open_end: bool) -> Sequence[Any]:
-        """The tokens of a chat, with `open_end` up to the beginning of the answer. Raises TemplateFailure."""
+        """The tokens of a chat, with `open_end` up to the beginning of the answer. Raises RenderError."""
 
 
 class ServerTemplate:
@@ -40,10 +40,10 @@ class ServerTemplate:
         try:
             answer = self._server.post_json("/tokenize", body)
         except ServerError as error:
-            raise TemplateFailure(str(error)) from None
+            raise RenderError(str(error)) from None
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list):
-            raise TemplateFailure(f"{self._server.root}/tokenize answers without tokens")
+            raise RenderError(f"{self._server.root}/tokenize answers without tokens")
         return tokens
 
 
@@ -60,5 +60,5 @@ class LocalTemplate:
             tokens: Sequence[Any] = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:
             # Whatever a template raises, and it may quote a message.
-            raise TemplateFailure(f"the chat template fails on it ({type(error).__name__})") from None
+            raise RenderError(f"the chat template fails on it ({type(error).__name__})") from None
         return tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ _NOTHING_IN_COMMON = (
     "no cache can help requests that begin differently: see the findings below, and order the documents of each request"
 )
 _LOST = (
-    "see the findings below; if all of them are good, the cache is too small for the time between two such requests, or "
-    "several replicas share them"
+    "see the findings below; if all of them are good, the cache is too small for the time between two such requests, "
+    "or several replicas share them"
 )
 
 
@@ -67,10 +67,8 @@ def _ask(case: Case, server: Server, model: str | None) -> None:
     """Have the server say what the caller did not. Rules that need an answer which it does not give, say so."""
     name = model or _first_model(server)
     if case.block_size is None:
-        try:
+        with suppress(ServerError):
             case.block_size = cache_config(server).block_size
-        except ServerError:
-            pass
     if case.template is None:
         case.template = ServerTemplate(server, name)
     if case.topic_header is not None:

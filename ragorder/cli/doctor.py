@@ -116,7 +116,7 @@ def doctor(
     samples = [_read(path) for path in prompts]
     address = events_address(events_endpoint, replay_endpoint, events_topic)
     events = None if address is None else Events(*address)
-    asking = {"model": model, "api_key": api_key, "timeout_s": timeout_s}
+    asking: dict[str, Any] = {"model": model, "api_key": api_key, "timeout_s": timeout_s}
     findings: list[Finding] = []
     try:
         if url is not None:

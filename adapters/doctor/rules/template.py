@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragorder.adapters.doctor.case import Case
-from ragorder.adapters.doctor.chat_template import Chat, ChatTemplate, TemplateFailure
+from ragorder.adapters.doctor.chat_template import Chat, ChatTemplate, RenderError
 from ragorder.adapters.doctor.finding import Finding
 
 __all__ = ["check"]
@@ -37,7 +37,7 @@ def check(case: Case) -> Finding:
     for first, second in pairs:
         try:
             lost.append(_lost(case.template, first, second))
-        except TemplateFailure as failure:
+        except RenderError as failure:
             failures.append(str(failure))
     if not lost:
         return Finding(_CHECK, "unknown", f"not checked: {failures[0]}", "see the server's log, or give --tokenizer")
@@ -52,15 +52,15 @@ def check(case: Case) -> Finding:
 
 
 def _pairs(case: Case) -> list[tuple[Chat, Chat]]:
-    real = [
+    real: list[tuple[Chat, Chat]] = [
         (turn.before.sent, turn.request.sent)
         for turn in case.turns
         if turn.changed is None and turn.before.sent and turn.request.sent
     ]
     if real:
         return _spread(real)
-    made_up = [(each.sent, [*each.sent, *_NEXT]) for each in case.log.requests if each.sent and _asks(each.sent[-1])]
-    return _spread(made_up)
+    chats = [each.sent for each in case.log.requests if each.sent and _asks(each.sent[-1])]
+    return _spread([(chat, [*chat, *_NEXT]) for chat in chats])
 
 
 def _asks(message: Mapping[str, Any]) -> bool:
