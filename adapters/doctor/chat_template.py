@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ragorder.adapters.http_client import Server, ServerError
 
-__all__ = ["ChatTemplate", "LocalTemplate", "ServerTemplate", "RenderError"]
+__all__ = ["ChatTemplate", "LocalTemplate", "RenderError", "ServerTemplate"]
 
 Chat = Sequence[Mapping[str, Any]]
 

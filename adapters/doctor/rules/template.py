@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragorder.adapters.doctor.case import Case
 from ragorder.adapters.doctor.chat_template import Chat, ChatTemplate, RenderError
@@ -24,6 +24,15 @@ _DATED = "the template writes today's date: give it a fixed one (date_string in 
 _NEXT = ({"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And what follows from that?"})
 
 
+class _Comparison(NamedTuple):
+    """Of the `tokens` of a turn, those that the next one does not begin with; and whether it goes on as the model was
+    asked to begin its answer."""
+
+    lost_tokens: int
+    tokens: int
+    answer_stays: bool
+
+
 def check(case: Case) -> Finding:
     """Renders a turn, and the next one, and compares the tokens: those of the log if it has any, else a turn that is
     made up."""
@@ -32,23 +41,25 @@ def check(case: Case) -> Finding:
     pairs = _pairs(case)
     if not pairs:
         return Finding(_CHECK, "good", "no chat in this log")
-    lost: list[tuple[int, int]] = []
+    compared: list[_Comparison] = []
     failures: list[str] = []
     for first, second in pairs:
         try:
-            lost.append(_lost(case.template, first, second))
+            compared.append(_compare(case.template, first, second))
         except RenderError as failure:
             failures.append(str(failure))
-    if not lost:
+    if not compared:
         return Finding(_CHECK, "unknown", f"not checked: {failures[0]}", "see the server's log, or give --tokenizer")
-    changed = [(tokens, length) for tokens, length in lost if tokens > _MERGED]
-    if changed:
-        tokens, length = max(changed)
-        found = f"{len(changed)} of {len(lost)} chats lose up to {tokens:,} of {length:,} tokens in the next turn"
-        return Finding(_CHECK, "bad", f"{found}, rendered twice", _ADVICE)
+    if changed := [each for each in compared if each.lost_tokens > _MERGED]:
+        worst = max(changed, key=lambda each: each.lost_tokens)
+        found = f"{len(changed)} of {len(compared)} chats lose up to {worst.lost_tokens:,} of {worst.tokens:,} tokens"
+        return Finding(_CHECK, "bad", f"{found} in the next turn, rendered twice", _ADVICE)
+    if not all(each.answer_stays for each in compared):
+        found = "earlier turns keep their tokens, but the last answer begins otherwise than it was asked for"
+        return Finding(_CHECK, "warning", f"{found}: each turn computes it again", _ADVICE)
     if case.template.dated:
         return Finding(_CHECK, "warning", "earlier turns keep their tokens, for a day", _DATED)
-    return Finding(_CHECK, "good", f"{len(lost)} chats keep their tokens in the next turn, rendered twice")
+    return Finding(_CHECK, "good", f"{len(compared)} chats keep their tokens in the next turn, rendered twice")
 
 
 def _pairs(case: Case) -> list[tuple[Chat, Chat]]:
@@ -72,9 +83,13 @@ def _spread(pairs: Sequence[tuple[Chat, Chat]]) -> list[tuple[Chat, Chat]]:
     return list(pairs[::step][:_MOST])
 
 
-def _lost(template: ChatTemplate, first: Chat, second: Chat) -> tuple[int, int]:
-    """Tokens of the first chat that the second does not begin with, and all of them."""
-    one, other = template.render(first, open_end=False), template.render(second, open_end=True)
+def _compare(template: ChatTemplate, first: Chat, second: Chat) -> _Comparison:
+    whole, other = template.render(first, open_end=False), template.render(second, open_end=True)
+    asked = template.render(first, open_end=True)
+    same = _common(whole, other)
+    return _Comparison(len(whole) - same, len(whole), answer_stays=_common(asked, other) == len(asked))
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
-    same = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
-    return len(one) - same, len(one)
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))

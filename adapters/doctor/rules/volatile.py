@@ -18,7 +18,10 @@ _LONG_LINE = 40
 _LEAST_TOKENS = 32
 _NEARLY_ALL = 0.9
 _NEW_TEXT = "text that no other request has"
-_ADVICE = "put what all requests have in common first, the same to the letter, then the documents, and behind them what varies"
+_ADVICE = (
+    "put what all requests have in common first, the same to the letter, then the documents, and behind them what "
+    "varies"
+)
 
 
 def check(case: Case) -> Finding:
