@@ -76,7 +76,10 @@ def read_log(path: Path, *, most_requests: int = _MOST_REQUESTS, most_characters
         body = next((each for name in ("request", "body") if isinstance(each := line.get(name), dict)), line)
         if not any(name in body for name in ("messages", "prompt", "input")):
             raise lines.error(number, f'has neither "messages" nor "prompt": a line looks like {EXAMPLE}')
-        request = _request(number, body, _usage(line))
+        try:
+            request = _request(number, body, _usage(line))
+        except RecursionError:
+            raise lines.error(number, "nested too deeply") from None
         characters += len(request.text)
         found.append(request)
     return RequestLog(tuple(found), cut=False)
