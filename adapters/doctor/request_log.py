@@ -142,7 +142,7 @@ def _turns(messages: Any) -> Iterable[Message]:
         return [Message("user", messages)]
     return (
         Message(str(each.get("role") or each.get("type") or ""), _content(_said(each)))
-        for each in messages or ()
+        for each in (messages if isinstance(messages, list) else ())
         if isinstance(each, Mapping)
     )
 

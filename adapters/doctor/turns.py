@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ragorder.adapters.doctor.request_log import LoggedRequest
+from ragorder.adapters.doctor.request_log import LoggedRequest, Message
 
 __all__ = ["Turn", "later_turns"]
 
 _ASKS = ("user", "tool")
-# Applications store the bare question, and send it among retrieved text: one end of the message is the same.
-_END = 40
-_LEAST = 8
+# Applications keep the bare question, and send it behind or before retrieved text.
+_ENDS = (64, 32, 16)
+_LEAST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,46 @@ class Turn:
 
 
 def later_turns(requests: Sequence[LoggedRequest]) -> list[Turn]:
-    """Requests with answers in them, of which the log has the turn before: it has one answer less, and its last
-    question is, or contains, the one that stands in front of the last answer."""
-    asked: dict[tuple[tuple[str, str], int, str], LoggedRequest] = {}
+    """Requests with answers in them, of which the log has the turn before: all that stands in front of the last answer,
+    or else the last request whose question is, or contains, the one in front of that answer."""
+    sent: dict[tuple[tuple[str, str], tuple[Message, ...]], LoggedRequest] = {}
+    asked: dict[tuple[tuple[str, str], str], LoggedRequest] = {}
     found = []
     for request in requests:
         answers = [place for place, each in enumerate(request.messages) if each.role == "assistant"]
-        if answers and (question := _question(request, answers[-1])):
-            keys = ((request.scope, len(answers) - 1, key) for key in _keys(question))
-            before = next((asked[key] for key in keys if key in asked), None)
-            if before is not None and _asked(before, question):
+        if answers:
+            earlier = request.messages[: answers[-1]]
+            before = sent.get((request.scope, earlier)) or _by_question(request, _question(earlier), asked)
+            if before is not None:
                 found.append(Turn(before, request))
-        if question := _question(request, len(request.messages)):
-            asked.update({(request.scope, len(answers), key): request for key in _keys(question)})
+        sent[request.scope, request.messages] = request
+        asked.update({(request.scope, key): request for key in _keys(_question(request.messages))})
     return found
 
 
-def _question(request: LoggedRequest, end: int) -> str:
-    """The last question in front of a message."""
-    asks = (each.text.strip() for each in reversed(request.messages[:end]) if each.role in _ASKS)
-    return next(asks, "")
+def _by_question(
+    request: LoggedRequest, question: str, asked: dict[tuple[tuple[str, str], str], LoggedRequest]
+) -> LoggedRequest | None:
+    candidates = (asked.get((request.scope, key)) for key in _keys(question))
+    return next((each for each in candidates if each is not None and _is_asked(question, each)), None)
 
 
-def _asked(before: LoggedRequest, question: str) -> bool:
-    theirs = _question(before, len(before.messages))
-    return len(question) >= _LEAST and (question in theirs or theirs in question)
+def _is_asked(question: str, before: LoggedRequest) -> bool:
+    theirs = _question(before.messages)
+    return question in theirs or theirs in question
+
+
+def _question(messages: Sequence[Message]) -> str:
+    """The last one of a chat."""
+    return next((each.text.strip() for each in reversed(messages) if each.role in _ASKS), "")
 
 
 def _keys(question: str) -> Iterator[str]:
+    """The question, and its two ends; none of one that many conversations may have."""
+    if len(question) < _LEAST:
+        return
     yield question
-    yield f"…{question[-_END:]}"
-    yield f"{question[:_END]}…"
+    for length in _ENDS:
+        if len(question) >= length:
+            yield f"…{question[-length:]}"
+            yield f"{question[:length]}…"

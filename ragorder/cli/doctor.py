@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragorder.cli.doctor_memory import MEMORY_OPTIONS, memory_options, show_memory
-from ragorder.cli.doctor_requests import REQUEST_OPTIONS, examine_log, request_options
+from ragorder.cli.doctor_requests import REQUEST_OPTIONS, checked_requests, examine_log, request_options
 from ragorder.cli.options import Command, Duration, api_key, events_address, kv_events, option, section
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def doctor(
     if url is None and requests is None:
         raise click.MissingParameter(ctx=context, param_hint="'URL'", param_type="argument")
     _check_together(context, url, requests, of_memory, of_requests)
+    how = checked_requests(url, **of_requests)
     from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
 
     if len(prompts) not in (0, 2):
@@ -130,7 +131,7 @@ def doctor(
                 )
         if requests is not None:
             with Console(stderr=True).status("Examining the requests"):
-                findings += examine_log(requests, url=url, **asking, **of_requests)
+                findings += examine_log(requests, **asking, **how)
     except AddressError as error:
         raise click.UsageError(str(error)) from None
     except (ServerError, ImportError) as error:

@@ -13,7 +13,7 @@ from ragorder.topic import checked_header
 if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding
 
-__all__ = ["REQUEST_OPTIONS", "examine_log", "request_options"]
+__all__ = ["REQUEST_OPTIONS", "checked_requests", "examine_log", "request_options"]
 
 REQUEST_OPTIONS = ("tokenizer", "block_size", "topic_header")
 """Options that only --requests takes."""
@@ -49,13 +49,10 @@ def request_options() -> Decorator:
     )
 
 
-def examine_log(
-    log: Path, *, url: str | None, tokenizer: str | None, topic_header: str | None, **options: Any
-) -> list[Finding]:
-    """The findings. Raises click's errors, and what `examine_requests` raises for a server."""
-    from ragorder.adapters.doctor import examine_requests
-    from ragorder.jsonl import JSONLinesError
-
+def checked_requests(
+    url: str | None, *, tokenizer: str | None, block_size: int | None, topic_header: str | None
+) -> dict[str, Any]:
+    """The options as `examine_requests` takes them, the tokenizer loaded. Raises click's errors."""
     if topic_header is not None:
         if url is None:
             raise click.UsageError("--topic-header requires URL, the address of the balancer")
@@ -64,8 +61,16 @@ def examine_log(
         except ValueError as error:
             raise click.UsageError(f"--topic-header: {error}") from None
     loaded = None if tokenizer is None else _load(tokenizer)
+    return {"base_url": url, "tokenizer": loaded, "block_size": block_size, "topic_header": topic_header}
+
+
+def examine_log(log: Path, **options: Any) -> list[Finding]:
+    """The findings. Raises what `examine_requests` raises for a server, and click's error for the log."""
+    from ragorder.adapters.doctor import examine_requests
+    from ragorder.jsonl import JSONLinesError
+
     try:
-        return examine_requests(log, base_url=url, tokenizer=loaded, topic_header=topic_header, **options)
+        return examine_requests(log, **options)
     except JSONLinesError as error:
         raise click.ClickException(str(error)) from None
 
