@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODEL", "SYSTEM", "chat", "document", "of_cloud", "served", "texts_of", "write_log"]
+from ragorder.adapters.doctor import Finding, examine_requests
+from ragorder.adapters.doctor.rules import all_rules
+
+__all__ = [
+    "NAMES",
+    "SYSTEM",
+    "Lines",
+    "assert_quotes_nothing",
+    "chat",
+    "conversations",
+    "document",
+    "examined",
+    "healthy",
+    "of_cloud",
+    "served",
+    "texts_of",
+    "write_log",
+]
+
+Lines = list[dict[str, Any]]
 
 MODEL = "qwen"
+NAMES = [f"doc-{number}" for number in range(40)]
 SYSTEM = "You answer questions from documents, in one sentence, and say so where they do not have the answer."
 _CHARACTERS_A_TOKEN = 4
 
@@ -68,3 +88,43 @@ def of_cloud(body: dict[str, Any], *, read: int, written: int) -> dict[str, Any]
 def write_log(path: Path, lines: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     return path
+
+
+def healthy(requests: int = 30) -> Lines:
+    """Requests that begin alike: the same documents in the same places, then the question."""
+    return served(chat([*NAMES[:4], NAMES[4 + number % 3]], f"what about {number}?") for number in range(requests))
+
+
+def turns(conversation: int, *, replays: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Lines:
+    """Three turns; `replays` makes of a turn's messages what the next one sends of them."""
+    bodies = []
+    history: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+    for turn in range(3):
+        name = NAMES[(5 * conversation + turn) % 40]
+        question = f"what does conversation {conversation} say in turn {turn}?"
+        history = [*history, {"role": "user", "content": f"{document(name)}Question: {question}"}]
+        bodies.append({"model": "qwen", "messages": history})
+        history = [*replays(history), {"role": "assistant", "content": f"It says {conversation} and {turn}."}]
+    return bodies
+
+
+def conversations(replays: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Lines:
+    return served(body for number in range(8) for body in turns(number, replays=replays))
+
+
+def examined(folder: Path, lines: Lines, **options: Any) -> dict[str, Finding]:
+    """Findings of a log by their checks: complete ones, that quote nothing."""
+    found = examine_requests(write_log(folder / "requests.jsonl", lines), **options)
+    assert len({each.check for each in found}) == len(found) == len(all_rules()) + 1
+    for each in found:
+        assert each.found
+        assert each.verdict == "good" or each.advice
+        assert_quotes_nothing(f"{each.found} {each.advice}")
+    return {each.check: each for each in found}
+
+
+def assert_quotes_nothing(text: str) -> None:
+    words = {word for name in NAMES[:8] for word in document(name).split()[1:]}
+    assert words.isdisjoint(text.split())
+    for secret in ("alice", "Answer", "questions from documents", "doc-1"):
+        assert secret not in text
