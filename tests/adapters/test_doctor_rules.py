@@ -1,4 +1,4 @@
-"""Rules of `ragorder doctor --requests` on what a log alone shows: for each one that breaks it, and one that does not."""
+"""Rules of `ragorder doctor --requests` on what a log alone shows: a log that breaks each, and one that does not."""
 
 from __future__ import annotations
 
