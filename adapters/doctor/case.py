@@ -39,7 +39,11 @@ class Case:
 
     def tokens(self, characters: float) -> int:
         """Estimated by the prompts' reported lengths."""
-        return round(characters * self.log.tokens_per_character)
+        return round(characters * self._tokens_per_character)
+
+    @cached_property
+    def _tokens_per_character(self) -> float:
+        return self.log.tokens_per_character()
 
     def length(self, request: LoggedRequest) -> int:
         """Of its prompt, in tokens."""

@@ -53,7 +53,6 @@ class RequestLog:
     requests: tuple[LoggedRequest, ...]
     cut: bool
 
-    @property
     def tokens_per_character(self) -> float:
         """By the reported lengths of the prompts; a quarter without any."""
         known = [each for each in self.requests if each.prompt_tokens and each.text]

@@ -48,6 +48,7 @@ def _kind(turn: Turn, changed: int) -> str:
         return "messages were dropped"
     if old.role != new.role:
         return "the roles of messages changed"
+    role = old.role if old.role in ("user", "assistant", "tool") else "other"
     if new.text in old.text:
-        return f"an earlier {old.role} message lost its documents or other text"
-    return f"an earlier {old.role} message changed"
+        return f"an earlier {role} message lost its documents or other text"
+    return f"an earlier {role} message changed"
