@@ -81,7 +81,7 @@ def _first_model(server: Server) -> str | None:
     except ServerError:
         return None
     listed = answer.get("data") if isinstance(answer, dict) else None
-    names = (each.get("id") for each in listed or () if isinstance(each, dict))
+    names = (each.get("id") for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict))
     return next((name for name in names if isinstance(name, str)), None)
 
 
@@ -100,10 +100,8 @@ def _cached(case: Case) -> Finding:
         if id(each) in reports
     )
     cached, common = cached_tokens / prompt_tokens, common_tokens / prompt_tokens
-    found += (
-        f": {100 * cached:.1f} % of {prompt_tokens:,} prompt tokens were cached, {100 * common:.1f} % stood at the "
-    )
-    found += "beginning of an earlier request"
+    found += f": {100 * cached:.1f} % of {prompt_tokens:,} prompt tokens were cached, "
+    found += f"{100 * common:.1f} % stood at the beginning of an earlier request"
     if common < _LEAST_SHARE and cached < _LEAST_SHARE:
         return Finding(_CHECK, "warning", found, _NOTHING_IN_COMMON)
     if cached >= 0.8 * common:
