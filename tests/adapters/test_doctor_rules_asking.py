@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.balancer import Balancer, plain
-from support.request_logs import Lines, conversations, examined, healthy, served
+from support.request_logs import NAMES, Lines, chat, conversations, examined, healthy, served
 
 from ragorder.adapters.doctor import Finding
 
@@ -153,3 +153,22 @@ class TestTemplate:
         found = examine(healthy(5), tokenizer=Dated())["chat template"]
         assert found.verdict == "warning"
         assert "date" in str(found.advice)
+
+
+@pytest.mark.vllm
+class TestARealServer:
+    def test_renders_chats_says_its_steps_and_keeps_what_it_computed(
+        self, examine: Callable[..., dict[str, Finding]], vllm_server: Any
+    ) -> None:
+        lines = served(chat(NAMES[:1], f"what about {number}?") for number in range(4))
+        found = examine(lines, base_url=vllm_server.base_url, topic_header="x-session-id", timeout_s=60)
+        assert found["chat template"].verdict == "good", found["chat template"]
+        assert found["topic's replica"].verdict == "good", found["topic's replica"]
+        assert found["cache granularity"].found.startswith(f"steps of {vllm_server.block_size} tokens (the server's")
+
+    def test_has_metrics_at_the_path_that_the_proxy_forwards(self, vllm_server: Any) -> None:
+        """As deploy/routers/llm-d asks for them."""
+        httpx2 = pytest.importorskip("httpx2")
+        page = httpx2.get(f"{vllm_server.base_url}/metrics/")
+        assert page.status_code == 200
+        assert "vllm:num_requests_waiting" in page.text
