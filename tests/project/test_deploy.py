@@ -41,7 +41,7 @@ def instructions() -> list[tuple[str, str]]:
 
 def said() -> dict[str, list[str]]:
     """Commands of ragorder in the README and the comments, by the command."""
-    text = "\n".join(path.read_text("utf-8") for path in FILES).replace("\\\n", " ")
+    text = "\n".join(path.read_text("utf-8") for path in FILES if path.suffix != ".json").replace("\\\n", " ")
     found = re.findall(r"(?:\bragorder(?::[\d.]+)? +)(serve|doctor|stats|replay)\b([^\n`'|#]*)", text)
     return {f"{name} {rest}": [name, *shlex.split(rest)] for name, rest in found}
 

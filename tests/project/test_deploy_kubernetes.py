@@ -214,11 +214,15 @@ class TestRouters:
         given = self.front(name)
         return checked_header(given[given.index("--topic-header") + 1])
 
-    def test_llm_d_keeps_the_topics_header_together(self) -> None:
+    def llm_d(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Its values, the picker's configuration in them, and the parameters of its plugins."""
         (values,) = documents(ROUTERS / "llm-d" / "values.yaml")
         picker = values["router"]["epp"]
-        (config,) = list(load(picker["pluginsCustomConfig"][picker["pluginsConfigFile"]]))
-        plugins = {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+        (config,) = load(picker["pluginsCustomConfig"][picker["pluginsConfigFile"]])
+        return values, config, {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+
+    def test_llm_d_keeps_the_topics_header_together(self) -> None:
+        values, config, plugins = self.llm_d()
         affinity = plugins["session-affinity-filter"]
         assert affinity["strategy"] == "session_id"
         assert affinity["sessionIdConfig"]["sources"] == [{"header": self.header("llm-d")}] == [{"header": ROUTED}]
@@ -229,9 +233,9 @@ class TestRouters:
         self.assert_selects("llm-d", servers["matchLabels"])
 
     def test_llm_d_scrapes_without_a_key(self) -> None:
-        (values,) = documents(ROUTERS / "llm-d" / "values.yaml")
+        _, _, plugins = self.llm_d()
         # test_deploy.py asks for this path through each proxy.
-        assert values["router"]["epp"]["metricsDataSource"]["path"] == "/metrics/"
+        assert plugins["metrics-data-source"]["path"] == "/metrics/"
         manifests = render(ROUTERS / "llm-d")
         beside, front = sorted(containers(manifests, "ragorder"), key=lambda each: "--route" in each["args"])
         assert "RAGORDER_PROXY_API_KEY" not in variables(beside, manifests)
