@@ -45,15 +45,13 @@ def said() -> dict[str, list[str]]:
     return {f"{name} {rest}": [name, *shlex.split(rest)] for name, rest in found}
 
 
-def commands() -> dict[str, list[str]]:
-    """Every `serve` that the files start, by where it stands."""
-    (compose,) = documents(DEPLOY / "compose.yaml")
-    found = {"compose": compose["services"]["ragorder"]["command"]}
-    for overlay in OVERLAYS:
-        manifests = render(DEPLOY / overlay)
-        for place, container in enumerate(containers(manifests, "ragorder")):
-            found[f"{overlay} {place}"] = arguments(container, manifests)
-    return found
+def commands(where: str) -> list[list[str]]:
+    """Every `serve` that compose or an overlay starts."""
+    if where == "compose":
+        (compose,) = documents(DEPLOY / "compose.yaml")
+        return [compose["services"]["ragorder"]["command"]]
+    manifests = render(DEPLOY / where)
+    return [arguments(container, manifests) for container in containers(manifests, "ragorder")]
 
 
 def parsed(command: list[str]) -> click.Context:
@@ -132,22 +130,18 @@ def needed(name: str, extra: str) -> list[Requirement]:
 
 
 class TestCommands:
-    def test_there_are_some_of_each_kind(self) -> None:
-        assert set(commands()) == {
-            "compose",
-            "kubernetes/base 0",
-            "kubernetes/front 0",
-            *(f"routers/{name} {place}" for name in ("llm-d", "production-stack", "aibrix") for place in (0, 1)),
-            "routers/dynamo 0",
-        }
-
-    def test_every_option_exists_and_has_a_value_that_it_takes(self) -> None:
-        for where, command in commands().items():
-            params = parsed(command).params
-            assert params["port"] == PORT, where
+    @pytest.mark.parametrize("where", ["compose", *OVERLAYS])
+    def test_every_option_exists_and_has_a_value_that_it_takes(self, where: str) -> None:
+        found = [parsed(command).params for command in commands(where)]
+        # Beside an engine, in front of a router, or both.
+        fronts = {"compose": 0, "kubernetes/base": 0, "kubernetes/front": 1, "routers/dynamo": 0}.get(where, 1)
+        assert sum(params["route"] for params in found) == fronts
+        assert len(found) == 1 + (where.startswith("routers/") and where != "routers/dynamo")
+        for params in found:
+            assert params["port"] == PORT
             # A container's loopback device is reached from inside of it alone.
-            assert params["host"] == "0.0.0.0", where  # noqa: S104
-            assert len(params["upstream"]) == 1, where
+            assert params["host"] == "0.0.0.0"  # noqa: S104
+            assert len(params["upstream"]) == 1
 
     def test_no_command_wants_both_a_key_and_names(self) -> None:
         for overlay in OVERLAYS:
@@ -263,15 +257,15 @@ def engine() -> Iterator[PageServer]:
 class TestServed:
     """The containers' commands in processes, on free ports and with an engine of this machine."""
 
-    @pytest.mark.parametrize("where", ["compose", "kubernetes/base 0", "kubernetes/front 0", "routers/dynamo 0"])
+    @pytest.mark.parametrize("where", ["compose", "kubernetes/base", "kubernetes/front", "routers/dynamo"])
     def test_it_answers_its_probes_and_keeps_the_rest_for_its_clients(self, where: str, engine: PageServer) -> None:
         httpx2 = pytest.importorskip("httpx2")
-        command = commands()[where]
+        (command,) = commands(where)
         command[command.index("--upstream") + 1] = engine.base_url
         command[command.index("--port") + 1] = "0"
         environment = {}
         if where != "compose":
-            manifests = render(DEPLOY / where.split()[0])
+            manifests = render(DEPLOY / where)
             (container,) = containers(manifests, "ragorder")
             environment = {
                 name: f"test-{value}" for name, value in variables(container, manifests).items() if "RAGORDER" in name
