@@ -56,8 +56,8 @@ def rules_of(model: str) -> CloudRules | None:
 
 
 def read_cloud_usage(usage: Any) -> CloudUsage:
-    """From the `usage` of an answer in OpenAI's words, of which cached tokens are a part, in Anthropic's or in Bedrock's,
-    which add up."""
+    """From the `usage` of an answer: in OpenAI's words, in which cached tokens are a part of the prompt's, or in those of
+    Anthropic and Bedrock, which add up."""
     if isinstance(usage, Mapping):
         for read, written, plain in (
             ("cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens"),

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ragorder.clouds import read_cloud_usage
-
-from ragorder.adapters.usage import read_usage
+from ragorder.adapters.doctor.cloud import read_cloud_usage
 from ragorder.jsonl import JSONLines
 
 __all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
@@ -99,7 +97,7 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
-    report, plain = read_cloud_usage(usage), read_usage(usage)
+    report = read_cloud_usage(usage)
     return LoggedRequest(
         line=line,
         model=model,
@@ -108,14 +106,10 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
         text="".join(parts),
         system_end=leading,
         sent=sent if chat else None,
-        prompt_tokens=_whole(report.prompt_tokens) or plain.prompt_tokens,
-        cached_tokens=plain.cached_tokens if report.cached_tokens is None else _whole(report.cached_tokens),
-        written_tokens=_whole(report.written_tokens),
+        prompt_tokens=report.prompt_tokens,
+        cached_tokens=report.cached_tokens,
+        written_tokens=report.written_tokens,
     )
-
-
-def _whole(tokens: float | None) -> int | None:
-    return None if tokens is None else int(tokens)
 
 
 def _usage(line: Mapping[str, Any]) -> Any:

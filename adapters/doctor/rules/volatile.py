@@ -41,7 +41,8 @@ def check(case: Case) -> Finding:
             reordered += 1
             continue
         other = shared.earlier.text if shared.earlier else ""
-        kind, remedy = next((found for text in (request.text, other) if (found := recognise(text, at))[0]), ("", ""))
+        known = (recognise(text, at) for text in (request.text, other))
+        kind, remedy = next((each for each in known if each[0]), ("", ""))
         kinds[kind or _NEW_TEXT] += 1
         remedies[remedy or _ADVICE] += 1
         in_system += at < request.system_end

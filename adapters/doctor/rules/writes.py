@@ -11,8 +11,8 @@ __all__ = ["check"]
 _CHECK = "writes and reads"
 _WRITE, _READ = 1.25, 0.1
 _ADVICE = (
-    "set a mark only behind what comes again within its life, never behind the question (Orderer.for_cloud chooses "
-    "them); requests sent at the same time all write: let the first one begin to answer before the others"
+    "set a mark only behind what comes again within its life, never behind the question; "
+    "requests sent at the same time all write: let the first one begin to answer before the others"
 )
 
 
