@@ -56,7 +56,7 @@ def rules_of(model: str) -> CloudRules | None:
 
 
 def read_cloud_usage(usage: Any) -> CloudUsage:
-    """From the `usage` of an answer: in OpenAI's words, in which cached tokens are a part of the prompt's, or in those of
+    """From the `usage` of an answer: in OpenAI's words, where cached tokens are a part of the prompt's, or in those of
     Anthropic and Bedrock, which add up."""
     if isinstance(usage, Mapping):
         for read, written, plain in (
