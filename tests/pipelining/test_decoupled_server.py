@@ -412,8 +412,8 @@ class TestLimits:
             found: dict[int, Any] = {}
 
             async def collect() -> None:
-                async for number, answer in server.batch(question(number) for number in range(5)):
-                    found[number] = answer
+                batch = server.batch(question(number) for number in range(5))
+                found.update({number: answer async for number, answer in batch})
 
             collecting = asyncio.create_task(collect())
             for _ in range(100):
