@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ragorder.pipelining.retrieval import Retrieval
@@ -153,10 +153,8 @@ class PartitionedRetrieval(Generic[Q, D]):
                     continue
                 joined = [_Entry(count + number, task) for number, task in enumerate(joining)]
                 count += len(joined)
-                parts, begun, failed = await asyncio.to_thread(self._begin_each, joined)
-                if parts:
-                    passing.join(parts)
-                    entries += begun
+                begun, failed = await asyncio.to_thread(self._join, passing, joined)
+                entries += begun
                 for entry, error in failed:
                     yield entry.place, error
         except Exception:
@@ -178,23 +176,26 @@ class PartitionedRetrieval(Generic[Q, D]):
             parts.append(self.index.search(vectors, self._top_k).rows)
         return parts
 
-    def _begin_each(
-        self, entries: Sequence[_Entry[Q]]
-    ) -> tuple[list[PassRows], list[_Entry[Q]], list[tuple[_Entry[Q], Exception]]]:
-        """Rows, the entries that they belong to, and the others with their errors: these end no pass that they join."""
-        ordered = sorted(entries, key=_Entry.is_new)
-        with suppress(Exception):
-            return self._begin(ordered), ordered, []
-        parts: list[PassRows] = []
-        begun: list[_Entry[Q]] = []
+    def _join(
+        self, passing: PartitionedPass, entries: Sequence[_Entry[Q]]
+    ) -> tuple[Sequence[_Entry[Q]], list[tuple[_Entry[Q], Exception]]]:
+        """Those that have joined, in the order of their rows, and the others with their own errors."""
+        begun = sorted(entries, key=_Entry.is_new)
         failed: list[tuple[_Entry[Q], Exception]] = []
-        for entry in ordered:
-            try:
-                parts += self._begin([entry])
-                begun.append(entry)
-            except Exception as error:
-                failed.append((entry, error))
-        return parts, begun, failed
+        try:
+            parts = self._begin(begun)
+        except Exception:
+            # One of them may be at fault.
+            parts, ordered, begun = [], begun, []
+            for entry in ordered:
+                try:
+                    parts += self._begin([entry])
+                    begun.append(entry)
+                except Exception as error:
+                    failed.append((entry, error))
+        if parts:
+            passing.join(parts)
+        return begun, failed
 
     def _advance(
         self, passing: PartitionedPass, wanted: Sequence[bool]
