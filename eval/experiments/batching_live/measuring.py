@@ -67,6 +67,7 @@ async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Ma
         await _generate(engine, prompts, Question("warm-up", max_tokens=ANSWER_TOKENS), [Document("warm-up", "first")])
         engine.prompt_tokens = engine.cached_tokens = 0
         timed.times.clear()
+        passes = timed.passes
         start_s = time.perf_counter()
 
         async def serve_all(run: Callable[[Question], Awaitable[Any]]) -> None:
@@ -96,6 +97,8 @@ async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Ma
         total_s = time.perf_counter() - start_s
         tokens = {"prompt_tokens": engine.prompt_tokens, "cached_tokens": engine.cached_tokens}
         times = {
+            # Of the weights that stream, in each step.
+            "streamed": (timed.passes - passes) / max(1, len(timed.times)),
             "pass_s": search.reading_s * search.pass_bytes / max(1, search.read_bytes),
             "step_s": _median(seconds for seconds, beside in timed.times if not beside),
             "beside_s": _median(seconds for seconds, beside in timed.times if beside),

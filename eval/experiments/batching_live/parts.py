@@ -69,12 +69,19 @@ class SlowPartitions(PartitionedSearch):
 
 
 class TimedEngine(TieredEngine):
-    """`times`: seconds of each step, and whether a partition was being read when it began."""
+    """`times`: seconds of each step, and whether a partition was being read when it began; `passes`: times that all layers
+    have been read."""
 
     def __init__(self, model: StreamedModel, settings: EngineSettings, search: SlowPartitions) -> None:
         super().__init__(model, None, settings)
         self.times: list[tuple[float, bool]] = []
         self._search = search
+        self._layer_bytes = sum(model.weights.layers)
+
+    @property
+    def passes(self) -> float:
+        stream = self.stats().stream
+        return 0.0 if stream is None else stream.bytes / self._layer_bytes
 
     def step(self) -> list[Update]:
         began_s, beside = time.perf_counter(), self._search.reading
@@ -153,7 +160,8 @@ class LiveParts:
             ),
         )
         engine = TimedEngine(streamed, settings, search)
-        streamed.streamer.move(Residency.spread(cell.layers, 0))
+        # Moved behind its back, layers come back to the engine's plan: all in memory.
+        engine.move_layers(Residency.spread(cell.layers, 0))
         streamed.streamer.resize(_SLOTS)
         worker = EngineWorker(engine)
         try:

@@ -16,7 +16,12 @@ __all__ = ["make_part"]
 
 _WORDS = {"serial": "serial static batches", "decoupled": "DecoupledServer, ordered"}
 # Both systems are to have the same cores, engine and disk: facts that show it.
-_TIMES = {"pass_s": "a pass as read, s", "step_s": "a step, s", "beside_s": "beside reading, s"}
+_FACTS = {
+    "streamed": "layers read a step",
+    "pass_s": "a pass as read, s",
+    "step_s": "a step, s",
+    "beside_s": "beside reading, s",
+}
 
 
 def make_part(suite: Suite, results: Results) -> Part:
@@ -27,7 +32,7 @@ def _table(group: RecordGroup[BatchingLiveRecord]) -> Table:
     cell = BatchingLiveCell.read(group.cell, "doll-live")
     title = f"Mean latency, {cell.arrivals.count:,} requests, {cell.scale:g} times as fast"
     table = Table(
-        title, ["", "mean, s", "times shorter", "longest, s", "last answer, s", "cached, %", *_TIMES.values()]
+        title, ["", "mean, s", "times shorter", "longest, s", "last answer, s", "cached, %", *_FACTS.values()]
     )
     base = _mean(group.runs("serial"))
     for policy in group.policies:
@@ -41,7 +46,7 @@ def _table(group: RecordGroup[BatchingLiveRecord]) -> Table:
             format_number(max(max(run.rows["latency_s"]) for run in runs)),
             format_number(fmean(run.facts["total_s"] for run in runs)),
             format_number(100 * cached),
-            *(format_number(_fact(runs, name), 3) for name in _TIMES),
+            *(format_number(_fact(runs, name), 3) for name in _FACTS),
         )
     step_s, pass_s = cell.step_s / cell.scale, cell.pass_s / cell.scale
     table.note = (
