@@ -69,8 +69,8 @@ class SlowPartitions(PartitionedSearch):
 
 
 class TimedEngine(TieredEngine):
-    """`times`: seconds of each step, and whether a partition was being read when it began; `passes`: times that all layers
-    have been read."""
+    """`times`: seconds of each step, and whether a partition was being read when it began; `passes`: how often all
+    layers have been read."""
 
     def __init__(self, model: StreamedModel, settings: EngineSettings, search: SlowPartitions) -> None:
         super().__init__(model, None, settings)
