@@ -40,9 +40,9 @@ class BatchingLiveCell(SuiteCell):
 
 
 class BatchingLiveRecord(Record):
-    """`rows`: seconds from each request's arrival to its answer. Facts: seconds until the last; share of the layers that
-    a step read; seconds of a pass as it was read; of a step, and of one beside reading (medians; None: there was none);
-    prompt tokens and cached ones."""
+    """`rows`: seconds from each request's arrival to its answer. Facts: seconds until the last; share of the layers
+    that a step read; seconds of a pass as it was read; of a step, and of one beside reading (medians; None: no such
+    step); prompt tokens and cached ones."""
 
     called: ClassVar[str] = "a run within a memory budget, in real time"
     facts_needed: ClassVar[tuple[str, ...]] = ("total_s", "prompt_tokens", "cached_tokens")
