@@ -35,13 +35,14 @@ class DecoderShape:
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> Self:
         """Of a configuration, as its config.json has it; `where` begins the message. Raises ValueError."""
+        layers = read_width(config, where, "num_hidden_layers", "n_layer", "num_layers")
         hidden = read_width(config, where, "hidden_size", "n_embd", "d_model")
         heads = read_width(config, where, "num_attention_heads", "n_head", "num_heads")
         dense = read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
         expert = read_width(config, where, "moe_intermediate_size", default=dense)
         chosen = config.get("num_experts_per_tok") or 0
         return cls(
-            layers=read_width(config, where, "num_hidden_layers", "n_layer", "num_layers"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=read_width(config, where, "num_key_value_heads", "num_kv_heads", default=heads),

@@ -59,15 +59,15 @@ class TrieKV(Generic[Q, D]):
         held: dict[Hashable, _Held] = {}
         for context in contexts:
             # Objects that are held have their ids for themselves.
-            name, number = (id(context.question), id(context.documents)), 0
-            while (*name, number) in held:
+            question, documents, number = id(context.question), id(context.documents), 0
+            while (question, documents, number) in held:
                 number += 1
-            request = (*name, number)
+            request = (question, documents, number)
             held[request] = self._held.get(request) or self._read(context)
         self._held = held
         scopes: dict[Hashable, dict[Hashable, Mapping[Hashable, int]]] = {}
-        for request, of in held.items():
-            scopes.setdefault(of.scope, {})[request] = of.documents
+        for name, of in held.items():
+            scopes.setdefault(of.scope, {})[name] = of.documents
         self._tries = {scope: self._tries.get(scope) or RunningTrie() for scope in scopes}
         for scope, requests in scopes.items():
             self._tries[scope].hold(requests)
