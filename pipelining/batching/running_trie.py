@@ -14,6 +14,8 @@ __all__ = ["RunningTrie"]
 
 # Of fewer requests all are planned anew: that takes a millisecond, and finds what they share best.
 _PLANNED = 8
+# All are planned anew once so large a share of them has come or gone: a trie that is only extended grows by some 5 %.
+_CHANGED = 0.25
 _BUDGET = 256
 
 
@@ -21,7 +23,8 @@ class RunningTrie:
     """Each request's documents as a path; `tokens` of all nodes.
 
     A request that joins alone extends the path that shares most tokens with it, and places its other documents by how
-    many of the running ones have them. Several are planned together with all that run (`trie.plan`).
+    many of the running ones have them. Several are planned together with all that run (`trie.plan`), and so are all
+    from time to time.
     """
 
     def __init__(self) -> None:
@@ -32,16 +35,19 @@ class RunningTrie:
     def hold(self, requests: Mapping[Hashable, Mapping[Key, int]]) -> None:
         """These requests run, and no others: of each the tokens of its documents, in rank order."""
         new = [request for request in requests if request not in self._ends]
-        if new and (len(new) > 1 or len(requests) <= _PLANNED):
+        gone = [request for request in self._ends if request not in requests]
+        self._changes += len(new) + len(gone)
+        few, old = len(requests) <= _PLANNED, self._changes >= _CHANGED * len(requests)
+        if new and (len(new) > 1 or few or old):
             self._plan(requests)
             return
-        for request in [each for each in self._ends if each not in requests]:
+        for request in gone:
             self._remove(request)
         for request in new:
             self._join(request, requests[request])
 
     def _begin(self) -> None:
-        self.tokens = 0
+        self.tokens = self._changes = 0
         self._tree = KnowledgeTree(block_size=1)
         # The last node of each request.
         self._ends: dict[Hashable, Node] = {}
