@@ -87,6 +87,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "shared_orders",
     "tokenizer",
     "tiers",
+    "marks",
     "connect_timeout_s",
     "tries_timeout_s",
 )
