@@ -78,3 +78,7 @@ class CacheRules:
         if self.write <= 1:
             return 0.0
         return (self.write - 1) / (1 - self.read) if self.read < 1 else inf
+
+    def cost(self, prompt_tokens: float, cached_tokens: float = 0, written_tokens: float = 0) -> float:
+        """Of a prompt, in input tokens at the plain price."""
+        return prompt_tokens + (self.read - 1) * cached_tokens + (self.write - 1) * written_tokens
