@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from string import Formatter
 from typing import Any, NamedTuple
 
+from ragorder.clouds import PromptParts
 from ragorder.document import Document, content_key, estimate_tokens
 from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
@@ -37,12 +38,28 @@ class Prompt:
 
     `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
     themselves, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` empty.
+
+    `anthropic()`, `openai()` and `bedrock()` are arguments of a cloud's client: one content part a document, and the
+    marks of an `Orderer.for_cloud`.
     """
 
     text: str
     messages: list[dict[str, str]]
     token_ids: list[int] | None
     spans: list[Span]
+    parts: PromptParts = field(default_factory=lambda: PromptParts("", [], ""), repr=False, compare=False)
+
+    def anthropic(self) -> dict[str, Any]:
+        """For `client.messages.create(model=…, max_tokens=…, **prompt.anthropic())`."""
+        return self.parts.anthropic()
+
+    def openai(self) -> dict[str, Any]:
+        """For `client.chat.completions.create(model=…, **prompt.openai())`."""
+        return self.parts.openai()
+
+    def bedrock(self) -> dict[str, Any]:
+        """For `client.converse(modelId=…, **prompt.bedrock())`."""
+        return self.parts.bedrock()
 
 
 class _Segment(NamedTuple):
@@ -152,17 +169,34 @@ class PromptBuilder:
                 spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
                 token_ids += ids
             token_ids += self._tokenizer.encode(self._question(query, ordered, ranking) + self._tail)
-        turn = self.turn(query, ordered, ranking)
-        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
+        texts, question = self._texts(ordered), self._question(query, ordered, ranking)
+        turn = self._escape("".join(texts) + question)
+        parts = self._parts(texts, question, documents)
+        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans, parts)
+
+    def _parts(
+        self, texts: list[str], question: str, documents: Ordering[Document] | Sequence[Document]
+    ) -> PromptParts:
+        cloud = documents.cloud if isinstance(documents, Ordering) else None
+        if cloud is None:
+            return PromptParts(self.system, texts, question, escape=self._escape)
+        rules = cloud.model.rules
+        explicit = rules.resume == "marks"
+        return PromptParts(
+            self.system, texts, question, cloud.breakpoints, rules.ttl, explicit=explicit, escape=self._escape
+        )
 
     def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
         """The user's message. `ranking`: the documents' retrieval ranks."""
+        # Again as a whole: two documents must not form a special token between them.
+        return self._escape("".join(self._texts(documents)) + self._question(query, documents, ranking))
+
+    def _texts(self, documents: Sequence[Document]) -> list[str]:
         texts = [self._render(document) for document in documents]
         if self._align_to is not None:
             segments = map(self._segment, documents)
             texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
-        # Again as a whole: two documents must not form a special token between them.
-        return self._escape("".join(texts) + self._question(query, documents, ranking))
+        return texts
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
         if not self.system:

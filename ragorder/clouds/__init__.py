@@ -12,3 +12,27 @@
 `cache_rules` has the rules of a provider's model from the tables beside (a file each, with date and sources);
 `anthropic_content`, `openai_content` and `bedrock_content` make content parts with marks of any texts.
 """
+
+from ragorder.clouds.cost import Cost
+from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
+from ragorder.clouds.prices import Prices
+from ragorder.clouds.request import CloudModel, CloudRequest
+from ragorder.clouds.tables import Provider, cache_rules
+from ragorder.clouds.usage import read_cloud_usage
+from ragorder.trie.cache_rules import CacheRules, UsageFields
+
+__all__ = [
+    "CacheRules",
+    "CloudModel",
+    "CloudRequest",
+    "Cost",
+    "Prices",
+    "PromptParts",
+    "Provider",
+    "UsageFields",
+    "anthropic_content",
+    "bedrock_content",
+    "cache_rules",
+    "openai_content",
+    "read_cloud_usage",
+]
