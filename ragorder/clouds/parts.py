@@ -88,6 +88,11 @@ class PromptParts:
         self.explicit = explicit
         self._escape = escape
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As texts: what escapes them cannot be sent to another process."""
+        *documents, question = self.texts()
+        return _made, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
+
     def anthropic(self) -> dict[str, Any]:
         """Arguments of `client.messages.create`."""
         found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.behind, self.ttl)}]}
@@ -132,6 +137,12 @@ class PromptParts:
             texts.append(text)
             before = (before + text)[-_LONGEST:]
         return texts
+
+
+def _made(
+    system: str, documents: Sequence[str], question: str, marks: Sequence[int], ttl: str | None, explicit: bool
+) -> PromptParts:
+    return PromptParts(system, documents, question, marks, ttl, explicit=explicit)
 
 
 # An upper bound of a special token, in characters.

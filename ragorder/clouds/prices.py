@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +33,8 @@ class Prices:
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
         """From a TOML file (default: the one that RAGORDER_PRICES names, or the package's own). Raises OSError, and
         ValueError naming file and field."""
+        import tomllib
+
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
         try:
             return cls._of(tomllib.loads(where.read_text("utf-8")))
@@ -56,8 +56,3 @@ class Prices:
         """None for a model that is not listed."""
         found = generation(model, self.per_million)
         return None if found is None else self.per_million[found]
-
-
-@cache
-def own_prices() -> Prices:
-    return Prices.load(_OWN)
