@@ -72,7 +72,8 @@ class MarkChoice:
         counts = self._counts(keys, now)
         expected = self._expected(counts, held, now)
         self._observe(keys, counts, held, now)
-        rules, marks = self.rules, [held] if held >= 0 else []
+        rules = self.rules
+        marks = [held] if held >= 0 else []
         free = rules.marks - len(marks)
         long_enough = [place for place in range(len(expected)) if ends[place] >= rules.minimum_tokens]
         base = ends[held] if held >= 0 else 0
@@ -153,7 +154,8 @@ def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots
 
     A mark at a place gains `gains[place]` for each token between the mark before it, or `base`, and `ends[place]`.
     """
-    best, chosen = 0.0, ()
+    best = 0.0
+    chosen: tuple[int, ...] = ()
     layer: dict[int, tuple[float, tuple[int, ...]]] = {
         place: ((ends[place] - base) * gain, (place,)) for place, gain in gains.items()
     }

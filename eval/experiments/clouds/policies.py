@@ -20,7 +20,7 @@ class CloudPolicy(ABC):
     ) -> None:
         self.rules = rules
         self.builder = builder
-        self.suffix_tokens = suffix_tokens
+        self.additive = rules.usage is not None and rules.usage.additive
 
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
         """In retrieval order."""
@@ -29,14 +29,21 @@ class CloudPolicy(ABC):
     def predicted(self, ordering: Ordering[Document]) -> int:
         return -1
 
+    @abstractmethod
+    def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]: ...
+
+    def confirm(self, ordering: Ordering[Document], usage: Mapping[str, Any]) -> None:
+        read = read_cloud_usage(usage, self.rules)
+        ordering.confirm(read.cached_tokens, prompt_tokens=read.prompt_tokens, written_tokens=read.written_tokens)
+
+
+class FixedMarks(CloudPolicy):
     def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]:
-        prompt = self.builder.build(query, ordering)
-        marks = self.marks(len(ordering.documents))
-        plain = prompt.parts
+        plain, marks = self.builder.build(query, ordering).parts, self.marks(len(ordering.documents))
         parts = PromptParts(
             plain.system, plain.documents, plain.question, marks or (), self.rules.ttl, explicit=marks is not None
         )
-        if self.rules.usage is None or not self.rules.usage.additive:
+        if not self.additive:
             return parts.openai()
         body = parts.anthropic()
         return body if marks is not None else body | {"cache_control": {"type": "ephemeral"}}
@@ -45,29 +52,25 @@ class CloudPolicy(ABC):
     def marks(self, documents: int) -> Sequence[int] | None:
         """None: the provider sets one by itself, behind the question."""
 
-    def confirm(self, ordering: Ordering[Document], usage: Mapping[str, Any]) -> None:
-        read = read_cloud_usage(usage, self.rules)
-        ordering.confirm(read.cached_tokens, prompt_tokens=read.prompt_tokens, written_tokens=read.written_tokens)
 
-
-class Automatic(CloudPolicy):
+class Automatic(FixedMarks):
     def marks(self, documents: int) -> Sequence[int] | None:
         return None
 
 
-class SystemPrompt(CloudPolicy):
+class SystemPrompt(FixedMarks):
     """ContextPilot 0.5.0's adapters mark the system prompt, and no document in a user's message."""
 
     def marks(self, documents: int) -> Sequence[int] | None:
         return [0]
 
 
-class End(CloudPolicy):
+class End(FixedMarks):
     def marks(self, documents: int) -> Sequence[int] | None:
         return [0, documents]
 
 
-class Spread(CloudPolicy):
+class Spread(FixedMarks):
     """Four, evenly."""
 
     def marks(self, documents: int) -> Sequence[int] | None:
@@ -99,9 +102,6 @@ class EngineOrder(Spread):
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
         return self._orderer.order(documents)
 
-    def confirm(self, ordering: Ordering[Document], usage: Mapping[str, Any]) -> None:
-        ordering.confirm()
-
 
 class EngineOrderEnd(EngineOrder):
     def marks(self, documents: int) -> Sequence[int] | None:
@@ -127,11 +127,7 @@ class ForCloud(CloudPolicy):
 
     def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]:
         prompt = self.builder.build(query, ordering)
-        additive = self.rules.usage is not None and self.rules.usage.additive
-        return prompt.anthropic() if additive else prompt.openai()
-
-    def marks(self, documents: int) -> Sequence[int] | None:
-        raise NotImplementedError
+        return prompt.anthropic() if self.additive else prompt.openai()
 
 
 POLICIES: Mapping[str, type[CloudPolicy]] = {
