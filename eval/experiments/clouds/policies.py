@@ -102,6 +102,10 @@ class EngineOrder(Spread):
     def ordering(self, documents: Sequence[Document]) -> Ordering[Document]:
         return self._orderer.order(documents)
 
+    def confirm(self, ordering: Ordering[Document], usage: Mapping[str, Any]) -> None:
+        # What a cloud has not found an engine would have.
+        ordering.confirm()
+
 
 class EngineOrderEnd(EngineOrder):
     def marks(self, documents: int) -> Sequence[int] | None:
