@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.rings import grid
 
 from ragorder.cli import main
 from ragorder.clouds import CacheRules, PromptParts, anthropic_content, cache_rules
@@ -189,12 +190,12 @@ class TestCosts:
 
     @pytest.mark.parametrize("workload", ["mix8", "mix64", "zipf10"])
     def test_orders_with_marks_where_they_are_expected_to_be_read_save_most(self, workload: str) -> None:
-        ours = run(workload, "ragorder", ANTHROPIC, 800).cost
-        others = [run(workload, policy, ANTHROPIC, 800).cost for policy in POLICIES if policy != "ragorder"]
+        ours = run(workload, "ragorder", ANTHROPIC, 500).cost
+        others = [run(workload, policy, ANTHROPIC, 500).cost for policy in POLICIES if policy != "ragorder"]
         assert ours < min(others)
         assert ours < 0.9
 
-    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("seed", grid([0, 1, 2], 1))
     @pytest.mark.parametrize("workload", ["unique", "disjoint", "mix64"])
     @pytest.mark.parametrize("ttl", ["5m", "1h"])
     def test_never_more_than_three_points_above_no_cache(self, workload: str, ttl: str, seed: int) -> None:
@@ -237,7 +238,8 @@ class TestRecord:
             "predicted_tokens": [-1] * count,
         }
         record = CloudsRecord(suite="mine", policy="end", cell={}, rows=rows, facts={"write": 1.25, "read": 0.1})
-        assert record.worst == pytest.approx(1.25) > record.cost
+        assert record.worst == pytest.approx(1.25)
+        assert record.cost < 1
 
 
 class TestSuite:
