@@ -18,13 +18,14 @@ from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_conten
 from ragorder.clouds.prices import Prices
 from ragorder.clouds.request import CloudModel, CloudRequest
 from ragorder.clouds.tables import Provider, cache_rules
-from ragorder.clouds.usage import read_cloud_usage
+from ragorder.clouds.usage import CloudUsage, read_cloud_usage
 from ragorder.trie.cache_rules import CacheRules, UsageFields
 
 __all__ = [
     "CacheRules",
     "CloudModel",
     "CloudRequest",
+    "CloudUsage",
     "Cost",
     "Prices",
     "PromptParts",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragorder.trie.cache_rules import CacheRules, UsageFields
-from ragorder.trie.residency import CacheReport
 
-__all__ = ["read_cloud_usage"]
+__all__ = ["CloudUsage", "read_cloud_usage"]
 
 _MAX_COUNT = 1 << 32
 _KNOWN = (
@@ -20,9 +19,17 @@ _KNOWN = (
 )
 
 
-def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CacheReport:
-    """Tokens read from the cache, written into it, and of the whole prompt, from the `usage` of an answer: a mapping or
-    an object. By the names that `rules` has, or else by those of the known APIs. None: not reported, or impossible."""
+class CloudUsage(NamedTuple):
+    """Tokens of a prompt: read from the cache, written into it, and all. None: not reported, or impossible."""
+
+    cached_tokens: int | None = None
+    written_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
+    """The counts in the `usage` of an answer, a mapping or an object: by the names that `rules` has, or else by those of
+    the known APIs."""
     known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:
@@ -32,8 +39,8 @@ def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CacheReport
             prompt = None if prompt is None else prompt + (read or 0) + (written or 0)
         if prompt is not None and (read or 0) + (written or 0) > prompt:
             read = written = None
-        return CacheReport(read, written, prompt)
-    return CacheReport(None, None, None)
+        return CloudUsage(read, written, prompt)
+    return CloudUsage()
 
 
 def _find(usage: Any, name: str) -> Any:

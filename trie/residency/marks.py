@@ -102,10 +102,9 @@ class MarksResidency(LRUResidency):
     sets; `clock()` is in seconds.
     """
 
-    tree: MarkedTree
-
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:
         super().__init__(tree, pool)
+        self.marked = tree
         self.rules = tree.rules
         self.choice = choice
         self.plans: dict[Lease, MarkPlan] = {}
@@ -114,7 +113,7 @@ class MarksResidency(LRUResidency):
 
     def copy(self) -> MarksResidency:
         """An independent residency at the time of the last `refresh`."""
-        tree, copies = self.tree.copy()
+        tree, copies = self.marked.copy()
         now = tree.now
         mirror = MarksResidency(tree, self.pool, self.choice.copy(), lambda: now)
         mirror.used_blocks = self.used_blocks
@@ -123,11 +122,11 @@ class MarksResidency(LRUResidency):
 
     def close(self) -> None:
         super().close()
-        self.choice.close(self.tree.now)
+        self.choice.close(self.marked.now)
         self.plans.clear()
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        tree = self.tree
+        tree = self.marked
         now = tree.now = self._clock()
         marks = tree.marks
         while marks:
@@ -141,7 +140,7 @@ class MarksResidency(LRUResidency):
     def lease(
         self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
     ) -> Lease:
-        tree, rules = self.tree, self.rules
+        tree, rules = self.marked, self.rules
         depth, cached_tokens = -1, 0
         live = []
         for place, node in enumerate(path):
@@ -176,7 +175,7 @@ class MarksResidency(LRUResidency):
             return
         self._pend_no_more(lease, plan)
         plan.readable = True
-        tree, until = self.tree, plan.started_s + self.rules.ttl_s
+        tree, until = self.marked, plan.started_s + self.rules.ttl_s
         written_end = self._written_end(plan)
         for place in plan.depths:
             node = lease.path[place]
@@ -194,7 +193,7 @@ class MarksResidency(LRUResidency):
         likely = cached_tokens * (_ESTIMATES_EXCEED if estimated else 1)
         if likely >= lease.cached_tokens * (1 - _TOLERANCE) - _TOLERANCE_TOKENS:
             return
-        marks = self.tree.marks
+        marks = self.marked.marks
         for node in lease.path[: lease.cached_documents + 1]:
             if node.end * (1 - _TOLERANCE) - _TOLERANCE_TOKENS > likely or not cached_tokens:
                 marks.pop(node, None)
@@ -244,7 +243,7 @@ class MarksResidency(LRUResidency):
 
     def holds(self, node: Node) -> bool:
         """True also for a node too short to be kept, and for one that a request in flight will mark."""
-        tree = self.tree
+        tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 
     def _surcharge(self, tokens: RequestTokens) -> float:
@@ -260,7 +259,7 @@ class MarksResidency(LRUResidency):
     def _pend_no_more(self, lease: Lease, plan: MarkPlan) -> None:
         if plan.readable:
             return
-        pending = self.tree.pending
+        pending = self.marked.pending
         for place in plan.depths:
             node = lease.path[place]
             if pending.get(node, 0) > 1:
@@ -270,14 +269,14 @@ class MarksResidency(LRUResidency):
 
     def _prune(self, node: Node) -> None:
         """Nodes that lead to no mark leave the tree."""
-        marks = self.tree.marks
+        marks = self.marked.marks
         while node.parent is not None and node.stamp and not (node.children or node.leases or node in marks):
             parent = node.parent
             self._mark_missing(node, node.blocks - node.missing)
             node = parent
 
     def _leave(self, node: Node) -> None:
-        self.tree.marks.pop(node, None)
+        self.marked.marks.pop(node, None)
         self.tree.remove(node)
         node.stamp = 0
 

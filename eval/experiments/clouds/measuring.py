@@ -54,9 +54,10 @@ def serve(
         predicted = asked.predicted(ordering)
         answer = cloud.begin(asked.body(_question(number, cell.question_tokens), ordering), now)
 
-        heappush(events, (now + cell.first_token_s, next(numbers), partial(_first_token, cloud, answer, ordering)))
-        confirm = partial(asked.confirm, ordering, cloud.usage(answer))
-        heappush(events, (now + max(cell.first_token_s, cell.answer_s), next(numbers), confirm))
+        first: Callable[[], None] = partial(_first_token, cloud, answer, ordering)
+        last: Callable[[], None] = partial(asked.confirm, ordering, cloud.usage(answer))
+        heappush(events, (now + cell.first_token_s, next(numbers), first))
+        heappush(events, (now + max(cell.first_token_s, cell.answer_s), next(numbers), last))
         for name, tokens in zip(
             rows, (answer.prompt_tokens, answer.cached_tokens, answer.written_tokens, predicted), strict=True
         ):
