@@ -28,8 +28,8 @@ class CloudUsage(NamedTuple):
 
 
 def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
-    """The counts in the `usage` of an answer, a mapping or an object: by the names that `rules` has, or else by those of
-    the known APIs."""
+    """The counts in the `usage` of an answer, a mapping or an object: by the names that `rules` has, or else by those
+    of the known APIs."""
     known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:
