@@ -4,14 +4,27 @@ import logging
 from typing import TYPE_CHECKING
 
 from ragorder._moved import install
+from ragorder.conversation import Turn
 from ragorder.degraded import DegradedWarning
 from ragorder.document import Document
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder, Span
 from ragorder.settings import Settings
+from ragorder.trie.histories import Segment
 
-__all__ = ["DegradedWarning", "Document", "Orderer", "Ordering", "Prompt", "PromptBuilder", "Settings", "Span"]
+__all__ = [
+    "DegradedWarning",
+    "Document",
+    "Orderer",
+    "Ordering",
+    "Prompt",
+    "PromptBuilder",
+    "Segment",
+    "Settings",
+    "Span",
+    "Turn",
+]
 
 if TYPE_CHECKING:
     __version__: str

@@ -8,7 +8,8 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from ragorder._scope import Scope, ScopeOwner
+from ragorder._scope import ScopeOwner
+from ragorder._turns import TurnScope
 from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
@@ -91,10 +92,11 @@ class CloudScopes:
         return CloudScope(name, settings, owner, pool, lengths, self.cache, choice)
 
 
-class CloudScope(Scope):
+class CloudScope(TurnScope):
     """What a cloud's cache has of one model, prompt template and tenant."""
 
     mirror: MarksResidency
+    follows_histories = False
 
     def __init__(
         self,
@@ -120,6 +122,13 @@ class CloudScope(Scope):
         plan = self.mirror.plans.get(lease)
         if plan is not None:
             ordering.cloud = CloudRequest(self._model, plan, partial(self._first_token, lease))
+        return ordering
+
+    def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
+        """Without marks: messages of conversations are sent whole."""
+        ordering: Ordering[Any] = super().order_turn(*arguments, **options)
+        self.mirror.forgo(ordering._lease)
+        ordering.cloud, ordering.cached_tokens, ordering.prefix_documents = None, 0, 0
         return ordering
 
     def _first_token(self, lease: Lease) -> None:

@@ -77,6 +77,7 @@ class Scope:
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.places: Places | None = owner.tiers.places(self.mirror)
         self.priced = owner.tiers.priced(self.places)
+        self._search_budget = settings.search_budget
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.tail].from_settings(settings)
         self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
@@ -278,13 +279,18 @@ class Scope:
             ordering.fused, ordering.exact_documents = fused.taken_over, fused.exact_documents
             copied = sum(tokens[permutation[place]] for place in fused.taken_over)
             self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
-        if self.places is not None:
-            for node in path[1 : 1 + lease.cached_documents]:
-                host, disk = self.places.loads(node)
-                ordering.host_tokens += host * self.tree.block_size
-                ordering.disk_tokens += disk * self.tree.block_size
-            self.places.serve(path, lease, lambda: ordering.expected_uses)
+        self._place(path, lease, ordering)
         return ordering
+
+    def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
+        """Count what is loaded from slower tiers."""
+        if self.places is None:
+            return
+        for node in path[1 : 1 + lease.cached_documents]:
+            host, disk = self.places.loads(node)
+            ordering.host_tokens += host * self.tree.block_size
+            ordering.disk_tokens += disk * self.tree.block_size
+        self.places.serve(path, lease, lambda: ordering.expected_uses)
 
 
 class _DetachedOwner:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from ragorder._scope import Scope, ScopeOwner
+from ragorder._scope import ScopeOwner
 from ragorder._tiers import EngineTiers
+from ragorder._turns import TurnScope
 from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks, FollowedPool, Pool
 
 __all__ = ["Scopes"]
 
 
-class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
+class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
     """Scopes by name, least recently used first, at most `max_scopes`, on one `pool`."""
 
     def __init__(
@@ -42,7 +43,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         options = settings.held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first
         return FollowedPool(*options, blocks=self.blocks)
 
-    def add(self, scope: Scope) -> Scope:
+    def add(self, scope: TurnScope) -> TurnScope:
         """Replaces a damaged scope of this name, or the least recently used one beyond `max_scopes`."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
@@ -51,7 +52,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         self[scope.name] = scope
         return scope
 
-    def forget(self, scope: Scope) -> None:
+    def forget(self, scope: TurnScope) -> None:
         try:
             del self[scope.name]
         except Exception:
@@ -79,7 +80,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             for scope in [scope for scope in dict.values(self) if scope.mirror in emptied]:
                 self.forget(scope)
 
-    def _first(self) -> Scope | None:
+    def _first(self) -> TurnScope | None:
         try:
             return next(iter(self.values()), None)
         except Exception:

@@ -17,6 +17,7 @@ from ragorder._request import OrderRequest, RequestReader, read_length
 from ragorder._scope import EngineContents, Scope
 from ragorder._scopes import Scopes
 from ragorder._tiers import EngineTiers
+from ragorder._turns import TurnScope
 from ragorder.batch import Batch
 from ragorder.clouds import CacheRules, Prices, Provider
 from ragorder.degraded import Degradations
@@ -24,6 +25,7 @@ from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.topic import Topics
+from ragorder.trie.histories import Behind, Segment
 from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
 
 __all__ = ["Orderer", "OrdererLike"]
@@ -33,6 +35,9 @@ T = TypeVar("T")
 
 _UNSALTED = (
     "with KV events a scope must be a string, the cache_salt of its requests, or None: others are followed by a mirror"
+)
+_FUSED_HISTORY = (
+    "reuse='fused' follows no conversations: what stands behind a history counts as computed anew (reuse='exact' does)"
 )
 _logger = logging.getLogger("ragorder")
 
@@ -57,14 +62,27 @@ class OrdererLike(Protocol):
         suffix_tokens: int | None = None,
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> Ordering[D]: ...
 
     def preview(
-        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        behind: Iterable[Segment] | None = None,
     ) -> list[D]: ...
 
     def predict_cached_tokens(
-        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+        self,
+        documents: Iterable[D],
+        *,
+        scope: Hashable = None,
+        prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> tuple[int, int]: ...
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
@@ -263,6 +281,8 @@ class Orderer:
         suffix_tokens: int | None = None,
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
@@ -271,8 +291,15 @@ class Orderer:
         and `prefix_tokens` (before the documents; read with a scope's first request) override the settings. The last
         `answer_tokens` of the suffix are an expected answer, for which engines take room as they generate it: they
         count from the request's end, with the length reported then.
+
+        In a conversation (docs/conversations.md) the documents stand `behind` the segments of its history, as ranked,
+        and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Raises TypeError for other
+        segments.
         """
+        turn = _read_turn(behind, question)
         given = list(documents)
+        if turn is not None and turn.segments and self.settings.reuse == "fused":
+            self.degrade(_FUSED_HISTORY)
         if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
             self.degrade(_UNSALTED)
         try:
@@ -287,35 +314,59 @@ class Orderer:
             self._reader.refuse(given, error)
             return self.fall_back(given, error)
         try:
+            if turn is None:
+                return self._enter(
+                    scope, lambda known: known.order(request, backlog, suffix_tokens, answer_tokens), prefix_tokens
+                )
             return self._enter(
-                scope, lambda known: known.order(request, backlog, suffix_tokens, answer_tokens), prefix_tokens
+                scope,
+                lambda known: known.order_turn(request, backlog, turn, suffix_tokens, answer_tokens),
+                prefix_tokens,
             )
         except Exception as error:
             return self.fall_back(given, error)
 
     def preview(
-        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        behind: Iterable[Segment] | None = None,
     ) -> list[D]:
         """The documents as `order` would place them now. Nothing is recorded."""
+        turn = _read_turn(behind, None)
         given = list(documents)
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
-            permutation = self._look(scope, lambda known: known.preview(request, backlog))
+            if turn is None:
+                permutation = self._look(scope, lambda known: known.preview(request, backlog))
+            else:
+                permutation = self._look(scope, lambda known: known.preview_turn(request, backlog, turn))
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error).documents
         return [given[rank] for rank in permutation]
 
     def predict_cached_tokens(
-        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+        self,
+        documents: Iterable[D],
+        *,
+        scope: Hashable = None,
+        prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) that `order` would predict now. Nothing is
-        recorded."""
+        """(cached tokens, tokens up to the end of the documents, or of the `question`) that `order` would predict now.
+        Nothing is recorded."""
+        turn = _read_turn(behind, question)
         given = list(documents)
         try:
             request = self._reader.read(given)
             prefix = None if prefix_tokens is None else read_length(prefix_tokens)
+            if turn is not None:
+                return self._look(scope, lambda known: known.predict_turn(request, turn), prefix)
             return self._look(scope, lambda known: known.predict_cached_tokens(request), prefix)
         except Exception as error:
             self._reader.refuse(given, error)
@@ -453,13 +504,13 @@ class Orderer:
                 self._enter(name, partial(Scope.cached_path, request=request))
         return self._look(name, Scope.copy)
 
-    def _enter(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
+    def _enter(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None = None) -> T:
         return self._lock.run(self._work_in, name, work, prefix_tokens)
 
-    def _look(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
+    def _look(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None = None) -> T:
         return self._lock.run(self._look_at, name, work, prefix_tokens)
 
-    def _work_in(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:
+    def _work_in(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None) -> T:
         scopes = self._scopes
         scope = scopes.get(name)
         if scope is None or not scope.whole:
@@ -474,7 +525,7 @@ class Orderer:
         mirror.whole = True
         return result
 
-    def _look_at(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:
+    def _look_at(self, name: Hashable, work: Callable[[TurnScope], T], prefix_tokens: int | None) -> T:
         known = self._scopes.get(name)
         if known is not None and known.whole:
             known.whole = False
@@ -488,13 +539,13 @@ class Orderer:
         finally:
             scope.close()
 
-    def _make_scope(self, name: Hashable, pool: Pool, prefix_tokens: int | None) -> Scope:
+    def _make_scope(self, name: Hashable, pool: Pool, prefix_tokens: int | None) -> TurnScope:
         settings = self.settings
         if prefix_tokens is not None:
             settings = settings.model_copy(update={"prefix_tokens": prefix_tokens})
         if self._clouds is not None:
             return self._clouds.make(name, settings, self._scopes, pool, self._lengths.of(name))
-        return Scope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
+        return TurnScope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:
         """A child process has no other threads: what they were changing is not whole, and no events come."""
@@ -516,6 +567,10 @@ class Orderer:
                 f"ordering failed with {type(error).__name__}: retrieval order is kept, and counted in `fallbacks` "
                 "(Orderer(strict=True) raises the error)"
             )
+
+
+def _read_turn(behind: Iterable[Segment] | None, question: Segment | None) -> Behind | None:
+    return None if behind is None and question is None else Behind(() if behind is None else behind, question)
 
 
 def _unordered(given: list[D], index: int = 0) -> Ordering[D]:

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVa
 
 from ragorder._deferred import run_or_defer
 from ragorder.clouds import CloudRequest, Cost
+from ragorder.trie.residency import Lease
 
 __all__ = ["Forecast", "Ordering", "RequestOutcome", "Reuse"]
 
@@ -70,6 +71,7 @@ class Ordering(Generic[D]):
         "index",
         "permutation",
         "prefix_documents",
+        "twins",
     )
 
     def __init__(
@@ -100,6 +102,8 @@ class Ordering(Generic[D]):
         self.cloud: CloudRequest | None = None
         self.index = 0
         self.fallback = False
+        # Of the same request at other orderers, for comparison.
+        self.twins: tuple[Ordering[Any], ...] = ()
         self._finish = finish
         self._lease = lease
         self._observers: tuple[Callable[[RequestOutcome], None], ...] = ()
@@ -175,6 +179,16 @@ class Ordering(Generic[D]):
         """The request failed or was never sent."""
         self._end(RequestOutcome(False))
 
+    def remember_as(self, message: str, answer: str = "", *, closing_tokens: int = 0) -> None:
+        """The keys (`Segment.key`) by which later histories name this request's message and its answer, with
+        `closing_tokens` of template text behind that: what the engine keeps of them is then found again. Before
+        `confirm`."""
+        for twin in self.twins:
+            twin.remember_as(message, answer, closing_tokens=closing_tokens)
+        turn = self._lease.turn if isinstance(self._lease, Lease) else None
+        if turn is not None:
+            turn.message, turn.answer, turn.closing_tokens = message, answer, closing_tokens
+
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
         """Call `observer` once, at the first `confirm` or `discard`. It must not raise. It may take locks: an outcome
         from a finaliser reaches it with the next call of this package."""
@@ -182,6 +196,7 @@ class Ordering(Generic[D]):
 
     def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
+        self.twins = ()
         finish = self._finish
         try:
             if finish is not None:

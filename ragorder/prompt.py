@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from string import Formatter
 from typing import Any, NamedTuple
 
 from ragorder.clouds import PromptParts
+from ragorder.conversation import (
+    REFERENCE,
+    Message,
+    MessageFormat,
+    OrdersTurns,
+    Repeat,
+    Turn,
+    make_turn,
+    read_history,
+    segments_of,
+)
 from ragorder.document import Document, content_key, estimate_tokens
 from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
 from ragorder.tokens import PromptFrame, SegmentTokenizer, special_token_escaper, split_text
+from ragorder.trie.histories import Segment
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
+_KEPT_COUNTS = 16_384
+_RANKING = "Documents from most to least relevant: "
 # Overhead of an entry besides its tokens.
 _ENTRY_BYTES = 400
 
@@ -169,7 +184,7 @@ class PromptBuilder:
                 spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
                 token_ids += ids
             token_ids += self._tokenizer.encode(self._question(query, ordered, ranking) + self._tail)
-        texts, question = self._texts(ordered), self._question(query, ordered, ranking)
+        texts, question = list(map(self.document_text, ordered)), self._question(query, ordered, ranking)
         turn = self._escape("".join(texts) + question)
         parts = self._parts(texts, question, documents)
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans, parts)
@@ -186,17 +201,96 @@ class PromptBuilder:
             self.system, texts, question, cloud.breakpoints, rules.ttl, explicit=explicit, escape=self._escape
         )
 
-    def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """The user's message. `ranking`: the documents' retrieval ranks."""
-        # Again as a whole: two documents must not form a special token between them.
-        return self._escape("".join(self._texts(documents)) + self._question(query, documents, ranking))
+    def turn(
+        self,
+        question: str,
+        documents: Iterable[Document],
+        *,
+        history: Iterable[Message] = (),
+        orderer: OrdersTurns,
+        scope: Hashable = None,
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+        tool_call_id: str | None = None,
+        waiting: Sequence[Iterable[Document]] = (),
+        suffix_tokens: int | None = None,
+    ) -> Turn:
+        """The next turn of a conversation, whose messages are sent as they are; the new one stands behind them.
 
-    def _texts(self, documents: Sequence[Document]) -> list[str]:
-        texts = [self._render(document) for document in documents]
-        if self._align_to is not None:
-            segments = map(self._segment, documents)
-            texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
-        return texts
+            turn = builder.turn("And on Sundays?", documents, history=messages, orderer=orderer)
+            messages = turn.confirm(ask(turn.messages))
+
+        Documents of the first turn are ordered, later ones stay as ranked, but for those held there. A document that
+        stands unchanged in a message of the history is named by `reference` ({id}, {title}) instead of sent again, best
+        ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
+        question. Other options as for `Orderer.order`. Raises TypeError and ValueError for a history that is none, or
+        begins with another system prompt, and for wrong options.
+        """
+        options: dict[str, Any] = {"scope": scope, "waiting": waiting, "suffix_tokens": suffix_tokens}
+        naming: dict[str, Any] = {"repeat": repeat, "reference": reference, "tool_call_id": tool_call_id}
+        return make_turn(self.message_format, question, documents, history, orderer, **naming, **options)
+
+    def segments(self, history: Iterable[Message]) -> list[Segment]:
+        """A history for `Orderer.order(behind=…)`. Raises as `turn` does."""
+        return segments_of(read_history(history, self.message_format)[0], self.message_format)
+
+    @cached_property
+    def message_format(self) -> MessageFormat:
+        counts: LRUCache[int] = LRUCache(_KEPT_COUNTS)
+
+        def known(key: str, count: Callable[[], int]) -> int:
+            tokens = counts.get(key)
+            if tokens is None:
+                tokens = count()
+                counts.put(key, tokens)
+            return tokens
+
+        closing = self._tokenizer.between_turns(self.system if self._system_role else "") if self._tokenizer else ""
+        templates = [self._document_template, self._question_template]
+        openings = [next((text for text, *_ in Formatter().parse(template)), "") for template in templates]
+        if self._state_ranking:
+            openings.append(_RANKING)
+        return MessageFormat(
+            self.system,
+            self._system_role,
+            self.document_text,
+            self._header,
+            lambda query, documents: self._question(query, documents, range(len(documents))),
+            self._escape,
+            self._count,
+            tuple(openings),
+            self._count(self._tail),
+            self._count(closing),
+            self._tokenizer is None,
+            known,
+        )
+
+    def _header(self, document: Document) -> str:
+        """The beginning of a document in the prompt, up to its text."""
+        header = []
+        for literal, name, *_ in Formatter().parse(self._document_template):
+            header.append(literal)
+            if name == "text":
+                break
+            if name is not None:
+                header.append(document.id if name == "id" else str(document.metadata.get("title", "")))
+        return "".join(header)
+
+    def _count(self, text: str) -> int:
+        if self._tokenizer is None:
+            return estimate_tokens(text)
+        return sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
+
+    def document_text(self, document: Document) -> str:
+        """The document as it stands in the prompt."""
+        text = self._render(document)
+        return text if self._align_to is None else text + "\n" * self._segment(document).padding
+
+    def user_message(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
+        """The user's message. `ranking`: the documents' retrieval ranks."""
+        texts = map(self.document_text, documents)
+        # Again as a whole: two documents must not form a special token between them.
+        return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
         if not self.system:
@@ -235,7 +329,7 @@ class PromptBuilder:
         question = self._question_template.format(query=query)
         if self._state_ranking and ordered:
             best_first = [document.id for _, document in sorted(zip(ranking, ordered, strict=True), key=itemgetter(0))]
-            question = f"Documents from most to least relevant: {', '.join(best_first)}\n\n{question}"
+            question = f"{_RANKING}{', '.join(best_first)}\n\n{question}"
         # Chat templates trim the end of a turn.
         return self._escape(question).rstrip()
 

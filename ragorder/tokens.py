@@ -87,6 +87,22 @@ class SegmentTokenizer:
             raise ValueError("the tokenizer's chat template must show the user's message exactly once")
         return PromptFrame(before, after, system_role)
 
+    def between_turns(self, system: str) -> str:
+        """The chat template's text between an answer and the next turn of the user; empty for a template that does not
+        show them one behind the other."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return ""
+        said = [PLACEHOLDER, f"{PLACEHOLDER} answered", f"{PLACEHOLDER} again"]
+        roles = ["user", "assistant", "user"]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        try:
+            rendered = self._render([{"role": "system", "content": system}, *messages] if system else messages)
+        except Exception:
+            return ""
+        _, answered, rest = rendered.partition(said[1])
+        between, again, _ = rest.partition(said[2])
+        return between if answered and again else ""
+
     def _render(self, messages: list[dict[str, str]]) -> str:
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return rendered

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connections
 
-__all__ = ["address_of", "is_loopback", "listen", "run_server", "server_config"]
+__all__ = ["address_of", "is_loopback", "listen", "most_connections", "run_server", "server_config"]
 
 _BACKLOG = 2048
 # Clients keep a connection for less: they close it, and never while the server would begin to read a request.
@@ -117,8 +117,17 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def most_connections() -> int:
+    """As many as the system's limit of open files allows this process: a request takes two, one to either side."""
+    try:
+        import resource
+    except ImportError:
+        return sys.maxsize
+    return _connections_of(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
 def _allow_many_connections() -> int:
-    """A request takes two file descriptors, of which systems allow 1,024 unless more are requested."""
+    """Systems allow 1,024 files unless more are requested, and may refuse these."""
     try:
         import resource
     except ImportError:
@@ -126,5 +135,10 @@ def _allow_many_connections() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(1, (allowed - _OTHER_FILES) // 2)
+    return _connections_of(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _connections_of(files: int) -> int:
+    import resource
+
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(1, (files - _OTHER_FILES) // 2)

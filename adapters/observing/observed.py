@@ -13,6 +13,7 @@ from ragorder.batch import Batch
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
+from ragorder.trie.histories import Segment
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 
@@ -129,6 +130,8 @@ class ObservedOrderer:
         suffix_tokens: int | None = None,
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> Ordering[D]:
         """In shadow mode the documents stay in retrieval order."""
         given = list(documents)
@@ -137,6 +140,8 @@ class ObservedOrderer:
             "suffix_tokens": suffix_tokens,
             "answer_tokens": answer_tokens,
             "prefix_tokens": prefix_tokens,
+            "behind": None if behind is None else list(behind),
+            "question": question,
         }
         waiting = [list(others) for others in waiting]
         return self._watch(
@@ -164,17 +169,29 @@ class ObservedOrderer:
         return Batch(served.indices, lambda place: self._watch(lambda orderer: batches[id(orderer)][place]))
 
     def preview(
-        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        behind: Iterable[Segment] | None = None,
     ) -> list[D]:
         """Without watchers; in shadow mode the documents stay in retrieval order."""
         waiting = () if self.shadow else waiting
-        return self._orderer.preview(documents, waiting=waiting, scope=scope)
+        return self._orderer.preview(documents, waiting=waiting, scope=scope, behind=behind)
 
     def predict_cached_tokens(
-        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+        self,
+        documents: Iterable[D],
+        *,
+        scope: Hashable = None,
+        prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> tuple[int, int]:
         """`Orderer.predict_cached_tokens`, of the served order."""
-        return self._orderer.predict_cached_tokens(documents, scope=scope, prefix_tokens=prefix_tokens)
+        options: dict[str, Any] = {"behind": behind, "question": question}
+        return self._orderer.predict_cached_tokens(documents, scope=scope, prefix_tokens=prefix_tokens, **options)
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         return self._orderer.holds_prefix(scope=scope)
@@ -218,6 +235,8 @@ class ObservedOrderer:
         except Exception as error:
             self._report(error)
             return served
+        if other is not None:
+            served.twins += (other,)
         served.add_done_callback(lambda outcome: self._finish(outcome, other, callbacks))
         return served
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, checked_options
-from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest
 from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.orderer import OrdererLike
 from ragorder.topic import checked_header
@@ -94,8 +94,7 @@ class Call:
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
         """An ordering, which is finished however the block ends. Swallows an error that another attempt follows."""
-        ordered = self.setup.ordered
-        ordering = self.ordering = ordered.order(self.query, self.documents, self.scope, self.options, self.waiting)
+        ordering = self.ordering = self._order()
         reply = Reply(ordering)
         try:
             yield reply
@@ -112,6 +111,7 @@ class Call:
             self.answer = answer
             self._usage_option.accepted()
             self.setup.learn(answer)
+            self._answered(answer)
             counts: dict[str, Any] = {"prompt_tokens": answer.prompt_tokens}
             if ordering.cloud is not None:
                 counts["written_tokens"] = answer.written_tokens
@@ -119,13 +119,25 @@ class Call:
 
     def create(self, reply: Reply) -> Any:
         """The result of create() for an attempt. Call it at once: what is ordered first must be sent first."""
-        request = self.setup.ordered.request(self.query, reply.ordering, self.scope, self.options)
+        request = self._request(reply.ordering)
         reply.sent_s = time.perf_counter()
         return self.setup.endpoint.create(request, self.options, self._usage_option)
 
+    def _order(self) -> Ordering[Document]:
+        return self.setup.ordered.order(self.query, self.documents, self.scope, self.options, self.waiting)
+
+    def _request(self, ordering: Ordering[Document]) -> PromptRequest:
+        return self.setup.ordered.request(self.query, ordering, self.scope, self.options)
+
+    def _answered(self, answer: Answer) -> None:
+        """The whole answer is there; its ordering is confirmed next."""
+
+    def _topic(self) -> str | None:
+        return self.setup.orderer.topic(self.documents, scope=self.scope)
+
     def _add_topic(self, header: str) -> None:
         """The caller's own header stays. All attempts have one topic: documents count once."""
-        topic = self.setup.orderer.topic(self.documents, scope=self.scope)
+        topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):
             self.options["extra_headers"] = own | {header: topic}

@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from ragorder import Document
 from ragorder.adapters.openai.batch import BatchBacklog, BatchOutcome, BatchRequest, answer_many, answer_many_async
 from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.conversation import Conversation
 from ragorder.adapters.openai.endpoint import check_client
 from ragorder.adapters.openai.reply import Answer
 from ragorder.adapters.openai.stream import AsyncOrderedStream, OrderedStream, generate, generate_async
+from ragorder.conversation import REFERENCE, Message, Repeat
 
 __all__ = ["AsyncOrderedClient", "OrderedClient"]
 
@@ -60,6 +62,20 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         """The answer as it arrives, with the options of `generate`. Not retried after its first piece."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._stream(Call(self, query, documents, scope, waiting, options, hands_out=True))
+
+    def conversation(
+        self,
+        messages: Iterable[Message] = (),
+        *,
+        scope: Hashable = None,
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+    ) -> Conversation[A, S]:
+        """A conversation that goes on from `messages`, as sent and answered before. `repeat` and `reference` as for
+        `PromptBuilder.turn`. Raises TypeError and ValueError for other messages, and for prompts="token_ids"."""
+        if self.prompts != "messages":
+            raise ValueError(f"a conversation is sent as messages: {type(self).__name__}(prompts='messages')")
+        return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference)
 
     def generate_many(
         self,

@@ -130,13 +130,16 @@ class OrderedPrompts:
         options: Mapping[str, Any],
         waiting: Sequence[Iterable[Document]] = (),
     ) -> Ordering[Document]:
+        suffix_tokens = self.suffix_tokens(query, options)
+        return self._orderer.order(documents, scope=scope, waiting=waiting, suffix_tokens=suffix_tokens)
+
+    def suffix_tokens(self, query: str, options: Mapping[str, Any]) -> int:
+        """Of the question, and of the answer that is expected with these options."""
         limit = options.get("max_completion_tokens")
         limit = options.get("max_tokens") if limit is None else limit
         limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
-        suffix_tokens = self.answer_length.suffix_tokens(
-            self._builder.suffix_tokens(query), limit, self._orderer.settings.suffix_tokens
-        )
-        return self._orderer.order(documents, scope=scope, waiting=waiting, suffix_tokens=suffix_tokens)
+        question_tokens = self._builder.suffix_tokens(query)
+        return self.answer_length.suffix_tokens(question_tokens, limit, self._orderer.settings.suffix_tokens)
 
     def request(
         self, query: str, ordering: Ordering[Document], scope: Hashable, options: Mapping[str, Any]

@@ -134,7 +134,7 @@ def make_app(
     proxy: ReverseProxy
     if isinstance(upstream, Fleet):
         upstream.connect(server_at, ordering)
-        proxy = FleetProxy(upstream, parser, **limits)
+        proxy = FleetProxy(upstream, parser, tries_s=timeouts.all_tries_s, **limits)
         own += [Route(_READY, Readiness(upstream.check).answer), *replica_routes(upstream)]
         close = upstream.aclose
     else:

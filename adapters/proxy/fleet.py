@@ -33,9 +33,10 @@ class Fleet:
         fleet = Fleet([ReplicaAddress("http://gpu1:8000", Orderer()), ReplicaAddress("http://gpu2:8000", Orderer())])
         make_app(Orderer(), upstream=fleet)
 
-    A replica whose server fails gets no requests until it answers its health check again, every `check_s` seconds; a
-    draining one gets none and ends those that it has. If no other is left, those that failed are tried. Raises
-    ValueError for no replicas, or one twice.
+    A replica whose server fails gets no requests until it answers its health check again, every `check_s` seconds, and
+    one that rests (`Rests`) none meanwhile; a draining one gets none and ends those that it has. If no other is left,
+    the one that rests for the shortest time gets them, and then those that failed. Raises ValueError for no replicas,
+    or one twice.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Fleet:
             chosen = self._best.choose({each: ReplicaState(lengths[each], each.in_flight) for each in candidates})
             chosen.in_flight += 1
             chosen.served += 1
+            chosen.rests.taken()
         return chosen
 
     def leave(self, replica: Replica) -> None:
@@ -88,9 +90,19 @@ class Fleet:
     def has_other(self, tried: Collection[Replica]) -> bool:
         return bool(self._candidates(tried))
 
+    def has_rested(self, tried: Collection[Replica]) -> bool:
+        """Another one that answers and does not rest."""
+        return any(each.takes_requests and not each.rests.left_s for each in self.replicas if each not in tried)
+
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         """On the replica that has most of the request cached."""
         return max((self._lengths(each, parsed) for each in self._candidates(())), default=CachedLengths(0, 1))
+
+    def rest(self, replica: Replica, seconds: float) -> None:
+        """Its server asks for it."""
+        for each in self.replicas:
+            if each.server is replica.server:
+                each.rests.ask(seconds)
 
     def suspect(self, replica: Replica) -> None:
         """Its server has failed: it is checked at once."""
@@ -127,6 +139,7 @@ class Fleet:
                 "rank": each.rank,
                 "up": each.up,
                 "draining": each.draining,
+                "rests_s": round(each.rests.left_s, 1),
                 "in_flight": each.in_flight,
                 "served": each.served,
             }
@@ -140,18 +153,28 @@ class Fleet:
         in_flight = GaugeMetricFamily(
             "ragorder_replica_in_flight_requests", "Requests of a replica not yet answered.", labels=["replica"]
         )
+        rests = GaugeMetricFamily(
+            "ragorder_replica_rest_seconds",
+            "Time for which a replica rests after refusals or failures.",
+            labels=["replica"],
+        )
         served = CounterMetricFamily("ragorder_replica_requests", "Requests sent to a replica.", labels=["replica"])
         for each in self.replicas:
             label = [str(each.number)]
             up.add_metric(label, int(each.takes_requests))
             in_flight.add_metric(label, each.in_flight)
+            rests.add_metric(label, each.rests.left_s)
             served.add_metric(label, each.served)
-        yield from (up, in_flight, served)
+        yield from (up, in_flight, rests, served)
 
     def _candidates(self, tried: Collection[Replica]) -> list[Replica]:
         left = [each for each in self.replicas if not each.draining and each not in tried]
         # Where none is known to answer, the check may be late.
-        return [each for each in left if each.up] or left
+        answering = [each for each in left if each.up] or left
+        resting = {each: each.rests.left_s for each in answering}
+        rested = [each for each in answering if not resting[each]]
+        # Where all rest, a request is not refused for what another client may have caused.
+        return rested or sorted(answering, key=resting.__getitem__)[:1]
 
     def _lengths(self, replica: Replica, parsed: ParsedBody | None) -> CachedLengths:
         return CachedLengths(0, 1) if parsed is None else replica.orderer.predict_cached_tokens(parsed)

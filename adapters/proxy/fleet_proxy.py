@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
+import anyio
 from starlette.types import Receive, Scope, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
@@ -19,6 +21,7 @@ from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.replica import Replica
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
 from ragorder.adapters.proxy.sent import SentRequest
+from ragorder.adapters.proxy.tries import Tries
 from ragorder.adapters.proxy.upstream import UpstreamError
 
 __all__ = ["FleetProxy"]
@@ -32,12 +35,14 @@ class FleetProxy(ReverseProxy):
     """Forwards each request to a replica, and to another one if that fails before the answer has begun.
 
     Chats, completions, other JSON below /v1/ and GETs are sent again; anything else may have had an effect, and is sent
-    again only if there was no connection. Raises HTTPError.
+    again only if there was no connection. All tries of a request have `tries_s` seconds until its answer has begun.
+    Raises HTTPError.
     """
 
-    def __init__(self, fleet: Fleet, parser: BodyParser, **limits: Any) -> None:
+    def __init__(self, fleet: Fleet, parser: BodyParser, *, tries_s: float, **limits: Any) -> None:
         super().__init__(parser, **limits)
         self._fleet = fleet
+        self._tries_s = tries_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._fleet.begin_checks()
@@ -56,10 +61,11 @@ class FleetProxy(ReverseProxy):
             if admission is not None:
                 predict = None if parsed is None else partial(self._fleet.predict_cached_tokens, parsed)
                 upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
-            tried: list[Replica] = []
-            while not await self._answered(head, received, parsed, upcoming, send, share, tried):
-                # Ordering has changed what was read.
-                parsed = await self._read(head, received, share)
+            tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued)
+            with self._limited(tries, self._tries_s) as limit:
+                while not await self._answered(head, received, parsed, upcoming, send, share, tries, limit):
+                    # Ordering has changed what was read.
+                    parsed = await self._read(head, received, share)
 
     async def _read(self, head: Head, received: list[bytes], share: MemoryShare) -> ParsedBody | None:
         if head.route is None:
@@ -77,22 +83,23 @@ class FleetProxy(ReverseProxy):
         upcoming: Sequence[ParsedBody],
         send: Send,
         share: MemoryShare,
-        tried: list[Replica],
+        tries: Tries,
+        limit: anyio.CancelScope,
     ) -> bool:
         """False if the replica failed, and the request should be sent to another one. Raises HTTPError."""
         length, of_tokens = len(received[0]), head.route in _OF_TOKENS
         # If the client leaves meanwhile, the documents may be ordered only afterwards.
-        place = partial(self._place, parsed, upcoming, tuple(tried))
+        place = partial(self._place, parsed, upcoming, tuple(tries.replicas))
         replica, sent = await self._workers.run(place, length, abandoned=self._end)
-        tried.append(replica)
+        tries.begin(replica)
 
         def begin() -> None:
+            limit.deadline = inf
             received.clear()
             share.resize(0)
 
         # What is not sent again is answered as the replica answers it.
-        refusable = head.is_queued and self._fleet.has_other(tried)
-        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=refusable, on_begun=begin)
+        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin)
         try:
             body = sent.take_body(received[0])
             # Without documents it is the one received.
@@ -102,10 +109,10 @@ class FleetProxy(ReverseProxy):
                 headers = [*without(headers, replica.headers[0][0]), *replica.headers]
             content = pieces([body], share, kept=length)
             del body
-            await self._forward(head, headers, content, replica, answer, sent)
+            await self._forward(head, headers, content, tries, answer, sent)
             return True
         except UpstreamError as error:
-            if self._gives_up(error, replica, answer, tried, repeatable=head.is_queued):
+            if tries.gives_up(error, begun=answer.begun):
                 await answer.fail(error)
                 raise
             return False
@@ -115,38 +122,64 @@ class FleetProxy(ReverseProxy):
     async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
         """A body that is sent as it comes, or none."""
         repeatable = content is None and head.method in _SAFE
-        tried: list[Replica] = []
-        while True:
-            replica, sent = self._place(None, (), tried)
-            tried.append(replica)
-            answer = HeldAnswer(send, of_tokens=False, refusable=repeatable and self._fleet.has_other(tried))
-            try:
-                await self._forward(head, head.headers, content, replica, answer, sent)
-                return
-            except UpstreamError as error:
-                if self._gives_up(error, replica, answer, tried, repeatable=repeatable):
-                    raise
-            finally:
-                self._end((replica, sent))
+        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued)
+        # A body may take as long as its client does.
+        with self._limited(tries, inf if content is not None else self._tries_s) as limit:
+            while not await self._streamed(head, content, send, tries, limit):
+                pass
+
+    async def _streamed(
+        self,
+        head: Head,
+        content: AsyncIterator[bytes] | None,
+        send: Send,
+        tries: Tries,
+        limit: anyio.CancelScope,
+    ) -> bool:
+        """See `_answered`."""
+        replica, sent = self._place(None, (), tries.replicas)
+        tries.begin(replica)
+
+        def begin() -> None:
+            limit.deadline = inf
+
+        answer = HeldAnswer(send, of_tokens=False, refusable=tries.refusable, on_begun=begin)
+        try:
+            await self._forward(head, head.headers, content, tries, answer, sent)
+            return True
+        except UpstreamError as error:
+            if tries.gives_up(error, begun=answer.begun):
+                raise
+            return False
+        finally:
+            self._end((replica, sent))
+
+    @contextmanager
+    def _limited(self, tries: Tries, seconds: float) -> Iterator[anyio.CancelScope]:
+        """All tries together. An answer that has begun lifts the deadline; raises HTTPError at it."""
+        with anyio.CancelScope(deadline=anyio.current_time() + seconds) as limit:
+            yield limit
+        if limit.cancelled_caught:
+            if tries.replicas:
+                tries.failed()
+            tried = f"{len(tries.replicas)} of {len(self._fleet.replicas)} were tried"
+            message = f"No replica has begun to answer within {seconds:g} s (--tries-timeout): {tried}."
+            raise HTTPError(504, message, code="upstream_timeout")
 
     async def _forward(
         self,
         head: Head,
         headers: Headers,
         content: AsyncIterator[bytes] | None,
-        replica: Replica,
+        tries: Tries,
         answer: HeldAnswer,
         sent: SentRequest,
     ) -> None:
+        replica = tries.replicas[-1]
         async with replica.server.send(head.method, head.target, headers, content) as response:
+            tries.answered(response.status_code, response.headers.get("retry-after", ""))
             raw = [*response.headers.raw, (_REPLICA, b"%d" % replica.number)]
             await forward_answer(response.status_code, raw, response.aiter_raw(), answer, sent)
-
-    def _gives_up(
-        self, error: UpstreamError, replica: Replica, answer: HeldAnswer, tried: Sequence[Replica], *, repeatable: bool
-    ) -> bool:
-        self._fleet.suspect(replica)
-        return answer.begun or not (repeatable or not error.connected) or not self._fleet.has_other(tried)
 
     def _place(
         self, parsed: ParsedBody | None, upcoming: Sequence[ParsedBody], tried: Sequence[Replica]

@@ -10,6 +10,7 @@ from starlette.types import Message, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
+from ragorder.adapters.proxy.rests import rest_asked
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.adapters.proxy.usage import StreamReader, reader_for
 
@@ -24,7 +25,8 @@ class HeldAnswer:
     """Sends an answer on from its first token, which has `begun` it; other answers from their first piece, whole ones
     (`of_tokens`) at their end.
 
-    If another replica is left (`refusable`), a 502 or 503 raises UpstreamError instead.
+    If another replica is left (`refusable`), a 502 or 503 raises UpstreamError instead. One that asks for a rest is an
+    answer: all others rest as well.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class HeldAnswer:
 
     def _read_head(self, message: Any) -> None:
         status, headers = message["status"], message["headers"]
-        if self._refusable and status in _TRY_ELSEWHERE:
+        retry_after = (header(headers, b"retry-after") or b"").decode("latin-1")
+        if self._refusable and status in _TRY_ELSEWHERE and rest_asked(status, retry_after) is None:
             raise UpstreamError(status, "The upstream server does not take requests.", code="upstream_unavailable")
         self._is_compressed = (header(headers, b"content-encoding") or b"identity").lower() != b"identity"
         reader = reader_for(headers)

@@ -129,7 +129,7 @@ class BodyParser:
             shown = [given[rank] for rank in permutation]
             if self._by_place:
                 shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
-            body.append(self._builder.turn(tagged.query, shown, permutation))
+            body.append(self._builder.user_message(tagged.query, shown, permutation))
             return msgspec.json.encode(body.fields)
 
         documents = []

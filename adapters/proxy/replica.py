@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.rests import Rests
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.orderer import OrdererLike
 
@@ -33,6 +34,7 @@ class Replica:
         self.up = True
         """Whether its server answered last time."""
         self.draining = False
+        self.rests = Rests()
         self.in_flight = 0
         self.served = 0
         """Requests sent to it."""

@@ -25,6 +25,8 @@ __all__ = ["Timeouts", "Upstream", "UpstreamError"]
 # Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
 _KEEP_ALIVE_S = 3.0
 _MAX_IDLE = 128
+# Clients of OpenAI's wait no longer.
+_TRIES_S = 600.0
 # Bytes of an answer in the socket's buffer, at most: the event loop takes all of them at once, and keeps them for as
 # long as the client does not read.
 _RECEIVE_BUFFER_BYTES = 1 << 16
@@ -32,11 +34,17 @@ _RECEIVE_BUFFER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds to accept a connection, between two bytes, and for a client to send 256 KiB."""
+    """Seconds to accept a connection, between two bytes, and for a client to send 256 KiB; and until an answer has
+    begun, on all replicas that a request is tried on (None: ten minutes, or `read_s` if that is longer)."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
     client_s: float = 30.0
+    tries_s: float | None = None
+
+    @property
+    def all_tries_s(self) -> float:
+        return max(_TRIES_S, self.read_s) if self.tries_s is None else self.tries_s
 
 
 class UpstreamError(HTTPError):
@@ -138,7 +146,8 @@ class _ConnectionPool:
 
 
 def _transport_factory(*, encrypted: bool) -> Callable[[], httpx2.AsyncBaseTransport]:
-    certificates: ssl.SSLContext | bool = httpx2.create_ssl_context() if encrypted else False
+    # Each transport without one makes its own, encrypted or not, which costs time and memory.
+    certificates = httpx2.create_ssl_context() if encrypted else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
     options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)]
     return lambda: httpx2.AsyncHTTPTransport(verify=certificates, limits=limits, socket_options=options)

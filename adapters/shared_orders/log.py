@@ -6,12 +6,14 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
 
 from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError, read_order
 from ragorder.extras import needs
+from ragorder.lru_cache import LRUCache
 
 __all__ = ["LENGTH", "OrderLog"]
 
@@ -19,6 +21,9 @@ LENGTH = 10_000
 """Orders that the stream keeps, about: a process that starts reads them."""
 
 _FIELD = b"order"
+# Each process counts its orders: what is written or read twice is known by that.
+_NUMBER = b"number"
+_PROCESSES = 4096
 _AT_ONCE = 256
 _BLOCK_MS = 1000
 # A server that does not answer in this time is lost; far more than a read blocks.
@@ -30,9 +35,10 @@ _START = b"0-0"
 class OrderLog:
     """Appends orders, and gives those of other processes to `apply`, which must not raise.
 
-    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Threads start
-    with `start`, or the first order. Raises ValueError for a malformed URL, ImportError without
-    ragorder[shared].
+    Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Afterwards the
+    stream is read from its start, as it is if it begins anew, and no order is applied twice: a server that takes over
+    may lack the last entries, and its clock may be slow. Threads start with `start`, or the first order. Raises
+    ValueError for a malformed URL, ImportError without ragorder[shared].
     """
 
     def __init__(
@@ -54,7 +60,9 @@ class OrderLog:
         self._apply = apply
         self._lost = lost
         self._waiting: deque[bytes] = deque(maxlen=LENGTH)
-        self._unsent: list[bytes] = []
+        self._unsent: list[tuple[int, bytes]] = []
+        self._numbers = count(1)
+        self._known: LRUCache[int] = LRUCache(_PROCESSES)
         self._news = Event()
         self._stopped = False
         self._started = False
@@ -105,8 +113,9 @@ class OrderLog:
             self._news.clear()
             while self._fill():
                 with client.pipeline(transaction=False) as pipeline:
-                    for entry in self._unsent:
-                        pipeline.xadd(self._stream, {_FIELD: entry}, maxlen=LENGTH, approximate=True)
+                    for number, entry in self._unsent:
+                        fields = {_FIELD: entry, _NUMBER: number}
+                        pipeline.xadd(self._stream, fields, maxlen=LENGTH, approximate=True)
                     pipeline.execute()
                 self.appended += len(self._unsent)
                 self._unsent = []
@@ -114,25 +123,52 @@ class OrderLog:
     def _fill(self) -> bool:
         """Whether orders are to be sent: those that could not be sent last time, or others."""
         while self._waiting and len(self._unsent) < _AT_ONCE:
-            self._unsent.append(self._waiting.popleft())
+            self._unsent.append((next(self._numbers), self._waiting.popleft()))
         return bool(self._unsent)
 
     def _read(self, client: Any) -> None:
-        if self._last == _START:
-            for entry in reversed(client.xrevrange(self._stream, count=LENGTH)):
-                self._take(*entry)
+        # Another server may have answered at this address since, and have put orders between those that were read.
+        self._read_all(client)
         while not self._stopped:
-            for _, entries in client.xread({self._stream: self._last}, count=_AT_ONCE, block=_BLOCK_MS) or ():
+            read = client.xread({self._stream: self._last}, count=_AT_ONCE, block=_BLOCK_MS)
+            for _, entries in read or ():
                 for entry in entries:
                     self._take(*entry)
+            if not read and self._ends_before(client):
+                self._read_all(client)
+
+    def _read_all(self, client: Any) -> None:
+        self._last = _START
+        for entry in reversed(client.xrevrange(self._stream, count=LENGTH)):
+            self._take(*entry)
+
+    def _ends_before(self, client: Any) -> bool:
+        """Whether the stream's last entry lies before the one that was read last, as one that began anew may do."""
+        newest = client.xrevrange(self._stream, count=1)
+        return _place(newest[0][0] if newest else _START) < _place(self._last)
 
     def _take(self, id: bytes, fields: Any) -> None:
         self._last = id
         try:
-            order = read_order(fields[_FIELD])
-        except (UnreadableError, KeyError, TypeError):
+            order, number = read_order(fields[_FIELD]), int(fields.get(_NUMBER, 0))
+        except (UnreadableError, KeyError, TypeError, ValueError):
             self.unreadable += 1
             return
-        if order.process != self.process:
-            self._apply(order)
-            self.applied += 1
+        if order.process == self.process or self._is_known(order.process, number):
+            return
+        self._apply(order)
+        self.applied += 1
+
+    def _is_known(self, process: bytes, number: int) -> bool:
+        """Numbers of a process rise; an order of a former version has none."""
+        if number and number <= (self._known.get(process) or 0):
+            return True
+        if number:
+            self._known.put(process, number)
+        return False
+
+
+def _place(id: bytes) -> tuple[int, int]:
+    """Milliseconds of the server's clock, and the number among the entries of this one."""
+    milliseconds, _, number = id.partition(b"-")
+    return int(milliseconds), int(number)

@@ -15,6 +15,7 @@ from ragorder.document import Estimate
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
+from ragorder.trie.histories import Segment
 
 __all__ = ["SharedOrderer"]
 
@@ -57,8 +58,12 @@ class SharedOrderer(Orderer):
         suffix_tokens: int | None = None,
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
     ) -> Ordering[D]:
+        """What stands behind a history is not shared: no other request has it in front of its documents."""
         given = list(documents)
+        behind = None if behind is None else list(behind)
         ordering = super().order(
             given,
             waiting=waiting,
@@ -66,8 +71,11 @@ class SharedOrderer(Orderer):
             suffix_tokens=suffix_tokens,
             answer_tokens=answer_tokens,
             prefix_tokens=prefix_tokens,
+            behind=behind,
+            question=question,
         )
-        self._append(given, ordering, scope, suffix_tokens, prefix_tokens)
+        if not behind:
+            self._append(given, ordering, scope, suffix_tokens, prefix_tokens)
         return ordering
 
     def order_batch(

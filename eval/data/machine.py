@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ragorder.kernels.profile_cache import processor_name
 
-__all__ = ["describe_environment", "resident_mb"]
+__all__ = ["cpu_s", "describe_environment", "load_average", "peak_mb", "resident_mb"]
 
 _PACKAGES = (
     "ragorder",
@@ -39,9 +39,29 @@ def describe_environment() -> dict[str, object]:
 
 def resident_mb() -> float | None:
     """The memory of this process; None where the system does not report it."""
+    return _status_mb("self", "VmRSS:")
+
+
+def peak_mb(process: int) -> float | None:
+    """The most memory that a process has had; None where the system does not report it."""
+    return _status_mb(str(process), "VmHWM:")
+
+
+def cpu_s(process: int) -> float | None:
+    """The processor time that a process has used; None where the system does not report it."""
     try:
-        with open("/proc/self/status", encoding="utf-8") as lines:
-            kilobytes = next(line for line in lines if line.startswith("VmRSS:")).split()[1]
+        with open(f"/proc/{process}/stat", encoding="utf-8") as line:
+            # The second field, in brackets, may have blanks in it.
+            fields = line.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def _status_mb(process: str, field: str) -> float | None:
+    try:
+        with open(f"/proc/{process}/status", encoding="utf-8") as lines:
+            kilobytes = next(line for line in lines if line.startswith(field)).split()[1]
     except (OSError, StopIteration):
         return None
     return round(int(kilobytes) * 1024 / 1e6, 1)

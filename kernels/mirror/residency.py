@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from ragorder.kernels.mirror.pool import TieredPool
 from ragorder.kernels.mirror.tiers import Arrival, Rank
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place, TokenIds
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -81,6 +82,9 @@ class TieredResidency(LRUResidency):
         path = lease.path
         super().cancel(lease)
         self._settle(lease, path)
+
+    def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
+        """The tiers know what follows the documents as room alone: an answer counts as computed anew."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
         """Everything that the tiers evict before the last node that should have been there is gone, too."""

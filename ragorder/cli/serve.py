@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from ragorder.cli.options import Command, build, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
-from ragorder.cli.serve_options import ServeLimits, check_keys, serve_options
+from ragorder.cli.serve_options import ServeLimits, check_connections, check_keys, serve_options
 from ragorder.cli.serve_upstream import ROUTED, check_route, fleet_of, server_of, warn
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
@@ -87,8 +87,11 @@ def serve(
     from ragorder.adapters.http_client import AddressError
 
     check_keys(context)
-    check_route(context.params)
-    if shared_orders is not None and (len(upstream) > 1 or data_parallel_ranks is not None or route or shadow):
+    check_route(context)
+    has_replicas = len(upstream) > 1 or data_parallel_ranks is not None
+    if limits.tries_timeout_s is not None and not has_replicas:
+        raise click.UsageError("--tries-timeout requires several replicas: --upstream twice, or --data-parallel-ranks")
+    if shared_orders is not None and (has_replicas or route or shadow):
         raise click.UsageError("--shared-orders is for proxies that order in front of one server with one cache")
     topics = _topics(topic_header, topic_secret, route=route)
     if allow_host and api_key is not None:
@@ -110,6 +113,7 @@ def serve(
         raise click.UsageError(f"--template: {error}") from None
     if number_by_place and found is not None and not found.shows_id:
         raise click.UsageError("--number-by-place: --template has no {id} to replace")
+    connections = check_connections(context, limits.max_connections)
     metrics = Metrics()
 
     def observed(settings: Settings) -> ObservedOrderer:
@@ -151,7 +155,7 @@ def serve(
                     for each in upstream
                 ]
                 backend = servers[0]
-            if len(upstream) > 1 or data_parallel_ranks is not None:
+            if has_replicas:
                 orderer, backend = fleet_of(servers, data_parallel_ranks, observed, metrics.registry)
             else:
                 orderer = observed(backend.settings)
@@ -169,7 +173,9 @@ def serve(
                 hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
                 body_limit=limits.body_limit,
                 bodies_limit=limits.bodies_limit,
-                timeouts=Timeouts(limits.connect_timeout_s, limits.read_timeout_s, limits.client_timeout_s),
+                timeouts=Timeouts(
+                    limits.connect_timeout_s, limits.read_timeout_s, limits.client_timeout_s, limits.tries_timeout_s
+                ),
                 admission=admission,
                 routes=stats_routes(metrics, admission),
                 **backend.options,
@@ -191,7 +197,7 @@ def serve(
             listening,
             grace_s=ceil(limits.grace_s),
             client_s=limits.client_timeout_s,
-            connections=limits.max_connections,
+            connections=connections,
             probes=PROBES,
             on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
         )

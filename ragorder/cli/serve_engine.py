@@ -88,6 +88,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "tokenizer",
     "tiers",
     "connect_timeout_s",
+    "tries_timeout_s",
 )
 
 

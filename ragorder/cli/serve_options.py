@@ -17,7 +17,23 @@ from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
 from ragorder.topic import SECRET_VARIABLE
 
-__all__ = ["ServeLimits", "check_keys", "serve_options"]
+__all__ = ["ORDER_SETTINGS", "ServeLimits", "check_connections", "check_keys", "serve_options"]
+
+ORDER_SETTINGS = (
+    "capacity_tokens",
+    "host_tokens",
+    "disk_tokens",
+    "tier_policy",
+    "block_size",
+    "keep_first",
+    "keep_last",
+    "max_displacement",
+    "max_gain_lost",
+    "min_gain",
+    "cold",
+    "copies",
+)
+"""Those settings of an orderer that are options."""
 
 _KEYS = ("api_key", "upstream_api_key", "topic_secret")
 _MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}
@@ -52,6 +68,12 @@ class ServeLimits(BaseModel):
     )
     read_timeout_s: float = Field(
         default=600.0, gt=0, description="Longest time from one byte of an answer to the next."
+    )
+    tries_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="With several replicas: longest time until an answer has begun, on all replicas together that a "
+        "request is tried on; none: 10m, or --read-timeout if that is longer.",
     )
     client_timeout_s: float = Field(
         default=30.0,
@@ -150,7 +172,13 @@ serve_options = together(
             "digest of the tenant. Other servers may refuse such requests.",
         ),
         options_from(
-            ServeLimits, "max_in_flight", "reorder_window", "max_waiting", "connect_timeout_s", "read_timeout_s"
+            ServeLimits,
+            "max_in_flight",
+            "reorder_window",
+            "max_waiting",
+            "connect_timeout_s",
+            "read_timeout_s",
+            "tries_timeout_s",
         ),
     ),
     section(
@@ -194,18 +222,7 @@ serve_options = together(
         "Order",
         options_from(
             Settings,
-            "capacity_tokens",
-            "host_tokens",
-            "disk_tokens",
-            "tier_policy",
-            "block_size",
-            "keep_first",
-            "keep_last",
-            "max_displacement",
-            "max_gain_lost",
-            "min_gain",
-            "cold",
-            "copies",
+            *ORDER_SETTINGS,
             capacity_tokens={"default": "the server's /metrics; with --engine torch what its tiers hold"},
             tier_policy={"type": Choice(list(POLICIES)), "metavar": None},
             block_size={"default": "the server's /metrics; with --engine torch 16"},
@@ -271,3 +288,18 @@ def check_keys(context: click.Context) -> None:
             value = os.environ.get(name)
         if value is not None and not value.strip():
             raise click.UsageError(f"{name}: the key is empty: give one, or leave the setting out")
+
+
+def check_connections(context: click.Context, wanted: int) -> int:
+    """`wanted`, or as many as the system's limit of open files allows. Raise click.UsageError where --max-connections
+    asks for more."""
+    from ragorder.adapters.http_server.server import most_connections
+
+    allowed = most_connections()
+    if wanted <= allowed:
+        return wanted
+    says = f"the system's limit of open files allows {allowed:,} connections, not {wanted:,}"
+    if context.get_parameter_source("max_connections") is ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--max-connections: {says}: raise it (ulimit -Hn), or give at most {allowed}")
+    click.echo(f"Warning: {says}", err=True)
+    return allowed

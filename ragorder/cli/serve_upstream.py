@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from ragorder.cli.options import given
+from ragorder.cli.options import given, spelling
 from ragorder.cli.output import log_shown
 from ragorder.cli.serve_engine import Backend
+from ragorder.cli.serve_options import ORDER_SETTINGS
 from ragorder.settings import Settings
 
 if TYPE_CHECKING:
@@ -24,25 +26,29 @@ ROUTED = "x-session-id"
 """The header of topics that most routers know."""
 
 _ASSUMED = "assumed"
+# What finds documents stays: topics are theirs.
 _NOT_ROUTED = (
     "tiers",
     "shadow",
+    "tokenizer",
     "max_in_flight",
     "data_parallel_ranks",
     "number_by_place",
     "document_template",
     "question_template",
+    *ORDER_SETTINGS,
 )
 
 
-def check_route(params: dict[str, Any]) -> None:
+def check_route(context: click.Context) -> None:
     """Raise click.UsageError for options that `--route` leaves without a meaning."""
-    if not params["route"]:
+    if not context.params["route"]:
         return
-    if stray := [name for name in _NOT_ROUTED if params[name]]:
-        option = f"--{stray[0].replace('_', '-')}"
-        raise click.UsageError(f"{option} is of a proxy that orders, and --route only adds the topic: leave one out")
-    if len(params["upstream"]) > 1:
+    for name in _NOT_ROUTED:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            message = f"{spelling(name)} is of a proxy that orders, and --route only adds the topic: leave one out"
+            raise click.UsageError(message)
+    if len(context.params["upstream"]) > 1:
         raise click.UsageError("--route has one --upstream, the router, which knows the replicas")
 
 

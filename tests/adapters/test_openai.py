@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -1310,6 +1310,128 @@ class TestVLLM:
         for documents, answer in zip(requests, asyncio.run(ask()), strict=True):
             assert all(document.text in answer.text for document in documents)
             assert sorted(document.id for document in answer.ordering.documents) == [each.id for each in documents]
+
+
+def finished(made: Sync | Async, result: Any) -> Any:
+    """What a call returns, awaited if it is asynchronous."""
+    return made.runner.run(result) if isinstance(made, Async) else result
+
+
+class TestConversation:
+    ANSWER: ClassVar[dict[str, str]] = {"role": "assistant", "content": "Hello world"}
+
+    def test_a_turn_adds_to_what_was_sent(self, connect: Connect, server: ScriptedServer) -> None:
+        made = connect()
+        chat = made.client.conversation(scope="tenant")
+        answer = finished(made, chat.ask(QUERY, DOCUMENTS[:2]))
+        assert answer.text == "Hello world"
+        (first,) = (request["messages"] for request in server.requests)
+        assert first == connect.builder.build(QUERY, answer.ordering).messages
+        assert chat.messages == [*first, self.ANSWER]
+        finished(made, chat.ask("And there?", DOCUMENTS[1:3]))
+        second = server.requests[1]["messages"]
+        assert second[:3] == [*first, self.ANSWER]
+        assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
+        assert (chat.turn.new, chat.turn.repeated) == ([DOCUMENTS[2]], [DOCUMENTS[1]])
+        assert [request["cache_salt"] for request in server.requests] == ["tenant", "tenant"]
+        assert connect.orderer.finished == [CONFIRMED_GOOD] * 2
+
+    def test_stored_messages_go_on(self, connect: Connect, server: ScriptedServer) -> None:
+        made = connect()
+        chat = made.client.conversation()
+        finished(made, chat.ask(QUERY, DOCUMENTS[:2]))
+        later = made.client.conversation(json.loads(json.dumps(chat.messages)))
+        finished(made, later.ask(QUERY, DOCUMENTS[:2]))
+        assert server.requests[1]["messages"][:3] == chat.messages
+        assert later.turn.new == []
+
+    @pytest.mark.parametrize("response", [error(500), error(400), Response([ROLE, chat("Hel")], "cut")])
+    def test_a_failed_turn_leaves_the_messages_as_they_were(
+        self, connect: Connect, server: ScriptedServer, response: Response
+    ) -> None:
+        made = connect(retries=0)
+        conversation = made.client.conversation()
+        finished(made, conversation.ask(QUERY, DOCUMENTS))
+        before = list(conversation.messages)
+        server.plays(response)
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            finished(made, conversation.ask("And?", DOCUMENTS))
+        assert conversation.messages == before
+        finished(made, conversation.regenerate())
+        assert server.requests[2]["messages"] == server.requests[1]["messages"]
+        assert conversation.messages == [*server.requests[2]["messages"], self.ANSWER]
+
+    def test_a_broken_stream_is_one_turn_all_the_same(self, connect: Connect, server: ScriptedServer) -> None:
+        made = connect(retries=1)
+        server.plays(Response([ROLE, chat("Hel")], "cut"))
+        conversation = made.client.conversation()
+        finished(made, conversation.ask(QUERY, DOCUMENTS))
+        assert conversation.messages == [*server.requests[1]["messages"], self.ANSWER]
+        assert server.requests[0]["messages"] == server.requests[1]["messages"]
+
+    def test_a_regenerated_answer_replaces_the_last_one(self, connect: Connect, server: ScriptedServer) -> None:
+        made = connect()
+        conversation = made.client.conversation()
+        finished(made, conversation.ask(QUERY, DOCUMENTS[:2]))
+        branch = conversation.branch()
+        finished(made, conversation.ask("And?", DOCUMENTS[2:]))
+        server.plays(Response([ROLE, chat("Other"), STOP, cached(64)]))
+        finished(made, conversation.regenerate(temperature=1.0))
+        assert server.requests[2]["messages"] == server.requests[1]["messages"]
+        assert server.requests[2]["temperature"] == 1.0
+        assert [message["content"] for message in conversation.messages[-3:]][::2] == ["Hello world", "Other"]
+        assert branch.messages == conversation.messages[:3]
+        with pytest.raises(ValueError, match="nothing to regenerate"):
+            branch.regenerate()
+
+    def test_a_streamed_turn_counts_once_it_is_whole(self, connect: Connect, server: ScriptedServer) -> None:
+        made = connect()
+        conversation = made.client.conversation()
+
+        def read(take: int) -> None:
+            if isinstance(made, Async):
+
+                async def pieces() -> None:
+                    async with conversation.stream(QUERY, DOCUMENTS) as stream:
+                        for _ in range(take):
+                            await anext(stream, None)
+
+                made.runner.run(pieces())
+                return
+            with conversation.stream(QUERY, DOCUMENTS) as stream:
+                for _ in range(take):
+                    next(stream, None)
+
+        read(1)
+        assert conversation.messages == []
+        read(3)
+        assert conversation.messages == [*server.requests[1]["messages"], self.ANSWER]
+
+    def test_the_engines_history_is_predicted(self, server: ScriptedServer) -> None:
+        orderer = Orderer(block_size=4, strict=True)
+        client = openai.OpenAI(base_url=server.url, api_key="key", max_retries=0)
+        rag = OrderedClient(client, model="served", orderer=orderer, builder=PromptBuilder("Be brief."))
+        server.answer = lambda body: Response([ROLE, chat("Yes."), STOP, usage(100, 30)])
+        conversation = rag.conversation()
+        assert conversation.ask(QUERY, DOCUMENTS).ordering.cached_tokens == 0
+        # All that was computed: the last token of the answer was not.
+        assert conversation.ask("And?", DOCUMENTS).ordering.cached_tokens == 128
+
+    def test_all_turns_have_the_topic_of_the_first(self, connect: Connect, server: ScriptedServer) -> None:
+        made = connect(topic_header="x-session-id")
+        conversation = made.client.conversation()
+        calls = [finished(made, conversation.ask(QUERY, [document])) for document in DOCUMENTS[:3]]
+        assert len(calls) == 3
+        assert conversation.topic([], []) == connect.orderer.topic(DOCUMENTS[:1])
+
+    def test_what_cannot_be_a_conversation_is_refused(self, connect: Connect, tokenizers: dict[str, Any]) -> None:
+        ids = connect(prompts="token_ids", builder=PromptBuilder(tokenizer=tokenizers["chatml"]))
+        with pytest.raises(ValueError, match="sent as messages"):
+            ids.client.conversation()
+        with pytest.raises(TypeError, match="history must hold messages"):
+            connect().client.conversation(["hello"])
+        with pytest.raises(ValueError, match="tools: answers of a conversation are texts"):
+            connect().client.conversation().ask(QUERY, DOCUMENTS, tools=[{}])
 
 
 class TestClouds:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +21,7 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
 from support.fake_engine import EngineProcess, starting_engines
 from support.serving_app import serving
+from support.streamed_answer import StreamedAnswer, stream
 from support.waiting import eventually
 
 from ragorder import Orderer
@@ -96,44 +96,6 @@ def region(rng: random.Random, regions: int = 12) -> list[str]:
     """Three of the five documents on one subject."""
     first = 5 * rng.randrange(regions)
     return [f"d{number}" for number in rng.sample(range(first, first + 5), 3)]
-
-
-@dataclass
-class Streamed:
-    """A streamed answer as far as it came."""
-
-    status: int = 0
-    replica: str | None = None
-    text: str = ""
-    done: bool = False
-    error: Any = None
-    broke: bool = False
-    began: threading.Event = field(default_factory=threading.Event)
-
-
-def stream(proxy: Proxy, body: dict[str, Any], into: Streamed) -> Streamed:
-    try:
-        with (
-            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
-            client.stream("POST", proxy.url + CHAT, json={**body, "stream": True}) as response,
-        ):
-            into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
-            if response.status_code != 200:
-                into.error = json.loads(response.read())["error"]
-                return into
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    into.done = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    into.error = event.get("error", into.error)
-                    for choice in event.get("choices", ()):
-                        into.text += choice["delta"]["content"]
-                    if into.text:
-                        into.began.set()
-    except httpx2.TransportError:
-        into.broke = True
-    return into
 
 
 class TestTheChoice:
@@ -241,15 +203,15 @@ class TestAKilledReplica:
         engines = [start() for _ in range(2)]
         front = proxy(*(engine.url for engine in engines))
         rng = random.Random(1)
-        waiting = [Streamed() for _ in range(12)]
-        begun = [Streamed() for _ in range(12)]
+        waiting = [StreamedAnswer() for _ in range(12)]
+        begun = [StreamedAnswer() for _ in range(12)]
         whole = [tagged(region(rng), f"whole {number}", pace=[None, 0]) for number in range(6)]
         with ThreadPoolExecutor(30) as pool:
             for number, each in enumerate(begun):
-                pool.submit(stream, front, tagged(region(rng), f"begun {number}", pace=[0, None]), each)
+                pool.submit(stream, front.url, tagged(region(rng), f"begun {number}", pace=[0, None]), each)
             assert all(each.began.wait(60) for each in begun)
             for number, each in enumerate(waiting):
-                pool.submit(stream, front, tagged(region(rng), f"waiting {number}", pace=[None, 0]), each)
+                pool.submit(stream, front.url, tagged(region(rng), f"waiting {number}", pace=[None, 0]), each)
             answers = [pool.submit(front.post, body) for body in whole]
             assert eventually(lambda: sum(len(engine.state["begun"]) for engine in engines) == 30)
             engines[0].kill()
@@ -340,9 +302,9 @@ class TestDraining:
     ) -> None:
         engines = [start() for _ in range(2)]
         front = proxy(*(engine.url for engine in engines))
-        long = Streamed()
+        long = StreamedAnswer()
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(stream, front, tagged(["d0", "d1"], pace=[0, None]), long)
+            pool.submit(stream, front.url, tagged(["d0", "d1"], pace=[0, None]), long)
             assert long.began.wait(60)
             assert long.replica is not None
             draining = int(long.replica)

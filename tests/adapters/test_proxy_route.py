@@ -232,8 +232,9 @@ class TestTheCommand:
             monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
             monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
             upstream = () if "--upstream" in options else ("--upstream", "http://127.0.0.1:9")
-            sizes = ["--capacity-tokens", "4096", "--block-size", "16", "--port", "0"]
-            result = CliRunner().invoke(serve_command, [*upstream, *sizes, *options], env=environment)
+            # A router has no cache.
+            sizes = [] if "--route" in options else ["--capacity-tokens", "4096", "--block-size", "16"]
+            result = CliRunner().invoke(serve_command, [*upstream, *sizes, "--port", "0", *options], env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
             return " ".join(result.output.split()), made
 
@@ -270,6 +271,20 @@ class TestTheCommand:
             (["--route", "--number-by-place"], "--number-by-place is of a proxy that orders"),
             (["--route", "--document-template", "{id} {text}"], "--document-template is of a proxy that orders"),
             (["--route", "--question-template", "{query}"], "--question-template is of a proxy that orders"),
+            (["--route", "--tokenizer", "folder"], "--tokenizer is of a proxy that orders"),
+            (["--route", "--capacity-tokens", "4096"], "--capacity-tokens is of a proxy that orders"),
+            (["--route", "--host-tokens", "4096"], "--host-tokens is of a proxy that orders"),
+            (["--route", "--disk-tokens", "4096"], "--disk-tokens is of a proxy that orders"),
+            (["--route", "--tier-policy", "lru"], "--tier-policy is of a proxy that orders"),
+            (["--route", "--block-size", "16"], "--block-size is of a proxy that orders"),
+            (["--route", "--keep-first", "0"], "--keep-first is of a proxy that orders"),
+            (["--route", "--keep-last", "1"], "--keep-last is of a proxy that orders"),
+            (["--route", "--max-displacement", "2"], "--max-displacement is of a proxy that orders"),
+            (["--route", "--max-gain-lost", "0.1"], "--max-gain-lost is of a proxy that orders"),
+            (["--route", "--min-gain", "16"], "--min-gain is of a proxy that orders"),
+            (["--route", "--cold", "rank"], "--cold is of a proxy that orders"),
+            (["--route", "--copies", "all"], "--copies"),
+            (["--route", "--tries-timeout", "9"], "--tries-timeout requires several replicas"),
             (["--route", "--upstream", "http://a:1", "--upstream", "http://b:1"], "--route has one --upstream"),
             (["--topic-header", "a b"], "--topic-header: 'a b' cannot be"),
             (["--topic-secret", "s"], "--topic-secret requires --topic-header or --route"),

@@ -7,8 +7,6 @@ import gc
 import os
 import pickle
 import random
-import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,11 +19,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec")
-redis = pytest.importorskip("redis")
+pytest.importorskip("redis")
 
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.redis_server import SERVER, STREAM, RedisServer
 from support.waiting import eventually
 
 from ragorder import Document, Orderer
@@ -38,48 +37,14 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
 
-SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 pytestmark = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
 
 DOCUMENTS = [Document(name, f"{name} " * 200, tokens=100) for name in "abcdefgh"]
 
 
-class Server:
-    """A real server that can be killed, and come back on its port, empty."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = redis.Redis.from_url(self.url)
-        self._popen: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        assert SERVER is not None
-        options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(self._folder)}
-        command = [SERVER, *(word for name, value in options.items() for word in (f"--{name}", value))]
-        self._popen = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        assert eventually(self._answers)
-
-    def kill(self) -> None:
-        if self._popen is not None:
-            self._popen.kill()
-            self._popen.wait(60)
-
-    def length(self, stream: str = "ragorder:orders") -> int:
-        return int(self.client.xlen(stream))
-
-    def _answers(self) -> bool:
-        try:
-            return bool(self.client.ping())
-        except redis.RedisError:
-            return False
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
     server.start()
     yield server
     server.client.close()
@@ -87,7 +52,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def sharing(server: Server) -> Iterator[Callable[..., SharedOrderer]]:
+def sharing(server: RedisServer) -> Iterator[Callable[..., SharedOrderer]]:
     """Orderers on the server, which are closed at the end."""
     made: list[SharedOrderer] = []
 
@@ -119,7 +84,7 @@ class TestSharing:
         assert ids(again.documents) == [*ids(first.documents), "f"]
         assert again.cached_tokens == 300 // 16 * 16
 
-    def test_none_takes_its_own_orders_over(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_none_takes_its_own_orders_over(self, sharing: Callable[..., SharedOrderer], server: RedisServer) -> None:
         one = sharing()
         for _ in range(5):
             one.order(DOCUMENTS[:3]).confirm()
@@ -167,7 +132,9 @@ class TestSharing:
         assert known(other, orders=1)
         assert other.predict_cached_tokens(twice) == one.predict_cached_tokens(twice)
 
-    def test_a_batch_is_shared_as_it_is_served(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_a_batch_is_shared_as_it_is_served(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
         one, other = sharing(), sharing()
         batch = one.order_batch([DOCUMENTS[:3], DOCUMENTS[3:6], DOCUMENTS[1:4]])
         batch[0]
@@ -177,14 +144,16 @@ class TestSharing:
         assert known(other, orders=3)
         assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 300 // 16 * 16
 
-    def test_engines_have_streams_of_their_own(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_engines_have_streams_of_their_own(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
         sharing(stream="engine 1").order(DOCUMENTS[:3])
         other = sharing(stream="engine 2")
         other.order(DOCUMENTS[3:6])
         assert eventually(lambda: server.length("engine 1") == server.length("engine 2") == 1)
         assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 0
 
-    def test_the_stream_is_bounded(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_the_stream_is_bounded(self, sharing: Callable[..., SharedOrderer], server: RedisServer) -> None:
         one = sharing(capacity_tokens=1000)
         for number in range(LENGTH + 2000):
             one.order([Document(str(number), tokens=16)]).confirm()
@@ -193,14 +162,16 @@ class TestSharing:
         assert eventually(lambda: one.log.appended == LENGTH + 2000)
         assert LENGTH <= server.length() <= LENGTH + 200
 
-    def test_documents_are_in_it_by_digest_alone(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_documents_are_in_it_by_digest_alone(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
         sharing().order([Document("report.pdf", "secret words", tokens=16)])
         assert eventually(lambda: server.length() == 1)
         assert b"report" not in (content := repr(server.client.xrange("ragorder:orders")).encode())
         assert b"secret" not in content
 
     def test_objects_that_other_processes_cannot_name_are_not_shared(
-        self, sharing: Callable[..., SharedOrderer], server: Server
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
     ) -> None:
         one = sharing(key=lambda document: (document.id,), tokens=lambda document: 16, strict=False)
         with pytest.warns(UserWarning, match="not shared"):
@@ -212,7 +183,7 @@ class TestSharing:
         assert server.length() == 0
 
     def test_what_the_log_cannot_hold_is_not_shared_and_no_error(
-        self, sharing: Callable[..., SharedOrderer], server: Server
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
     ) -> None:
         for scope in (1 << 70, "\ud800"):
             one = sharing()
@@ -221,7 +192,7 @@ class TestSharing:
             assert (one.fallbacks, len(one.degraded)) == (0, 1)
         assert server.length() == 0
 
-    def test_lengths_may_be_any_whole_number(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_lengths_may_be_any_whole_number(self, sharing: Callable[..., SharedOrderer], server: RedisServer) -> None:
         class Length:
             def __index__(self) -> int:
                 return 48
@@ -289,7 +260,7 @@ class TestTheGoal:
 
 class TestALostServer:
     def test_costs_the_others_orders_and_nothing_else(
-        self, sharing: Callable[..., SharedOrderer], server: Server
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
     ) -> None:
         one, other = sharing(strict=False), sharing(strict=False)
         one.order(DOCUMENTS[:3]).confirm()
@@ -305,7 +276,9 @@ class TestALostServer:
         assert other.predict_cached_tokens(DOCUMENTS[:3])[0] == 300 // 16 * 16
         assert not any(str(server.port) in reason for reason in other.degraded)
 
-    def test_it_resumes_when_the_server_is_back(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_it_resumes_when_the_server_is_back(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
         one, other = sharing(strict=False), sharing(strict=False)
         one.order(DOCUMENTS[:3]).confirm()
         assert known(other, orders=1)
@@ -320,7 +293,71 @@ class TestALostServer:
             assert known(other, orders=3)
         assert other.predict_cached_tokens(DOCUMENTS[3:6])[0] == 300 // 16 * 16
 
-    def test_from_the_start_is_no_error(self, server: Server, tmp_path: Path) -> None:
+    def test_one_that_takes_over_with_a_slow_clock_is_read_from_where_it_went_on(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
+        """It lacks the last entries, and gives the next ones ids that lie before those that were read."""
+        one, other = sharing(strict=False), sharing(strict=False)
+        for documents in (DOCUMENTS[:2], DOCUMENTS[2:4], DOCUMENTS[4:6]):
+            one.order(documents).confirm()
+        assert known(other, orders=3)
+        entries = server.client.xrange(STREAM)
+        ahead = int(time.time() * 1000) + 3_600_000
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            server.kill()
+            server.start()
+            # An hour fast: that is where the readers had come to.
+            for number, (_, fields) in enumerate(entries):
+                server.client.xadd(STREAM, fields, id=f"{ahead + number}-0")
+            assert eventually(lambda: other.log.last == f"{ahead + 2}-0".encode())
+            server.kill()
+            server.start()
+            for number, (_, fields) in enumerate(entries[:2]):
+                server.client.xadd(STREAM, fields, id=f"{ahead - 3_600_000 + number}-0")
+            one.order(DOCUMENTS[5:8]).confirm()
+            assert known(other, orders=4)
+        assert other.predict_cached_tokens(DOCUMENTS[5:8])[0] == 300 // 16 * 16
+
+    def test_a_stream_that_begins_anew_under_its_readers_is_read_from_its_start(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
+        """Without a lost connection."""
+        one, other = sharing(), sharing()
+        one.order(DOCUMENTS[:2]).confirm()
+        assert known(other, orders=1)
+        ((_, fields),) = server.client.xrange(STREAM)
+        server.client.xadd(STREAM, fields, id=f"{int(time.time() * 1000) + 3_600_000}-0")
+        assert eventually(lambda: int(other.log.last.partition(b"-")[0]) > time.time() * 1000)
+        server.client.delete(STREAM)
+        one.order(DOCUMENTS[2:5]).confirm()
+        assert known(other, orders=2)
+        assert (one.degraded, other.degraded) == ((), ())
+
+    def test_an_order_that_was_written_twice_is_applied_once(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
+        """As after a connection that broke between a write and its answer."""
+        one, other = sharing(), sharing()
+        one.order(DOCUMENTS[:2]).confirm()
+        assert known(other, orders=1)
+        ((_, fields),) = server.client.xrange(STREAM)
+        for _ in range(3):
+            server.client.xadd(STREAM, fields)
+        one.order(DOCUMENTS[2:4]).confirm()
+        assert eventually(lambda: server.length() == 5)
+        ((last, _),) = server.client.xrevrange(STREAM, count=1)
+        assert eventually(lambda: other.log.last == last)
+        assert other.log.applied == 2
+
+    def test_orders_of_a_former_version_have_no_number_and_are_applied(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
+        order = SharedOrder(b"former", None, [DOCUMENTS[0].key], [100], [0])
+        server.client.xadd(STREAM, {"order": order.encode()})
+        assert known(sharing(), orders=1)
+
+    def test_from_the_start_is_no_error(self, server: RedisServer, tmp_path: Path) -> None:
         server.kill()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -332,13 +369,12 @@ class TestALostServer:
             assert eventually(lambda: one.log.appended == 1)
         one.close()
 
-    def test_ordering_never_waits_for_it(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_ordering_never_waits_for_it(self, sharing: Callable[..., SharedOrderer], server: RedisServer) -> None:
         """A server that accepts and says nothing."""
         one = sharing(strict=False)
         one.order(DOCUMENTS[:2]).confirm()
         assert eventually(lambda: one.log.appended == 1)
-        assert server._popen is not None
-        os.kill(server._popen.pid, 19)
+        os.kill(server.pid, 19)
         try:
             began = time.monotonic()
             for _ in range(200):
@@ -346,10 +382,10 @@ class TestALostServer:
             # A wait for the server would be five seconds, its time limit.
             assert time.monotonic() - began < 5
         finally:
-            os.kill(server._popen.pid, 18)
+            os.kill(server.pid, 18)
         assert eventually(lambda: one.log.appended >= 201)
 
-    def test_what_cannot_be_sent_is_bounded(self, server: Server) -> None:
+    def test_what_cannot_be_sent_is_bounded(self, server: RedisServer) -> None:
         server.kill()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -359,7 +395,7 @@ class TestALostServer:
         assert len(one.log._waiting) <= LENGTH
         one.close()
 
-    def test_a_thread_that_fails_says_so(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_a_thread_that_fails_says_so(self, sharing: Callable[..., SharedOrderer], server: RedisServer) -> None:
         """Entries are bytes, which this client would read as text."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -403,7 +439,7 @@ class TestEntries:
             read_order(SharedOrder(**{**fields, **wrong}).encode())
 
     def test_of_other_writers_are_counted_and_skipped(
-        self, sharing: Callable[..., SharedOrderer], server: Server
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
     ) -> None:
         one, other = sharing(), sharing()
         for fields in ({"order": b"\xc1"}, {"something": b"else"}):
@@ -419,7 +455,7 @@ class TestEntries:
 
 class TestProcesses:
     def test_a_forked_child_shares_as_a_process_of_its_own(
-        self, sharing: Callable[..., SharedOrderer], server: Server
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
     ) -> None:
         script = f"""
 import os, time
@@ -453,13 +489,13 @@ os._exit(0)
             assert eventually(lambda each=each: each.predict_cached_tokens(DOCUMENTS[:3])[0] > 0)
             each.close()
 
-    def test_an_orderer_that_is_dropped_ends_its_threads(self, server: Server) -> None:
+    def test_an_orderer_that_is_dropped_ends_its_threads(self, server: RedisServer) -> None:
         orderer = SharedOrderer(server.url, capacity_tokens=1000, block_size=16)
         log = orderer.log
         del orderer
         assert eventually(lambda: gc.collect() >= 0 and log._stopped)
 
-    def test_it_can_be_observed(self, sharing: Callable[..., SharedOrderer], server: Server) -> None:
+    def test_it_can_be_observed(self, sharing: Callable[..., SharedOrderer], server: RedisServer) -> None:
         observed = ObservedOrderer(sharing())
         observed.order(DOCUMENTS[:3]).confirm()
         assert eventually(lambda: server.length() == 1)
@@ -474,7 +510,7 @@ class TestOptions:
         with pytest.raises(ValueError, match="has an option"):
             SharedOrderer("redis://127.0.0.1:1/0?no_such_option=1")
 
-    def test_shared_orders_of_the_proxy(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shared_orders_of_the_proxy(self, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder.cli.serve import serve
 
         made: list[Any] = []

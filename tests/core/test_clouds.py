@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Orderer, Ordering, PromptBuilder, Segment
 from ragorder.clouds import (
     CacheRules,
     Prices,
@@ -191,6 +191,16 @@ class TestOrders:
         orderer.order(DOCUMENTS).discard()
         assert orderer.tree_size == 0
         assert orderer.order(DOCUMENTS).cached_tokens == 0
+
+    def test_turns_of_conversations_get_no_marks(self) -> None:
+        orderer, _, _ = make()
+        serve(orderer, DOCUMENTS)
+        for behind in ([], [Segment("hello", 50)]):
+            ordering = orderer.order(DOCUMENTS, behind=behind)
+            assert (ordering.breakpoints, ordering.cached_tokens, ordering.cost) == ((), 0, None)
+            ordering.confirm(0)
+        assert orderer.order(DOCUMENTS).cached_tokens > 0
+        assert orderer.fallbacks == 0
 
     def test_no_documents(self) -> None:
         orderer, builder, _ = make()

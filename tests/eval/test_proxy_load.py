@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,25 +22,38 @@ pytest.importorskip("uvicorn")
 
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.experiments.proxy_load.load import measure_latency, post, run_streams, servers
-from ragorder.eval.experiments.proxy_load.upstream import answer, answer_events
+from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections, answer, answer_events
 
 pytestmark = pytest.mark.slow
 
-STREAMS = 1000
+STREAMS = 2000
 
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[tuple[int, int]]:
     """An instant upstream, and `ragorder serve` in front of it."""
-    with servers("--body-limit", "1") as ports:
-        yield ports
+    allow_many_connections(STREAMS)
+    with servers("--body-limit", "1", "--max-connections", "2500") as (upstream, proxy):
+        yield upstream.port, proxy.port
 
 
-def test_a_thousand_streams_hold_and_each_client_gets_its_own(ports: tuple[int, int]) -> None:
-    """Each stream lasts longer than it takes to begin them all: they are there at the same time."""
-    whole = asyncio.run(run_streams(ports[1], STREAMS, events=6, pause_s=1.0))
+def test_two_thousand_streams_hold_and_each_client_gets_its_own(ports: tuple[int, int]) -> None:
+    """None ends before all have begun: they are there at the same time."""
+    whole = asyncio.run(run_streams(ports[1], STREAMS, events=6, pause_s=0.1))
     assert len(whole) == STREAMS
     assert all(whole)
+
+
+def test_too_few_open_files_are_an_error_that_says_so() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
+        "from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections\n"
+        "allow_many_connections(480)\n"
+        "try: allow_many_connections(2000)\n"
+        "except OSError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == ("2,000 connections need 4,064 open files, and the system allows 1,024: ulimit -Hn")
 
 
 def test_what_comes_is_compared_byte_for_byte(ports: tuple[int, int]) -> None:

@@ -34,6 +34,17 @@ def test_the_openai_client(vllm_server: Any, python: Any) -> None:
     assert ordered > retrieval
 
 
+@pytest.mark.vllm
+def test_a_conversation(vllm_server: Any, python: Any) -> None:
+    vllm_server.reset()
+    done = python(EXAMPLES / "conversation.py", vllm_server.base_url, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert [re.findall(r"named (\[.*?\])", line) for line in lines] == [["[]"], ["['orders', 'hours']"], ["['orders']"]]
+    cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+    assert cached[0] == 0 < cached[1] <= cached[2]
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 __all__ = ["Lease", "RequestedDocuments", "Residency", "TokenIds"]
@@ -16,7 +17,7 @@ class Lease:
     `cached_documents` and `cached_tokens` (system prompt included) of its `path` were held at its start. After the
     documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part; `answered_suffix_tokens`:
     tokens there once an answer that is not counted yet has been generated. `previous_stamp`: last use of the last held
-    node (0: in use).
+    node (0: in use). `turn`: of a request in a conversation.
     """
 
     __slots__ = (
@@ -29,6 +30,7 @@ class Lease:
         "previous_stamp",
         "stamp",
         "suffix_blocks",
+        "turn",
     )
 
     def __init__(
@@ -51,6 +53,7 @@ class Lease:
         self.previous_stamp = previous_stamp
         self.answered_suffix_tokens = answered_suffix_tokens
         self.open = True
+        self.turn: TurnEnd | None = None
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
         return Lease(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.events import EventsResidency
@@ -78,8 +79,9 @@ class FeedbackResidency:
         prompt_tokens: float | None = None,
     ) -> None:
         if lease.open:
-            if prompt_tokens is not None:
-                self.learn_prompt(lease.path[-1].end - self.tree.root.end, prompt_tokens)
+            if prompt_tokens is not None and (lease.turn is None or not lease.turn.history):
+                last = lease.path[-1 if lease.turn is None else lease.turn.documents]
+                self.learn_prompt(last.end - self.tree.root.end, prompt_tokens)
             if cached_tokens is not None:
                 self._learn(lease, cached_tokens)
         self.mirror.release(lease, None, total_tokens)
@@ -96,13 +98,16 @@ class FeedbackResidency:
         lengths, root, size = self.lengths, self.tree.root, self.tree.block_size
         last = lease.path[lease.cached_documents]
         # Where the engine holds part of a document, the mirror may be wrong about which.
-        certain = last is not lease.path[-1] and lease.cached_tokens == last.end // size * size
+        certain = _ends_in_documents(lease) and lease.cached_tokens == last.end // size * size
         if self._learns and certain and 0 <= cached_tokens < _MAX_TOKENS:
             lengths.learn_hit(root.end, last.end - root.end, cached_tokens, size)
         likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
         # A learnt prefix may be wrong by some tokens, hence by a block.
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
             self._confirmed = self._confirmed or last is not root
+            return
+        # A template may show an answer otherwise than it was generated: it is computed anew, and nothing was lost.
+        if last is not root and cached_tokens >= _history_sent(lease) - 2 * size:
             return
         # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
@@ -114,3 +119,15 @@ class FeedbackResidency:
         kept_blocks = self.mirror.correct(lease, alone=alone)
         if kept_blocks is not None and not alone:
             self._pass_on(kept_blocks)
+
+
+def _ends_in_documents(lease: Lease) -> bool:
+    """What is held ends with a document, not the last one, and no history is in front of it."""
+    if lease.turn is None:
+        return lease.path[lease.cached_documents] is not lease.path[-1]
+    return not lease.turn.history and lease.cached_documents < lease.turn.documents
+
+
+def _history_sent(lease: Lease) -> float:
+    """Where the prompt ended whose answer is the last of the history."""
+    return lease.path[lease.turn.history - 1].end if lease.turn is not None and lease.turn.history else inf

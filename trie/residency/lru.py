@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ragorder.trie.histories import AnswerKey, TurnEnd
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import KnowledgeTree, Node
@@ -93,7 +94,7 @@ class LRUResidency:
             if pool.used_blocks > pool.capacity_blocks:
                 pool.make_room(self)
         stamp = next(pool.clock)
-        path = lease.path
+        path = lease.path if lease.turn is None else self._end_turn(lease, lease.turn, total_tokens)
         for node in path:
             node.leases -= 1
             node.provisional = 0
@@ -126,13 +127,37 @@ class LRUResidency:
         self.used_blocks += suffix_blocks + partial_blocks - lease.suffix_blocks - lease.partial_blocks
         lease.suffix_blocks, lease.partial_blocks = suffix_blocks, partial_blocks
 
+    def _end_turn(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> Sequence[Node]:
+        """The path, with a node for an answer that later requests may continue: what it has filled is found there."""
+        path, lease.turn = lease.path, None
+        node = self._keep_answer(lease, turn, total_tokens) if turn.answer_key is not None else None
+        turn.keep(path, node)
+        return path if node is None else [*path, node]
+
+    def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> Node | None:
+        size, last, suffix_blocks = self.tree.block_size, lease.path[-1], lease.suffix_blocks
+        filled = (last.end // size + suffix_blocks) * size
+        if total_tokens is not None:
+            filled = max(filled, min(int(total_tokens), _MAX_TOKENS))
+        keys = [*(node.key for node in lease.path[1:]), turn.answer_key]
+        lengths = [0] * (len(keys) - 1) + [max(0, filled + turn.closing_tokens - last.end)]
+        node = self.tree.insert(keys, lengths, range(len(keys)))[-1]
+        # The same answer may be there already.
+        held = node.blocks - node.missing
+        filled_blocks = max(held, min(suffix_blocks, node.blocks))
+        self.used_blocks += filled_blocks - held - suffix_blocks
+        node.missing = node.blocks - filled_blocks
+        node.leases += 1
+        lease.suffix_blocks = 0
+        return node
+
     def cancel(self, lease: Lease) -> None:
         if not lease.open:
             return
         lease.open = False
         stamp = next(self.pool.clock)
         self.used_blocks -= lease.suffix_blocks + lease.partial_blocks
-        path = lease.path
+        path, lease.turn = lease.path, None
         for node in path:
             node.leases -= 1
             node.stamp = stamp
@@ -168,7 +193,10 @@ class LRUResidency:
         for node, end in ends.items():
             start = 0 if node.parent is None else node.parent.end
             length = 0 if node.parent is None else end - ends[node.parent]
-            node.end = prefix_tokens if node is root else start + round(ratio * length)
+            if isinstance(node.key, AnswerKey):
+                node.end = max(start, end)
+            else:
+                node.end = prefix_tokens if node is root else start + round(ratio * length)
             blocks, held = node.end // size - start // size, node.blocks - node.missing
             whole = not node.missing and node.stamp
             filling = node.provisional

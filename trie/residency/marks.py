@@ -168,6 +168,14 @@ class MarksResidency(LRUResidency):
                 self.publish(lease)
         return lease
 
+    def forgo(self, lease: Lease) -> None:
+        """The request sets no marks, and so finds none."""
+        plan = self.plans.pop(lease, None)
+        if plan is not None:
+            self._pend_no_more(lease, plan)
+            self.choice.budget.correct(-self._surcharge(plan.predicted))
+            lease.cached_documents = lease.cached_tokens = 0
+
     def publish(self, lease: Lease) -> None:
         """The request's first token is there: what it writes can be read."""
         plan = self.plans.get(lease)

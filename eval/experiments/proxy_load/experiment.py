@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ragorder.eval.data.machine import load_average
-from ragorder.eval.experiments.proxy_load.load import allow_many_connections, measure_latency, run_streams, servers
+from ragorder.eval.data.machine import load_average, peak_mb
+from ragorder.eval.experiments.proxy_load.load import measure_latency, run_streams, servers
+from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import Record, as_column
@@ -27,14 +28,14 @@ class ProxyLoadCell(SuiteCell):
 
     rate: float = Field(50.0, ge=1)
     seconds: float = Field(20.0, ge=0)
-    streams: int = Field(1000, ge=0)
+    streams: int = Field(2000, ge=0)
     events: int = Field(20, ge=1)
     pause: float = Field(0.25, ge=0)
 
 
 class ProxyLoadRecord(Record):
     """One side, `direct` or `proxied`; the requests of both are pairs. `facts`: number of streams, how many came whole,
-    and the seconds that they took."""
+    the seconds that they took, and the most memory of the side's server in MB."""
 
     type: Literal["proxy-load"] = "proxy-load"
 
@@ -73,14 +74,18 @@ class ProxyLoad(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: ProxyLoadCell = job.cell
-        allow_many_connections()
-        ports = self.kept(None, lambda: self.resources.enter_context(servers()))
+        allow_many_connections(cell.streams)
+        # Those of the latencies are still open.
+        connections = str(max(1024, cell.streams + 256))
+        started = servers("--max-connections", connections)
+        sides = self.kept(connections, lambda: self.resources.enter_context(started))
         load = load_average()
         seconds = job.requests / cell.rate
-        pairs = asyncio.run(measure_latency(*ports, cell.rate, seconds, job.seed)) if seconds else []
-        for policy, port in zip(self.policies, ports, strict=True):
+        direct, proxied = (side.port for side in sides)
+        pairs = asyncio.run(measure_latency(direct, proxied, cell.rate, seconds, job.seed)) if seconds else []
+        for policy, server in zip(self.policies, sides, strict=True):
             began = time.perf_counter()
-            whole = asyncio.run(run_streams(port, cell.streams, cell.events, cell.pause))
+            whole = asyncio.run(run_streams(server.port, cell.streams, cell.events, cell.pause))
             if policy in job.policies:
                 side = 2 if policy == "proxied" else 1
                 yield {
@@ -94,6 +99,7 @@ class ProxyLoad(Experiment):
                         "streams": len(whole),
                         "whole": sum(whole),
                         "streams_s": round(time.perf_counter() - began, 3),
+                        "peak_mb": peak_mb(server.pid),
                     },
                 }
             advance()

@@ -6,17 +6,28 @@ import asyncio
 import json
 import random
 import re
+import secrets
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, Any, Self
+from contextlib import contextmanager
+from typing import IO, Any, NamedTuple, Self
 
 from ragorder.eval.experiments.proxy_load.upstream import answer_events
 
-__all__ = ["allow_many_connections", "measure_latency", "post", "run_streams", "servers"]
+__all__ = [
+    "Connections",
+    "ServerProcess",
+    "chat_body",
+    "instant_server",
+    "measure_latency",
+    "post",
+    "proxy_server",
+    "run_streams",
+    "servers",
+]
 
 _CHAT = "/v1/chat/completions"
 _DOCUMENTS = 5
@@ -24,16 +35,34 @@ _DOCUMENT_TOKENS = 200
 _STARTED_S = 60.0
 
 
+class ServerProcess(NamedTuple):
+    port: int
+    pid: int
+
+
 @contextmanager
-def servers(*options: str) -> Iterator[tuple[int, int]]:
-    """The ports of an instant upstream and of `ragorder serve` with these options in front of it."""
+def instant_server() -> Iterator[ServerProcess]:
+    """A server that answers at once."""
     module = "ragorder.eval.experiments.proxy_load.upstream"
-    with _process([sys.executable, "-m", module], "stdout", r"http://127.0.0.1:(\d+)") as upstream:
-        code = "from ragorder.cli.serve import serve; serve()"
-        serve = ["--upstream", f"http://127.0.0.1:{upstream}", "--port", "0"]
-        serve += ["--capacity-tokens", "262144", "--block-size", "16", *options]
-        with _process([sys.executable, "-c", code, *serve], "stderr", r"127.0.0.1:(\d+)/v1") as proxy:
-            yield upstream, proxy
+    with _process([sys.executable, "-m", module], "stdout", r"http://127.0.0.1:(\d+)") as server:
+        yield server
+
+
+@contextmanager
+def proxy_server(upstream: int, *options: str) -> Iterator[ServerProcess]:
+    """`ragorder serve` with these options in front of this port."""
+    code = "from ragorder.cli.serve import serve; serve()"
+    serve = ["--upstream", f"http://127.0.0.1:{upstream}", "--port", "0", *options]
+    with _process([sys.executable, "-c", code, *serve], "stderr", r"127.0.0.1:(\d+)/v1") as server:
+        yield server
+
+
+@contextmanager
+def servers(*options: str) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+    """A server that answers at once, and `ragorder serve` with these options in front of it."""
+    sizes = ("--capacity-tokens", "262144", "--block-size", "16")
+    with instant_server() as upstream, proxy_server(upstream.port, *sizes, *options) as proxy:
+        yield upstream, proxy
 
 
 async def measure_latency(
@@ -44,12 +73,12 @@ async def measure_latency(
     Returns for each pair whether it was tagged, and the latencies in ms of server and proxy.
     """
     rng = random.Random(seed)
-    clients = _Connections(upstream), _Connections(proxy)
+    clients = Connections(upstream), Connections(proxy)
     sent = []
     start = time.perf_counter() + 0.1
     for number in range(max(2, round(rate * seconds))):
         tagged = number % 2 == 0
-        body = _body(rng, tagged=tagged)
+        body = chat_body(rng, tagged=tagged)
         # Which is first takes turns.
         times = [start + (number + half) / rate for half in ((0.0, 0.5) if number // 2 % 2 else (0.5, 0.0))]
         tasks = [asyncio.create_task(each.time(body, at)) for each, at in zip(clients, times, strict=True)]
@@ -61,12 +90,14 @@ async def measure_latency(
 
 
 async def run_streams(port: int, streams: int, events: int = 20, pause_s: float = 0.25) -> list[bool]:
-    """Hold so many streams at a time; returns whether each had exactly its own content, byte for byte."""
+    """Hold so many streams at a time: none goes on behind its first event until all have begun. Returns whether each
+    had exactly its own content, byte for byte."""
+    together = [secrets.token_hex(8), streams]
 
     async def one(number: int) -> bool:
         name = f"client-{number}"
-        body = json.dumps({"stream": True, "user": name, "max_tokens": events, "pause": pause_s}).encode()
-        return await post(port, body) == b"".join(answer_events(name, events))
+        body = {"stream": True, "user": name, "max_tokens": events, "pause": pause_s, "together": together}
+        return await post(port, json.dumps(body).encode()) == b"".join(answer_events(name, events))
 
     return list(await asyncio.gather(*map(one, range(streams))))
 
@@ -79,7 +110,9 @@ async def post(port: int, body: bytes) -> bytes:
         connection.close()
 
 
-class _Connections:
+class Connections:
+    """Connections to a port, as many as there are requests at a time."""
+
     def __init__(self, port: int) -> None:
         self._port = port
         self._free: list[_Connection] = []
@@ -130,7 +163,8 @@ class _Connection:
         return b"".join(chunks)
 
 
-def _body(rng: random.Random, *, tagged: bool) -> bytes:
+def chat_body(rng: random.Random, *, tagged: bool) -> bytes:
+    """Five of fifty documents of 200 tokens and a question, tagged or in one message."""
     names = rng.sample(range(50), _DOCUMENTS)
     texts = [random.Random(name).randbytes(_DOCUMENT_TOKENS * 2).hex() for name in names]
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Answer from the documents."}]
@@ -144,7 +178,7 @@ def _body(rng: random.Random, *, tagged: bool) -> bytes:
 
 
 @contextmanager
-def _process(command: Sequence[str], stream: str, address: str) -> Iterator[int]:
+def _process(command: Sequence[str], stream: str, address: str) -> Iterator[ServerProcess]:
     pipes = {stream: subprocess.PIPE}
     process = subprocess.Popen(  # type: ignore[call-overload]  # noqa: S603
         command, text=True, stdin=subprocess.DEVNULL, **pipes
@@ -154,7 +188,7 @@ def _process(command: Sequence[str], stream: str, address: str) -> Iterator[int]
         port = _port(said, address)
         # An unread pipe would block the process in the end.
         threading.Thread(target=said.read, daemon=True).start()
-        yield port
+        yield ServerProcess(port, process.pid)
     finally:
         process.terminate()
         try:
@@ -171,11 +205,3 @@ def _port(said: IO[str], address: str) -> int:
             return int(found[1])
         lines.append(line)
     raise RuntimeError(f"a server did not start: {''.join(lines)}")
-
-
-def allow_many_connections() -> None:
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -30,7 +30,7 @@ def make_part(suite: Suite, results: Results) -> Part:
         sides = cells.setdefault(key_of(record.cell), {"direct": {}, "proxied": {}})
         sides[record.policy][record.seed] = record
     latency = Table("Latency", ["load", "requests", "number", "direct", "proxied", "added"], labels=2, note=_NOTE)
-    streams = Table("Streams at a time", ["load", "direct: whole, of all, seconds", "proxied"])
+    streams = Table("Streams at a time", ["load", "direct: whole, of all, seconds, memory", "proxied"])
     added: dict[str, Any] = {}
     for sides in cells.values():
         seeds = sides["direct"].keys() & sides["proxied"].keys()
@@ -62,7 +62,11 @@ def _quantiles(times: Any) -> str:
 def _streams(records: Sequence[ProxyLoadRecord]) -> str:
     facts = [record.facts for record in records]
     seconds = ", ".join(format_number(each["streams_s"]) for each in facts)
-    return f"{sum(each['whole'] for each in facts):,} of {sum(each['streams'] for each in facts):,}, {seconds} s"
+    peaks = [each["peak_mb"] for each in facts if each.get("peak_mb") is not None]
+    memory = f", {format_number(max(peaks), 0)} MB" if peaks else ""
+    return (
+        f"{sum(each['whole'] for each in facts):,} of {sum(each['streams'] for each in facts):,}, {seconds} s{memory}"
+    )
 
 
 def _picture(added: Mapping[str, Any]) -> Picture:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import click
 
-__all__ = ["answer", "answer_events", "instant_upstream", "main"]
+__all__ = ["allow_many_connections", "answer", "answer_events", "instant_upstream", "main"]
 
 Message = MutableMapping[str, Any]
+
+_OTHER_FILES = 64
 
 
 def answer(prompt_tokens: int = 1) -> bytes:
@@ -32,7 +36,8 @@ async def instant_upstream(
     receive: Callable[[], Awaitable[Message]],
     send: Callable[[Message], Awaitable[None]],
 ) -> None:
-    """An ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart."""
+    """ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart. With
+    "together" (a name, a number) the second event waits until so many streams of this name have begun."""
     body = b""
     more = True
     while more:
@@ -47,15 +52,54 @@ async def instant_upstream(
         await send({"type": "http.response.body", "body": content})
         return
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-    for event in answer_events(request["user"], request["max_tokens"]):
+    for number, event in enumerate(answer_events(request["user"], request["max_tokens"])):
         await send({"type": "http.response.body", "body": event, "more_body": True})
+        if number == 0 and "together" in request:
+            await _meet(*request["together"])
         await asyncio.sleep(request["pause"])
     await send({"type": "http.response.body", "body": b""})
+
+
+class _Meeting:
+    def __init__(self) -> None:
+        self.begun = 0
+        self.complete = asyncio.Event()
+
+
+_meetings: defaultdict[str, _Meeting] = defaultdict(_Meeting)
+
+
+async def _meet(name: str, count: int) -> None:
+    meeting = _meetings[name]
+    meeting.begun += 1
+    if meeting.begun >= count:
+        meeting.complete.set()
+    await meeting.complete.wait()
+
+
+def allow_many_connections(count: int = 0) -> None:
+    """As many open files as the system allows this process and those that it starts. Raises OSError if that is less
+    than `count` connections need."""
+    try:
+        import resource
+    except ImportError:
+        return
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # The proxy has a second one for each.
+    needed = 2 * count + _OTHER_FILES
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise OSError(
+            f"{count:,} connections need {needed:,} open files, and the system allows {allowed:,}: ulimit -Hn"
+        )
 
 
 def main() -> None:
     from uvicorn import Config, Server
 
+    allow_many_connections()
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     # asyncio sets it for sockets of its own only.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,158 @@
+"""Conversations of a client: each turn only adds messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ragorder import Document, Ordering, Turn
+from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.prompts import PromptRequest
+from ragorder.adapters.openai.reply import Answer
+from ragorder.conversation import REFERENCE, Message, Repeat, message_key
+
+__all__ = ["Conversation"]
+
+_TOOLS = ("tools", "functions")
+
+A = TypeVar("A")
+S = TypeVar("S")
+
+
+@dataclass(eq=False, repr=False)
+class _TurnCall(Call):
+    conversation: Conversation[Any, Any] = field(kw_only=True)
+    history: list[Message] = field(kw_only=True)
+
+    def _order(self) -> Ordering[Document]:
+        # Each attempt is a turn behind the same history.
+        chat = self.conversation
+        self.turn = self.setup.builder.turn(
+            self.query,
+            self.documents,
+            history=self.history,
+            orderer=self.setup.orderer,
+            scope=self.scope,
+            repeat=chat.repeat,
+            reference=chat.reference,
+            waiting=self.waiting,
+            suffix_tokens=self.setup.ordered.suffix_tokens(self.query, self.options),
+        )
+        return self.turn.ordering
+
+    def _request(self, ordering: Ordering[Document]) -> PromptRequest:
+        return PromptRequest(self.turn.messages, None, self.scope, self.options)
+
+    def _answered(self, answer: Answer) -> None:
+        self.conversation.extend(self.turn, self.turn.answered(answer.text))
+
+    def _topic(self) -> str | None:
+        return self.conversation.topic(self.documents, self.history)
+
+
+class Conversation(Generic[A, S]):
+    """Turns of one conversation, from `OrderedClient.conversation`; one at a time.
+
+        chat = rag.conversation(messages=stored)
+        answer = chat.ask("When are orders shipped?", documents)
+        stored = chat.messages
+
+    - `messages`: all that were sent and answered, an application's to store; a failed turn leaves them as they were
+    - `turn`: the last one answered: its documents `new` and `repeated`
+    """
+
+    def __init__(
+        self,
+        setup: CallSetup,
+        generate: Callable[[Call], A],
+        stream: Callable[[Call], S],
+        messages: Iterable[Message] = (),
+        scope: Hashable = None,
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+    ) -> None:
+        self.messages: list[Message] = list(messages)
+        self.scope = scope
+        self.repeat = repeat
+        self.reference = reference
+        self._turn: Turn | None = None
+        self._setup = setup
+        self._generate = generate
+        self._stream = stream
+        self._asked: tuple[list[Message], str, Sequence[Document]] | None = None
+        self._topic: str | None = None
+        # What is wrong with the messages is said at once.
+        setup.builder.segments(self.messages)
+
+    @property
+    def turn(self) -> Turn:
+        """Raises ValueError before the first answer."""
+        if self._turn is None:
+            raise ValueError("there is no turn yet: this conversation has had no answer")
+        return self._turn
+
+    def ask(self, question: str, documents: Sequence[Document] = (), **options: Any) -> A:
+        """The `Answer` to a question on documents in retrieval order, as a new turn. Options and errors as for
+        `OrderedClient.generate`; ValueError for tools."""
+        return self._generate(self._call(question, documents, options, hands_out=False))
+
+    def stream(self, question: str, documents: Sequence[Document] = (), **options: Any) -> S:
+        """The answer as it arrives; it counts as a turn once it is complete."""
+        return self._stream(self._call(question, documents, options, hands_out=True))
+
+    def regenerate(self, **options: Any) -> A:
+        """Another answer to the last question, in place of the one that there is. Raises ValueError if nothing was
+        asked here."""
+        if self._asked is None:
+            raise ValueError("nothing to regenerate: this conversation has asked nothing yet")
+        history, question, documents = self._asked
+        return self._generate(self._call(question, documents, options, history, hands_out=False))
+
+    def branch(self) -> Conversation[A, S]:
+        """Another conversation with the same messages."""
+        naming = self.repeat, self.reference
+        branch = Conversation(self._setup, self._generate, self._stream, self.messages, self.scope, *naming)
+        branch._topic = self._topic
+        return branch
+
+    def extend(self, turn: Turn, messages: Sequence[Message]) -> None:
+        """A turn was answered."""
+        self._turn, self.messages = turn, list(messages)
+
+    def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
+        """That of the first documents, for all turns: the engine that has the history should serve them."""
+        if self._topic is None:
+            first = self._setup.orderer.topic(documents, scope=self.scope) if not history else None
+            opening = next((message for message in history if message.get("role") != "system"), None)
+            self._topic = message_key(opening)[:16] if first is None and opening is not None else first
+        return self._topic
+
+    def _call(
+        self,
+        question: str,
+        documents: Sequence[Document],
+        options: dict[str, Any],
+        history: list[Message] | None = None,
+        *,
+        hands_out: bool,
+    ) -> Call:
+        for name in _TOOLS:
+            if options.get(name) is not None:
+                raise ValueError(f"{name}: answers of a conversation are texts; with tools use PromptBuilder.turn")
+        history = list(self.messages) if history is None else history
+        options = {"max_tokens": 256, "temperature": 0.0} | options
+        waiting = options.pop("waiting", ())
+        call = _TurnCall(
+            self._setup,
+            question,
+            documents,
+            self.scope,
+            waiting,
+            options,
+            hands_out,
+            conversation=self,
+            history=history,
+        )
+        self._asked = history, question, call.documents
+        return call

@@ -1,0 +1,1 @@
+"""Requests a second that the proxy forwards."""

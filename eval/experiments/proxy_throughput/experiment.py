@@ -1,0 +1,69 @@
+"""The proxy at ever higher rates of requests: the suites of kind "proxy-throughput"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.experiments.proxy_load.load import ServerProcess, instant_server, proxy_server
+from ragorder.eval.experiments.proxy_throughput.record import ThroughputCell, ThroughputRecord
+from ragorder.eval.running.experiment import Experiment, Job, Line
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["ProxyThroughput"]
+
+_OPTIONS = {
+    "order": ("--capacity-tokens", "262144", "--block-size", "16"),
+    "route": ("--route", "--topic-secret", "the same in all processes"),
+}
+
+
+class ProxyThroughput(Experiment):
+    kind = "proxy-throughput"
+    record = ThroughputRecord
+    cell = ThroughputCell
+    policies: ClassVar[Any] = tuple(_OPTIONS)
+    packages: ClassVar[Any] = {"numpy": "eval", "uvicorn": "proxy"}
+    one_job = True
+    unit = "rates"
+
+    def requests(self, suite: Suite, cell: ThroughputCell) -> int:
+        return len(list(_rates(cell)))
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        from ragorder.eval.experiments.proxy_throughput.measuring import measure_rate
+
+        cell: ThroughputCell = job.cell
+        load = load_average()
+        found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in job.policies}
+        with ExitStack() as until_measured:
+            upstream = until_measured.enter_context(instant_server())
+
+            def start(policy: str) -> ServerProcess:
+                return until_measured.enter_context(proxy_server(upstream.port, *_OPTIONS[policy]))
+
+            proxies = {policy: [start(policy) for _ in range(cell.workers)] for policy in job.policies}
+            for policy in job.policies:
+                # What a process does at its first requests is not measured.
+                measure_rate(upstream, proxies[policy], cell.first, min(1.0, cell.seconds), job.seed, cell.added_ms)
+            for rate in _rates(cell):
+                for policy in job.policies:
+                    # At each rate the policies take turns, those that have held the one before.
+                    if not found[policy] or found[policy][-1]["holds"]:
+                        figures = measure_rate(upstream, proxies[policy], rate, cell.seconds, job.seed, cell.added_ms)
+                        found[policy].append(figures)
+                    advance()
+        for policy, rates in found.items():
+            columns = {name: [each[name] for each in rates] for name in rates[0]}
+            yield {"policy": policy, "load_average": load, "rows": columns}
+
+
+def _rates(cell: ThroughputCell) -> Iterator[float]:
+    rate = cell.first
+    while rate <= cell.most:
+        yield rate
+        rate *= cell.growth

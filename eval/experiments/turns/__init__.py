@@ -1,0 +1,1 @@
+"""Cached tokens of conversations that replay what they sent."""

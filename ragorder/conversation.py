@@ -1,0 +1,282 @@
+"""Turns of a conversation: messages that only grow, and documents that stand in them once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from hashlib import blake2b
+from string import Formatter
+from typing import Any, Literal, Protocol
+
+from ragorder.document import Document, Estimate
+from ragorder.ordering import Ordering
+from ragorder.trie.histories import Segment
+
+__all__ = [
+    "REFERENCE",
+    "Message",
+    "MessageFormat",
+    "OrdersTurns",
+    "Repeat",
+    "Turn",
+    "make_turn",
+    "message_key",
+    "read_history",
+    "segments_of",
+]
+
+Message = Mapping[str, Any]
+Repeat = Literal["name", "send"]
+
+REFERENCE = "[{id}] is above.\n"
+"""Line for a document that stands in an earlier message."""
+
+# What a chat template can show of a message: others do not change its tokens.
+_SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
+_BEARERS = ("user", "tool", "system", "developer", "function")
+
+
+class OrdersTurns(Protocol):
+    """As much of an orderer as a turn needs."""
+
+    def order(
+        self,
+        documents: Iterable[Document],
+        *,
+        waiting: Sequence[Iterable[Document]] = (),
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        behind: Iterable[Segment] | None = None,
+        question: Segment | None = None,
+    ) -> Ordering[Document]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How a prompt builder writes messages.
+
+    `document_text` is a document as it stands in a prompt, `header` the beginning of that, up to the text, by which a
+    later version of the document is recognised. Directly behind a document stands one of `openings` (none: anything).
+    `count` gives a text's tokens; `turn_tokens` of template text stand behind a user's message, `closing_tokens` behind
+    an answer. `estimated`: by the number of characters.
+    """
+
+    system: str
+    system_role: bool
+    document_text: Callable[[Document], str]
+    header: Callable[[Document], str]
+    question: Callable[[str, Sequence[Document]], str]
+    escape: Callable[[str], str]
+    count: Callable[[str], int]
+    openings: tuple[str, ...]
+    turn_tokens: int
+    closing_tokens: int
+    estimated: bool
+    message_tokens: Callable[[str, Callable[[], int]], int]
+    """The length known under a message's key, else that of the callable."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A question or a tool's result with its documents, at the end of a conversation.
+
+        turn = builder.turn(question, documents, history=messages, orderer=orderer)
+        answer = ask(turn.messages)
+        messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
+
+    - `messages`: those to send, the history's as they were
+    - `ordering`: of the documents `new`, those that are sent, in prompt order
+    - `repeated`: documents named instead, best first
+    """
+
+    messages: list[dict[str, Any]]
+    ordering: Ordering[Document]
+    repeated: list[Document]
+    _closing_tokens: int = field(default=0, repr=False)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.messages[-1]
+
+    @property
+    def new(self) -> list[Document]:
+        return self.ordering.documents
+
+    def answered(self, answer: str | Message) -> list[dict[str, Any]]:
+        """The messages with their answer, a text or an assistant's message; later turns find it in the engine's cache.
+        Before `ordering.confirm`."""
+        said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
+        keys = message_key(self.message), message_key(said)
+        self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
+        return [*self.messages, said]
+
+    def confirm(
+        self,
+        answer: str | Message,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        *,
+        prompt_tokens: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """The engine answered; token counts as for `Ordering.confirm`. Returns the messages with the answer: the next
+        turn's history."""
+        messages = self.answered(answer)
+        self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens)
+        return messages
+
+    def discard(self) -> None:
+        """The request failed or was never sent: the history stays as it was."""
+        self.ordering.discard()
+
+
+def make_turn(
+    form: MessageFormat,
+    question: str,
+    documents: Iterable[Document],
+    history: Iterable[Message],
+    orderer: OrdersTurns,
+    *,
+    repeat: Repeat,
+    reference: str,
+    tool_call_id: str | None,
+    **options: Any,
+) -> Turn:
+    """As `PromptBuilder.turn`; `options` are those of the orderer."""
+    if repeat not in ("name", "send"):
+        raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
+    _check_reference(reference)
+    given = list(documents)
+    messages, front = read_history(history, form)
+    if tool_call_id is not None and not messages:
+        raise ValueError("a tool's result follows its call: give history=[…, the assistant's message with the call]")
+    sent, named = list(range(len(given))), []
+    if repeat == "name" and messages:
+        texts = [text for message in messages if message.get("role") in _BEARERS for text in _texts(message)]
+        opened = _openings(form, reference)
+        named = [rank for rank in sent if _stands(form, given[rank], reference, texts, opened)]
+        sent = [rank for rank in sent if rank not in named]
+    asked = "".join(_named(reference, given[rank]) for rank in named)
+    if tool_call_id is None:
+        asked += form.question(question, given)
+    follows = Segment(_digest(asked), _length(form, form.count(asked) + form.turn_tokens))
+    ordering = orderer.order(
+        [given[rank] for rank in sent], behind=segments_of(messages, form), question=follows, **options
+    )
+    try:
+        content = form.escape("".join(map(form.document_text, ordering.documents)) + asked)
+        message: dict[str, Any] = {"role": "user", "content": content}
+        if tool_call_id is not None:
+            message = {"role": "tool", "tool_call_id": tool_call_id, "content": content}
+        elif not messages and form.system and not form.system_role:
+            message["content"] = f"{form.system}\n\n{content}"
+        return Turn([*front, *messages, message], ordering, [given[rank] for rank in named], form.closing_tokens)
+    except BaseException:
+        ordering.discard()
+        raise
+
+
+def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages behind the system prompt, and the message of that. Raises TypeError for objects that are no
+    messages, ValueError for another system prompt than the builder's."""
+    messages = []
+    for message in history:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TypeError(f"history must hold messages such as {{'role': 'user', …}}, got {type(message).__name__}")
+        messages.append(dict(message))
+    front: list[dict[str, Any]] = []
+    if form.system and form.system_role:
+        front = [{"role": "system", "content": form.system}]
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0].get("content") != form.system:
+            raise ValueError(
+                "the history begins with another system prompt than the builder's: leave it out, or give its text as "
+                "PromptBuilder(system=…)"
+            )
+        front = [messages.pop(0)]
+    return messages, front
+
+
+def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segment]:
+    """A history for `Orderer.order(behind=…)`."""
+    segments = []
+    for message in messages:
+        key = message_key(message)
+        closing = form.closing_tokens if message.get("role") == "assistant" else form.turn_tokens
+        segments.append(Segment(key, form.message_tokens(key, partial(_count, form, message, closing))))
+    return segments
+
+
+def message_key(message: Message) -> str:
+    """Digest of what a chat template can show of a message. Raises TypeError for one that cannot be sent as JSON."""
+    shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
+    return _digest(json.dumps(shown, sort_keys=True, separators=(",", ":")))
+
+
+def _count(form: MessageFormat, message: Message, closing_tokens: int) -> int:
+    calls = message.get("tool_calls") or message.get("function_call")
+    texts = [*_texts(message), *([json.dumps(calls)] if calls else [])]
+    return _length(form, sum(map(form.count, texts)) + closing_tokens)
+
+
+def _length(form: MessageFormat, tokens: int) -> int:
+    return Estimate(tokens) if form.estimated else tokens
+
+
+def _texts(message: Message) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, Sequence) else ()
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+
+
+def _stands(
+    form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
+) -> bool:
+    """Whether the last version of a document that stands in the texts is this one, whole."""
+    text, name = form.escape(form.document_text(document)), form.escape(_named(reference, document))
+    header = form.escape(form.header(document)) or text
+    if not text.strip() or not text.startswith(header):
+        return False
+    for content in reversed(texts):
+        place = content.rfind(header)
+        # Where it is only named, it stands further above.
+        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
+            place = content.rfind(header, 0, place + len(header) - 1)
+        if place >= 0:
+            end = place + len(text)
+            whole = end == len(content) or not openings or content.startswith(openings, end)
+            return whole and content.startswith(text, place)
+    return False
+
+
+def _openings(form: MessageFormat, reference: str) -> tuple[str, ...]:
+    """What may stand directly behind a document; empty: anything."""
+    openings = (*form.openings, _opening(reference))
+    return openings if all(openings) else ()
+
+
+def _named(reference: str, document: Document) -> str:
+    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
+
+
+@lru_cache(maxsize=64)
+def _opening(template: str) -> str:
+    return next((literal for literal, *_ in Formatter().parse(template)), "")
+
+
+@lru_cache(maxsize=64)
+def _check_reference(reference: str) -> None:
+    try:
+        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
+        reference.format(id="", title="")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
+    if "id" not in fields and "title" not in fields:
+        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,481 @@
+"""Replicas that refuse, fail again and again, or say nothing: rests, and the one deadline of all tries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx2
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, generate_latest
+from support.serving_app import serving
+
+from ragorder import Orderer
+from ragorder.adapters.proxy import Fleet, ReplicaAddress, Timeouts, make_app
+from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.rests import Rests, rest_asked
+from ragorder.adapters.proxy.upstream import UpstreamError
+from ragorder.cli.serve import serve as serve_command
+
+# Made once: it takes longer than a request.
+CERTIFICATES = httpx2.create_ssl_context()
+CHAT = "/v1/chat/completions"
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
+LAST = b"data: [DONE]\n\n"
+WHOLE = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
+SIZES = ("--capacity-tokens", "4096", "--block-size", "16")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """The far end: answers with `status`, and `headers`; a 0 stands for no answer, until `gate` is opened. A stream
+    waits for the gate behind its first token."""
+
+    def __init__(self, status: int = 200, **headers: str) -> None:
+        self.status = status
+        self.headers = headers
+        self.posts = 0
+        self.gate = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/health":
+            await self._answer(send, 200, b"")
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.posts += scope["method"] == "POST"
+        if not self.status:
+            await self._opened()
+            return
+        if not json.loads(body or b"{}").get("stream"):
+            headers = {name.replace("_", "-"): value for name, value in self.headers.items()}
+            await self._answer(send, self.status, WHOLE if self.status == 200 else b"its own words", **headers)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": TOKEN, "more_body": True})
+        await self._opened()
+        await send({"type": "http.response.body", "body": TOKEN + LAST})
+
+    async def _answer(self, send: Any, status: int, body: bytes, **headers: str) -> None:
+        given = [(name.encode(), value.encode()) for name, value in headers.items()]
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *given]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _opened(self) -> None:
+        while not self.gate.is_set():
+            await asyncio.sleep(0.01)
+
+
+class Front:
+    """A proxy in front of these engines, with a clock of its own for their rests."""
+
+    def __init__(self, url: str, fleet: Fleet, clock: Clock) -> None:
+        self.url = url
+        self.fleet = fleet
+        self.clock = clock
+
+    def post(self, body: Any = None, path: str = CHAT) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
+            return client.post(self.url + path, json=tagged() if body is None else body)
+
+    def get(self, path: str) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
+            return client.get(self.url + path)
+
+    def state(self, name: str) -> list[Any]:
+        return [each[name] for each in self.get("/ragorder/replicas").json()["replicas"]]
+
+    def served_by(self, times: int) -> list[str]:
+        return [self.post(plain(str(number))).headers["x-ragorder-replica"] for number in range(times)]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Any], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture
+def front(serve: Callable[[Any], str]) -> Iterator[Callable[..., Front]]:
+    engines: list[Engine] = []
+
+    def front(*far: Engine, ranks: int | None = None, **options: Any) -> Front:
+        engines.extend(far)
+        addresses = [
+            ReplicaAddress(serve(each), Orderer(capacity_tokens=4096, block_size=16, strict=True), None) for each in far
+        ]
+        if ranks is not None:
+            url = addresses[0].upstream
+            addresses = [ReplicaAddress(url, Orderer(block_size=16, strict=True), rank) for rank in range(ranks)]
+        fleet = Fleet(addresses, check_s=0.1, registry=options.pop("registry", None))
+        url = serve(make_app(Orderer(strict=True), upstream=fleet, **options))
+        clock = Clock()
+        for replica in fleet.replicas:
+            replica.rests = Rests(clock)
+        return Front(url, fleet, clock)
+
+    yield front
+    for engine in engines:
+        engine.gate.set()
+
+
+def tagged(names: str = "ab", **fields: Any) -> dict[str, Any]:
+    documents = [{"id": name, "text": f"{name} is a document. " * 40} for name in names]
+    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}, **fields}
+
+
+def plain(content: str = "?", **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
+
+
+class TestRests:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def rests(self, clock: Clock) -> Rests:
+        return Rests(clock)
+
+    def test_last_as_long_as_the_server_asks(self, rests: Rests, clock: Clock) -> None:
+        assert rests.left_s == 0
+        rests.ask(7)
+        rests.ask(3)
+        assert rests.left_s == 7
+        # Other requests that end well meanwhile change nothing.
+        rests.succeeded()
+        clock.now += 6
+        assert rests.left_s == 1
+        clock.now += 1
+        assert rests.left_s == 0
+
+    def test_last_ten_minutes_at_most(self, rests: Rests) -> None:
+        rests.ask(86_400)
+        assert rests.left_s == 600
+
+    def test_begin_with_the_fifth_failure_in_a_row(self, rests: Rests) -> None:
+        for _ in range(4):
+            rests.failed()
+        rests.succeeded()
+        for _ in range(4):
+            rests.failed()
+        assert rests.left_s == 0
+        rests.failed()
+        assert rests.left_s == 1
+
+    def test_of_requests_sent_before_do_not_make_them_longer(self, rests: Rests) -> None:
+        for _ in range(40):
+            rests.failed()
+        assert rests.left_s == 1
+
+    def test_are_ended_by_one_request_that_tries(self, rests: Rests, clock: Clock) -> None:
+        for _ in range(5):
+            rests.failed()
+        clock.now += 1
+        assert rests.left_s == 0
+        rests.taken()
+        # The others wait for its answer.
+        assert rests.left_s == 1
+        rests.succeeded()
+        assert rests.left_s == 0
+        rests.taken()
+        rests.failed()
+        assert rests.left_s == 0
+
+    def test_become_twice_as_long_up_to_a_minute(self, rests: Rests, clock: Clock) -> None:
+        for _ in range(5):
+            rests.failed()
+        lengths = []
+        for _ in range(8):
+            clock.now += rests.left_s
+            rests.taken()
+            rests.failed()
+            lengths.append(rests.left_s)
+        assert lengths == [2, 4, 8, 16, 32, 60, 60, 60]
+
+    def test_a_trial_whose_client_left_is_followed_by_another(self, rests: Rests, clock: Clock) -> None:
+        for _ in range(5):
+            rests.failed()
+        clock.now += 1
+        rests.taken()
+        clock.now += 1
+        assert rests.left_s == 0
+
+
+class TestWhatIsAsked:
+    @pytest.mark.parametrize(
+        ("status", "retry_after", "seconds"),
+        [
+            (429, "7", 7),
+            (503, " 0 ", 0),
+            (429, "9" * 400, float("inf")),
+            (429, "", None),
+            (429, "soon", None),
+            (429, "-3", None),
+            (429, "1.5", None),
+            (429, "Mon, 99 Jan 2024 00:00:00 GMT", None),
+            (429, "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", None),
+            (429, "Mon, 01 Jan 2024 00:00:00 GMT", 0),
+            (500, "7", None),
+            (200, "7", None),
+            (502, "7", None),
+        ],
+        ids=repr,
+    )
+    def test_is_read(self, status: int, retry_after: str, seconds: float | None) -> None:
+        assert rest_asked(status, retry_after) == seconds
+
+    @pytest.mark.parametrize("zone", ["GMT", "-0000", "+0000"])
+    def test_may_be_a_date(self, zone: str) -> None:
+        until = format_datetime(datetime.now(UTC) + timedelta(hours=1)).replace("+0000", zone)
+        found = rest_asked(429, until)
+        assert found is not None and 3000 < found <= 3600
+
+
+class TestAReplicaThatAsksForARest:
+    @pytest.mark.parametrize("status", [429, 503])
+    def test_gets_it_while_the_others_take_its_requests(self, front: Callable[..., Front], status: int) -> None:
+        full, other = Engine(status, retry_after="30"), Engine()
+        fleet = front(full, other)
+        answers = [fleet.post(tagged(query=str(number))) for number in range(6)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-ragorder-replica"] for answer in answers} == {"1"}
+        assert (full.posts, other.posts) == (1, 6)
+        assert fleet.state("rests_s") == [30, 0]
+        # It said when to come back: it has not failed.
+        assert fleet.state("up") == [True, True]
+        full.status = 200
+        fleet.clock.now += 30
+        # It has computed less.
+        assert set(fleet.served_by(3)) == {"0"}
+
+    def test_of_all_the_refusal_goes_to_the_client(self, front: Callable[..., Front]) -> None:
+        engines = [Engine(429, retry_after="30"), Engine(429, retry_after="20")]
+        fleet = front(*engines)
+        answer = fleet.post()
+        assert (answer.status_code, answer.text) == (429, "its own words")
+        assert answer.headers["retry-after"] in ("20", "30")
+        assert [engine.posts for engine in engines] == [1, 1]
+        # From now on one replica is asked, the one that rests for the shortest time.
+        assert fleet.post().headers["retry-after"] == "20"
+        assert [engine.posts for engine in engines] == [1, 2]
+        engines[1].status = 200
+        assert fleet.post().status_code == 200
+
+    def test_ranks_of_one_server_rest_together(self, front: Callable[..., Front]) -> None:
+        engine = Engine(429, retry_after="30")
+        fleet = front(engine, ranks=3)
+        assert fleet.post().status_code == 429
+        assert engine.posts == 1
+        assert fleet.state("rests_s") == [30, 30, 30]
+
+    def test_without_a_time_the_refusal_is_the_clients(self, front: Callable[..., Front]) -> None:
+        """A limit of one client's, perhaps, which no other replica lifts."""
+        engines = [Engine(429), Engine(429)]
+        fleet = front(*engines)
+        assert fleet.post().status_code == 429
+        assert sum(engine.posts for engine in engines) == 1
+        assert fleet.state("rests_s") == [0, 0]
+
+    def test_what_is_not_sent_again_is_answered_by_it(self, front: Callable[..., Front]) -> None:
+        engines = [Engine(429, retry_after="30"), Engine(429, retry_after="30")]
+        fleet = front(*engines)
+        answer = fleet.post({"input": "a"}, "/tokenize")
+        assert (answer.status_code, answer.text) == (429, "its own words")
+        assert sum(engine.posts for engine in engines) == 1
+
+    def test_the_only_one_left_is_asked_all_the_same(self, front: Callable[..., Front]) -> None:
+        full, other = Engine(429, retry_after="30"), Engine()
+        fleet = front(full, other)
+        fleet.post()
+        full.status = 200
+        fleet.post({}, "/ragorder/replicas/1/drain")
+        assert fleet.post().headers["x-ragorder-replica"] == "0"
+
+    async def test_a_refusal_that_no_other_can_answer_is_an_answer(self) -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        answer = HeldAnswer(send, of_tokens=True, refusable=True)
+        await answer({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"3")]})
+        await answer({"type": "http.response.body", "body": b"full"})
+        assert sent[0]["status"] == 503
+        with pytest.raises(UpstreamError):
+            await HeldAnswer(send, of_tokens=True, refusable=True)(
+                {"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"soon")]}
+            )
+
+    def test_its_rest_is_a_metric(self, front: Callable[..., Front]) -> None:
+        registry = CollectorRegistry()
+        fleet = front(Engine(429, retry_after="30"), Engine(), registry=registry)
+        fleet.post()
+        page = generate_latest(registry).decode()
+        assert 'ragorder_replica_rest_seconds{replica="0"} 30.0' in page
+        assert 'ragorder_replica_rest_seconds{replica="1"} 0.0' in page
+
+
+class TestAReplicaThatFailsAgainAndAgain:
+    def test_is_left_out_and_then_tried_by_one_request(self, front: Callable[..., Front]) -> None:
+        broken, other = Engine(500), Engine()
+        fleet = front(broken, other)
+        answers = [fleet.post(plain(str(number))) for number in range(16)]
+        # An error of the server's may be the request's: it is answered as it is, and not sent elsewhere.
+        assert [answer.status_code for answer in answers].count(500) == broken.posts == 5
+        assert set(fleet.served_by(6)) == {"1"}
+        fleet.clock.now += 1
+        assert fleet.served_by(6).count("0") == 1
+        assert broken.posts == 6
+        fleet.clock.now += 1.5
+        assert set(fleet.served_by(4)) == {"1"}
+        broken.status = 200
+        fleet.clock.now += 0.5
+        # It has computed less.
+        assert set(fleet.served_by(4)) == {"0"}
+
+    def test_is_asked_if_all_fail(self, front: Callable[..., Front]) -> None:
+        engines = [Engine(500), Engine(500)]
+        fleet = front(*engines)
+        for number in range(14):
+            assert fleet.post(plain(str(number))).status_code == 500
+        assert sum(engine.posts for engine in engines) == 14
+
+    def test_answers_about_models_do_not_count(self, front: Callable[..., Front]) -> None:
+        broken, other = Engine(500), Engine()
+        fleet = front(broken, other)
+        for number in range(16):
+            fleet.post(plain(str(number)))
+            broken.status = 200
+            fleet.get("/v1/models")
+            fleet.get("/v1/models")
+            broken.status = 500
+        assert broken.posts == 5
+
+    def test_a_request_that_cannot_be_served_does_not_count(self, front: Callable[..., Front]) -> None:
+        engines = [Engine(400), Engine()]
+        fleet = front(*engines)
+        for number in range(20):
+            fleet.post(plain(str(number)))
+        assert engines[0].posts == 10
+
+
+class TestTheDeadline:
+    def test_is_one_for_all_tries(self, front: Callable[..., Front]) -> None:
+        """Each of them may be silent for 0.4 s: without it the answer would be the last one's time limit."""
+        engines = [Engine(0), Engine(0), Engine(0)]
+        fleet = front(*engines, timeouts=Timeouts(read_s=0.4, tries_s=1.0))
+        answer = fleet.post()
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (504, "upstream_timeout")
+        assert "within 1 s (--tries-timeout)" in error["message"] and "of 3 were tried" in error["message"]
+        assert fleet.state("in_flight") == [0, 0, 0]
+        answer = fleet.get("/v1/models")
+        assert answer.status_code == 504 and "--tries-timeout" in answer.text
+
+    def test_leaves_time_for_another_replica(self, front: Callable[..., Front]) -> None:
+        engines = [Engine(0), Engine()]
+        fleet = front(*engines, timeouts=Timeouts(read_s=1, tries_s=60))
+        answer = fleet.post()
+        assert (answer.status_code, answer.headers["x-ragorder-replica"]) == (200, "1")
+        assert engines[0].posts == 1
+
+    def test_does_not_end_an_answer_that_has_begun(self, front: Callable[..., Front]) -> None:
+        talking, silent = Engine(), Engine(0)
+        fleet = front(talking, silent, timeouts=Timeouts(tries_s=0.5))
+        fleet.post({}, "/ragorder/replicas/1/drain")
+        with (
+            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
+            client.stream("POST", fleet.url + CHAT, json=tagged(stream=True)) as response,
+        ):
+            pieces = response.iter_raw()
+            assert next(pieces) == TOKEN
+            fleet.post({}, "/ragorder/replicas/1/resume")
+            fleet.post({}, "/ragorder/replicas/0/drain")
+            # Sent later: when its time is over, so would be that of the stream.
+            assert fleet.post().status_code == 504
+            talking.gate.set()
+            assert b"".join(pieces) == TOKEN + LAST
+
+    def test_is_ten_minutes_or_the_time_limit_of_an_answer(self) -> None:
+        assert Timeouts().all_tries_s == Timeouts(read_s=5).all_tries_s == 600
+        assert Timeouts(read_s=1800).all_tries_s == 1800
+        assert Timeouts(read_s=1800, tries_s=3).all_tries_s == 3
+
+
+class TestTheCommand:
+    @pytest.fixture
+    def made(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[str, Any]]]:
+        def run(*options: str) -> tuple[str, dict[str, Any]]:
+            made: dict[str, Any] = {}
+
+            def make(orderer: Any, **given: Any) -> Any:
+                made.update(given)
+                return make_app(orderer, **given)
+
+            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
+            monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **given: None)
+            result = CliRunner().invoke(serve_command, [*options, *SIZES, "--port", "0"])
+            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+            return " ".join(result.output.split()), made
+
+        return run
+
+    def test_tries_timeout_reaches_the_fleet(self, made: Callable[..., tuple[str, dict[str, Any]]]) -> None:
+        two = ["--upstream", "http://127.0.0.1:9", "--upstream", "http://127.0.0.1:10"]
+        _, options = made(*two, "--tries-timeout", "90s")
+        assert options["timeouts"].all_tries_s == 90
+        _, options = made(*two, "--read-timeout", "15m")
+        assert options["timeouts"].all_tries_s == 900
+
+    def test_tries_timeout_is_for_replicas(self, made: Callable[..., tuple[str, dict[str, Any]]]) -> None:
+        said, options = made("--upstream", "http://127.0.0.1:9", "--tries-timeout", "90s")
+        assert "--tries-timeout requires several replicas" in said and options == {}
+
+    def test_more_connections_than_files_are_refused_by_number(self) -> None:
+        """In a process with a limit of its own."""
+
+        def few() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+
+        code = "from ragorder.cli.serve import serve; serve()"
+        # An address that cannot be had ends what is accepted, too.
+        command = [sys.executable, "-c", code, "--upstream", "http://127.0.0.1:9", *SIZES, "--host", "192.0.2.1"]
+
+        def said(*options: str) -> str:
+            done = subprocess.run(
+                [*command, *options], preexec_fn=few, capture_output=True, text=True, timeout=120, check=False
+            )
+            return " ".join(done.stderr.split())
+
+        assert (
+            "--max-connections: the system's limit of open files allows 224 connections, not 2,000: raise it "
+            "(ulimit -Hn), or give at most 224" in said("--max-connections", "2000")
+        )
+        assert "Warning: the system's limit of open files allows 224 connections, not 1,024" in said()
+        assert "limit of open files" not in said("--max-connections", "224")

@@ -1,0 +1,309 @@
+"""deploy/: the image, compose, and every command in it, held to the product."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from support.deployment import DEPLOY, OVERLAYS, ROOT, arguments, containers, documents, render, tool, variables
+from support.http_server import PageServer
+from support.serve_process import ServeProcess, launching
+
+from ragorder.cli import main
+from ragorder.cli.serve import serve
+from ragorder.cli.serve_options import ServeLimits
+from ragorder.settings import Settings
+
+FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PORT = ServeLimits.model_fields["port"].default
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Containerfile's, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text("utf-8"), flags=re.MULTILINE)
+    lines = filter(None, text.replace("\\\n", " ").splitlines())
+    return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def said() -> dict[str, list[str]]:
+    """Commands of ragorder in the README and the comments, by the command."""
+    text = "\n".join(path.read_text("utf-8") for path in FILES if path.suffix != ".json").replace("\\\n", " ")
+    found = re.findall(r"(?:\bragorder(?::[\d.]+)? +)(serve|doctor|stats|replay)\b([^\n`'|#]*)", text)
+    return {f"{name} {rest}": [name, *shlex.split(rest)] for name, rest in found}
+
+
+def commands(where: str) -> list[list[str]]:
+    """Every `serve` that compose or an overlay starts."""
+    if where == "compose":
+        (compose,) = documents(DEPLOY / "compose.yaml")
+        return [compose["services"]["ragorder"]["command"]]
+    manifests = render(DEPLOY / where)
+    return [arguments(container, manifests) for container in containers(manifests, "ragorder")]
+
+
+def parsed(command: list[str]) -> click.Context:
+    """As click parses it; TestServed sees that it serves, too."""
+    assert command[0] == "serve"
+    return serve.make_context("serve", command[1:])
+
+
+class TestImage:
+    def test_its_bases_are_one_pinned_image(self) -> None:
+        bases = [rest for word, rest in instructions() if word == "FROM"]
+        assert bases == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
+        (pinned,) = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("PYTHON_IMAGE")]
+        image, tag = pinned.removeprefix("PYTHON_IMAGE=").rsplit(":", 1)
+        assert image == "docker.io/library/python"
+        version = re.match(r"\d+\.\d+\.\d+", tag)
+        assert version is not None
+        assert Requirement(f"python{PROJECT['project']['requires-python']}").specifier.contains(version[0])
+
+    def test_runs_the_command_without_root_on_its_port(self) -> None:
+        last = dict(instructions())
+        assert last["USER"] == "10001:10001"
+        assert last["EXPOSE"] == str(PORT)
+        assert last["ENTRYPOINT"] == '["ragorder"]'
+        words = re.findall(r'"([^"]*)"', last["CMD"])
+        assert main.get_command(click.Context(main), words[0]) is serve
+
+    def test_is_built_from_all_that_the_package_is_made_of(self) -> None:
+        ignored = (DEPLOY / "Containerfile.dockerignore").read_text("utf-8").splitlines()
+        assert "*" in ignored
+        kept = {line[1:] for line in ignored if line.startswith("!")}
+        folders = set(PROJECT["tool"]["setuptools"]["package-dir"].values())
+        files = {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "MANIFEST.in"}
+        assert kept == folders | files | {"deploy/constraints.txt"}
+        assert [name for name in kept if not (ROOT / name).exists()] == []
+
+    def test_pins_every_package(self) -> None:
+        lines = (DEPLOY / "constraints.txt").read_text("utf-8").splitlines()
+        pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+        (extras,) = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("EXTRAS")]
+        wanted = [Requirement(f"ragorder[{extras.removeprefix('EXTRAS=')}]")]
+        seen: set[tuple[str, str]] = set()
+        while wanted:
+            requirement = wanted.pop()
+            name = canonicalize_name(requirement.name)
+            if name != "ragorder":
+                assert name in pins, f"{name} is not in deploy/constraints.txt"
+                assert requirement.specifier.contains(Version(pins[name])), requirement
+            for extra in ("", *sorted(requirement.extras)):
+                if (name, extra) not in seen:
+                    seen.add((name, extra))
+                    wanted += needed(name, extra)
+        assert {name for name, _ in seen} == {*pins, "ragorder"}
+
+    def test_hadolint_finds_nothing(self) -> None:
+        done = subprocess.run(
+            [tool("hadolint"), str(DEPLOY / "Containerfile")], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def needed(name: str, extra: str) -> list[Requirement]:
+    """Requirements of a package, or of one of its extras, on Linux; ragorder's own from pyproject.toml."""
+    if name == "ragorder":
+        project = PROJECT["project"]
+        texts = project["optional-dependencies"][extra] if extra else project["dependencies"]
+        return [Requirement(text) for text in texts]
+    try:
+        found = [Requirement(text) for text in requires(name) or []]
+    except PackageNotFoundError:
+        pytest.skip(f"{name} is not installed")
+    known = {"sys_platform": "linux", "extra": extra}
+    if not extra:
+        return [each for each in found if each.marker is None or each.marker.evaluate(known)]
+    return [each for each in found if each.marker and "extra" in str(each.marker) and each.marker.evaluate(known)]
+
+
+class TestCommands:
+    @pytest.mark.parametrize("where", ["compose", *OVERLAYS])
+    def test_every_option_exists_and_has_a_value_that_it_takes(self, where: str) -> None:
+        found = [parsed(command).params for command in commands(where)]
+        # Beside an engine, in front of a router, or both.
+        fronts = {"compose": 0, "kubernetes/base": 0, "kubernetes/front": 1, "routers/dynamo": 0}.get(where, 1)
+        assert sum(params["route"] for params in found) == fronts
+        assert len(found) == 1 + (where.startswith("routers/") and where != "routers/dynamo")
+        for params in found:
+            assert params["port"] == PORT
+            # A container's loopback device is reached from inside of it alone.
+            assert params["host"] == "0.0.0.0"  # noqa: S104
+            assert len(params["upstream"]) == 1
+
+    def test_no_command_wants_both_a_key_and_names(self) -> None:
+        for overlay in OVERLAYS:
+            manifests = render(DEPLOY / overlay)
+            for container in containers(manifests, "ragorder"):
+                allowed = parsed(arguments(container, manifests)).params["allow_host"]
+                assert not (allowed and "RAGORDER_PROXY_API_KEY" in variables(container, manifests)), overlay
+
+    def test_those_in_words_have_options_that_exist(self) -> None:
+        assert len(said()) >= 5
+        for text, (name, *words) in said().items():
+            command = main.get_command(click.Context(main), name)
+            assert command is not None
+            known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+            shown = {word for word in words if word.startswith("--")}
+            assert shown <= known, text
+
+    def test_variables_are_the_products(self) -> None:
+        known = {f"RAGORDER_{name.upper()}" for name in Settings.model_fields}
+        for name in ("serve", "doctor"):
+            command = main.get_command(click.Context(main), name)
+            assert command is not None
+            for param in command.params:
+                known |= {param.envvar} if isinstance(param.envvar, str) else set(param.envvar or ())
+        named = {name for path in FILES for name in re.findall(r"\bRAGORDER_[A-Z_]+\b", path.read_text("utf-8"))}
+        assert "RAGORDER_PROXY_API_KEY" in named
+        assert named <= known
+
+
+class TestCompose:
+    @pytest.fixture
+    def services(self) -> dict[str, Any]:
+        (compose,) = documents(DEPLOY / "compose.yaml")
+        found: dict[str, Any] = compose["services"]
+        return found
+
+    def test_has_what_is_promised(self, services: dict[str, Any]) -> None:
+        assert set(services) == {"vllm", "ragorder", "prometheus", "grafana"}
+
+    def test_publishes_on_this_machine_only(self, services: dict[str, Any]) -> None:
+        published = [port for each in services.values() for port in each.get("ports", [])]
+        assert sorted(published) == ["127.0.0.1:3000:3000", f"127.0.0.1:{PORT}:{PORT}", "127.0.0.1:9090:9090"]
+
+    def test_no_image_moves_under_its_tag(self, services: dict[str, Any]) -> None:
+        for name, each in services.items():
+            image = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", each["image"])
+            tag = image.rpartition(":")[2]
+            assert re.fullmatch(r"v?\d+\.\d+\.\d+", tag), name
+
+    def test_the_engine_is_a_version_that_the_product_knows(self, services: dict[str, Any]) -> None:
+        found = re.search(r"vllm-openai:v([\d.]+)", services["vllm"]["image"])
+        assert found is not None
+        (wanted,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["vllm"])
+        assert wanted.specifier.contains(found[1])
+        (image,) = {each["image"] for name in OVERLAYS for each in containers(render(DEPLOY / name), "vllm")}
+        assert image.endswith(f":v{found[1]}")
+
+    def test_the_proxy_runs_without_rights_and_after_the_engine(self, services: dict[str, Any]) -> None:
+        proxy = services["ragorder"]
+        assert proxy["read_only"] is True
+        assert proxy["cap_drop"] == ["ALL"]
+        assert all("no-new-privileges:true" in each["security_opt"] for each in services.values())
+        assert proxy["depends_on"]["vllm"]["condition"] == "service_healthy"
+        assert proxy["image"].endswith(f":{PROJECT['project']['version']}")
+        assert (DEPLOY / proxy["build"]["context"]).resolve() == ROOT
+        assert (ROOT / proxy["build"]["dockerfile"]).is_file()
+
+    def test_the_proxy_answers_the_name_by_which_prometheus_asks(self, services: dict[str, Any]) -> None:
+        (scraping,) = documents(DEPLOY / "prometheus" / "prometheus.yml")
+        jobs = {each["job_name"]: each["static_configs"][0]["targets"] for each in scraping["scrape_configs"]}
+        assert jobs == {"ragorder": [f"ragorder:{PORT}"], "vllm": ["vllm:8000"]}
+        assert "ragorder" in parsed(services["ragorder"]["command"]).params["allow_host"]
+
+    def test_what_it_mounts_is_there(self, services: dict[str, Any]) -> None:
+        mounted = [volume for each in services.values() for volume in each.get("volumes", []) if volume[0] == "."]
+        assert len(mounted) == 3
+        for source, _, mode in (volume.split(":") for volume in mounted):
+            assert (DEPLOY / source).is_dir()
+            assert mode == "ro"
+
+    def test_is_compose_by_its_schema(self) -> None:
+        pytest.importorskip("check_jsonschema")
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "check_jsonschema",
+                "--builtin-schema",
+                "vendor.compose-spec",
+                DEPLOY / "compose.yaml",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[PageServer]:
+    """As much of an engine as the proxy asks for when it starts and when it is probed."""
+    sizes = 'block_size="16",num_gpu_blocks="1001",engine="0",enable_prefix_caching="True"'
+    pages = {
+        "/health": "",
+        "/metrics": f"vllm:cache_config_info{{{sizes}}} 1.0\n",
+        "/metrics/": "vllm:num_requests_waiting 3.0\n",
+    }
+    with PageServer(lambda path, _: (200, pages[path]) if path in pages else (404, "")) as server:
+        yield server
+
+
+@pytest.mark.merge
+class TestServed:
+    """The containers' commands in processes, on free ports and with an engine of this machine."""
+
+    @pytest.mark.parametrize("where", ["compose", "kubernetes/base", "kubernetes/front", "routers/dynamo"])
+    def test_it_answers_its_probes_and_keeps_the_rest_for_its_clients(self, where: str, engine: PageServer) -> None:
+        httpx2 = pytest.importorskip("httpx2")
+        (command,) = commands(where)
+        command[command.index("--upstream") + 1] = engine.base_url
+        command[command.index("--port") + 1] = "0"
+        environment = {}
+        if where != "compose":
+            manifests = render(DEPLOY / where)
+            (container,) = containers(manifests, "ragorder")
+            environment = {
+                name: f"test-{value}" for name, value in variables(container, manifests).items() if "RAGORDER" in name
+            }
+        with launching(ServeProcess, sys.executable, "-m", "ragorder", *command, **environment) as launch:
+            process = launch()
+            url = f"http://127.0.0.1:{process.url.rpartition(':')[2]}"
+            with httpx2.Client(base_url=url) as client:
+                assert client.get("/ragorder/health").status_code == 200
+                assert client.get("/ragorder/ready").status_code == 200
+                if key := environment.get("RAGORDER_PROXY_API_KEY"):
+                    assert client.get("/metrics").status_code == 401
+                    client.headers["Authorization"] = f"Bearer {key}"
+                else:
+                    assert client.get("/metrics", headers={"Host": "elsewhere"}).status_code == 403
+                    assert client.get("/metrics", headers={"Host": "ragorder:8100"}).status_code == 200
+                assert "ragorder_order_seconds" in client.get("/metrics").text
+                # What llm-d's picker scrapes through the proxy.
+                assert client.get("/metrics/").text == "vllm:num_requests_waiting 3.0\n"
+            assert process.stop() == ""
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (DEPLOY / "README.md").read_text("utf-8"))
+    assert links
+    assert [link for link in links if not (DEPLOY / link).exists()] == []
+
+
+def test_the_readme_names_every_folder() -> None:
+    text = (DEPLOY / "README.md").read_text("utf-8")
+    for path in (*DEPLOY.iterdir(), *(DEPLOY / "kubernetes").iterdir(), *(DEPLOY / "routers").iterdir()):
+        if path.name not in ("README.md", "Containerfile.dockerignore"):
+            assert path.name in text, path
+    assert "Not tried" in text
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix in (".yaml", ".yml")], ids=lambda path: path.name
+)
+def test_every_file_is_yaml(path: Path) -> None:
+    assert documents(path)

@@ -1,0 +1,234 @@
+"""Histories of conversations in the knowledge tree: documents behind a fixed path, and answers that later requests
+continue."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ragorder.trie.search.base import Permits
+from ragorder.trie.tree import Key, KnowledgeTree, Node
+
+__all__ = ["AnswerKey", "Behind", "Histories", "Segment", "TurnEnd", "find_below", "held_tokens"]
+
+_KEPT_SEGMENTS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An opaque part of a prompt, such as a message of a conversation.
+
+        Segment(hashlib.sha256(text.encode()).hexdigest(), tokens=312)
+
+    `key` identifies its content, `tokens` is its length in the prompt, template text included. Raises TypeError for a
+    key that is no string or a length that is no integer, ValueError for a negative one.
+    """
+
+    key: str
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise TypeError(f"Segment.key must be a string, got {type(self.key).__name__}: give a digest of its text")
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int):
+            raise TypeError(f"Segment.tokens must be an integer, got {type(self.tokens).__name__}")
+        if self.tokens < 0:
+            raise ValueError(f"Segment.tokens must not be negative, got {self.tokens}")
+
+
+class Behind:
+    """Where a request's documents stand: behind the segments of a history, in front of a `question`.
+
+    `chains` has, for each segment, a digest of it and of all before it. Raises TypeError for other objects.
+    """
+
+    __slots__ = ("chains", "question", "segments")
+
+    def __init__(self, segments: Iterable[Segment] = (), question: Segment | None = None) -> None:
+        self.segments = list(segments)
+        self.question = question
+        for given in self.segments if question is None else (*self.segments, question):
+            if not isinstance(given, Segment):
+                raise TypeError(f"a history consists of ragorder.Segment objects, got {type(given).__name__}")
+        self.chains: list[bytes] = []
+        chain = b""
+        for segment in self.segments:
+            chain = _link(chain, segment.key)
+            self.chains.append(chain)
+
+    @property
+    def chain(self) -> bytes:
+        """Digest of the whole history."""
+        return self.chains[-1] if self.chains else b""
+
+
+class AnswerKey(bytes):
+    """Key of an answer's node, which ends where the engine has reported, whatever the lengths in front of it."""
+
+
+class TurnEnd:
+    """The turn of a request behind a history: in a lease's path `history` nodes stand in front of its documents, of
+    which the last is number `documents`. `message` and `answer` are the keys by which later histories name the turn,
+    with `closing_tokens` of template text behind the answer."""
+
+    __slots__ = ("_behind", "_histories", "answer", "closing_tokens", "documents", "history", "message")
+
+    def __init__(self, histories: Histories, behind: Behind, history: int, documents: int) -> None:
+        self._histories = histories
+        self._behind = behind
+        self.history = history
+        self.documents = documents
+        self.message = self.answer = ""
+        self.closing_tokens = 0
+
+    @property
+    def answer_key(self) -> Key | None:
+        """None: later requests do not continue this answer."""
+        if not self.message or not self.answer:
+            return None
+        return AnswerKey(_link(_link(b"answer", self.message), self.answer))
+
+    def keep(self, path: Sequence[Node], answer: Node | None) -> None:
+        """The request is served: its turn has these nodes in later histories."""
+        if not self.message:
+            return
+        chain = _link(self._behind.chain, self.message)
+        self._histories.add(chain, path[self.history + 1 :])
+        if answer is not None:
+            self._histories.add(_link(chain, self.answer), [answer])
+
+
+class _Part(NamedTuple):
+    """Consecutive nodes: their keys, and their lengths in tokens."""
+
+    keys: list[Key]
+    lengths: list[int]
+
+
+class Histories:
+    """Segments of histories that were served, as nodes of a tree: a message is its documents and its question, so that
+    it shares them with other requests, and is predicted while a part of them is held.
+
+    The `kept` segments that were used last are remembered; others, and those of other processes, are one opaque node
+    each.
+    """
+
+    def __init__(self, tree: KnowledgeTree, kept: int = _KEPT_SEGMENTS) -> None:
+        self._tree = tree
+        self._kept = kept
+        self._parts: OrderedDict[bytes, _Part] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, chain: bytes, nodes: Sequence[Node]) -> None:
+        starts = (0 if node.parent is None else node.parent.end for node in nodes)
+        lengths = [node.end - start for node, start in zip(nodes, starts, strict=True)]
+        self._parts[chain] = _Part([node.key for node in nodes], lengths)
+        self._parts.move_to_end(chain)
+        if len(self._parts) > self._kept:
+            self._parts.popitem(last=False)
+
+    def insert(
+        self, behind: Behind, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
+    ) -> tuple[list[Node], TurnEnd]:
+        """The path of a request: its history, segments of `lengths`, its documents in their order (as in
+        `KnowledgeTree.insert`), and its question, whose length is the last."""
+        path = self._path(behind, lengths)
+        history = len(path.keys)
+        nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
+        nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
+        if behind.question is not None:
+            nodes_keys.append(_link(b"question", behind.question.key))
+            nodes_lengths.append(lengths[-1])
+        nodes = self._tree.insert(nodes_keys, nodes_lengths, range(len(nodes_keys)))
+        return nodes, TurnEnd(self, behind, history, history + len(order))
+
+    def known_path(self, behind: Behind, keys: Sequence[Key]) -> list[Node]:
+        """The nodes, from the root, of a request's path that are in the tree: of its history, its documents `keys`, and
+        its question."""
+        wanted = [*self._path(behind).keys, *keys]
+        if behind.question is not None:
+            wanted.append(_link(b"question", behind.question.key))
+        return self._walk(wanted)
+
+    def end(self, behind: Behind) -> Node | None:
+        """The node at which the history ends; None if the tree does not have it."""
+        wanted = self._path(behind).keys
+        nodes = self._walk(wanted)
+        return nodes[-1] if len(nodes) == len(wanted) + 1 else None
+
+    def _path(self, behind: Behind, lengths: Sequence[int] = ()) -> _Part:
+        path = _Part([], [])
+        for number, chain in enumerate(behind.chains):
+            part = self._parts.get(chain)
+            if part is None:
+                part = _Part([chain], list(lengths[number : number + 1]))
+            else:
+                self._parts.move_to_end(chain)
+            path.keys.extend(part.keys)
+            path.lengths.extend(part.lengths)
+        return path
+
+    def _walk(self, keys: Sequence[Key]) -> list[Node]:
+        nodes = [self._tree.root]
+        for key in keys:
+            node = (nodes[-1].children or {}).get(key)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+
+def find_below(
+    tree: KnowledgeTree, top: Node, ranks: Mapping[Key, int], budget: int, permits: Permits | None = None
+) -> list[int]:
+    """Ranks of a request's documents on the longest path in tokens that is held below a node, among equals the most
+    recently used; at most `budget` nodes are examined."""
+    if not held(top):
+        return []
+    best: list[int] = []
+    best_end, best_stamp = top.end, 0
+    stack: list[tuple[Node, list[int]]] = [(top, [])]
+    while stack and budget > 0:
+        above, path = stack.pop()
+        for key in _shared(above.children or {}, ranks):
+            node = (above.children or {})[key]
+            ranked = [*path, ranks[key]]
+            budget -= 1
+            if permits is not None and not permits(ranked):
+                continue
+            end = tree.cached_tokens(node) if node.missing else node.end
+            if (end, node.stamp) > (best_end, best_stamp):
+                best, best_end, best_stamp = ranked, end, node.stamp
+            if held(node):
+                stack.append((node, ranked))
+    return best
+
+
+def held(node: Node) -> bool:
+    """As a lease sees it."""
+    return bool(node.stamp) and not node.missing
+
+
+def held_tokens(tree: KnowledgeTree, path: Sequence[Node]) -> int:
+    """Prompt tokens that a request on this path would find."""
+    end = 0
+    for node in path:
+        end = max(0, tree.cached_tokens(node))
+        if not held(node):
+            break
+    return end
+
+
+def _shared(children: Mapping[Key, Node], ranks: Mapping[Key, int]) -> Iterable[Key]:
+    if len(children) < len(ranks):
+        return [key for key in children if key in ranks]
+    return [key for key in ranks if key in children]
+
+
+def _link(chain: bytes, key: str) -> bytes:
+    return blake2b(chain + b"\0" + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
