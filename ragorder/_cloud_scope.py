@@ -127,7 +127,8 @@ class CloudScope(TurnScope):
     def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
         """Without marks: messages of conversations are sent whole."""
         ordering: Ordering[Any] = super().order_turn(*arguments, **options)
-        self.mirror.forgo(ordering._lease)
+        lease: Any = ordering._lease
+        self.mirror.forgo(lease)
         ordering.cloud, ordering.cached_tokens, ordering.prefix_documents = None, 0, 0
         return ordering
 
