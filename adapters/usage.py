@@ -23,13 +23,16 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(*reports: Any) -> ReportedUsage:
-    """The counts in the `usage` of an answer: mappings or objects, in OpenAI's names or LangChain's. A later report
-    fills in what an earlier one lacks."""
+    """The counts in the `usage` of an answer: mappings or objects, in OpenAI's names, Anthropic's or LangChain's. A
+    later report fills in what an earlier one lacks."""
     cached = prompt = completion = total = None
     for report in reports:
         details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
-        cached = _count(_first(details, "cache_read", "cached_tokens")) if cached is None else cached
-        prompt = prompt or _count(_first(report, "input_tokens", "prompt_tokens"))
+        read = _first(details, "cache_read", "cached_tokens")
+        if read is None:
+            read = member(report, "cache_read_input_tokens")
+        cached = _count(read) if cached is None else cached
+        prompt = prompt or _prompt_tokens(report)
         completion = completion or _count(_first(report, "output_tokens", "completion_tokens"))
         total = total or _count(member(report, "total_tokens"))
     if cached is not None and (prompt is None or cached > prompt):
@@ -71,6 +74,15 @@ class AnswerLength:
         expected = default - question_tokens if mean is None else round(mean)
         # The last token of an answer is never computed on: its keys and values are not cached.
         return question_tokens + max(0, min(expected, limit) - 1)
+
+
+def _prompt_tokens(report: Any) -> int | None:
+    tokens = _count(_first(report, "input_tokens", "prompt_tokens"))
+    if tokens is None or member(report, "prompt_tokens") is not None:
+        return tokens
+    # In Anthropic's usage cached tokens, and those written to the cache, are not among the input tokens.
+    others = (member(report, name) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
+    return tokens + sum(_count(each) or 0 for each in others)
 
 
 def _first(value: Any, *names: str) -> Any:

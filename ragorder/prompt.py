@@ -10,6 +10,7 @@ from operator import itemgetter
 from string import Formatter
 from typing import Any, NamedTuple
 
+from ragorder.citations import number_label
 from ragorder.clouds import PromptParts
 from ragorder.conversation import (
     REFERENCE,
@@ -30,7 +31,7 @@ from ragorder.trie.histories import Segment
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
-_FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
+_FIELDS = {"document_template": {"id", "label", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
 _KEPT_COUNTS = 16_384
 _RANKING = "Documents from most to least relevant: "
@@ -89,7 +90,9 @@ class PromptBuilder:
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank, at which reuse would end.
+    - `document_template` has {text} and optionally {id}, {title} (metadata) and {label}, never a rank, at which reuse
+      would end.
+    - `label` gives the {label} by which an answer cites a document: the same wherever that stands.
     - `question_template` has {query}, and everything that varies between requests.
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
     - `state_ranking` states the retrieval ranking, by id, after the documents.
@@ -110,6 +113,7 @@ class PromptBuilder:
         state_ranking: bool = False,
         align_to: int | None = None,
         cached_documents: int = 4096,
+        label: Callable[[Document], str] = number_label,
     ) -> None:
         self._arguments = {
             "system": system,
@@ -119,6 +123,7 @@ class PromptBuilder:
             "state_ranking": state_ranking,
             "align_to": align_to,
             "cached_documents": cached_documents,
+            "label": label,
         }
         _check_template("document_template", document_template, "text")
         _check_template("question_template", question_template, "query")
@@ -128,6 +133,7 @@ class PromptBuilder:
         self._document_template = document_template
         self._question_template = question_template
         self._state_ranking = state_ranking
+        self._label = label
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._escape = special_token_escaper(self._tokenizer.special_tokens() if self._tokenizer else None)
@@ -272,7 +278,9 @@ class PromptBuilder:
             header.append(literal)
             if name == "text":
                 break
-            if name is not None:
+            if name == "label":
+                header.append(self.label_of(document))
+            elif name is not None:
                 header.append(document.id if name == "id" else str(document.metadata.get("title", "")))
         return "".join(header)
 
@@ -292,6 +300,9 @@ class PromptBuilder:
         # Again as a whole: two documents must not form a special token between them.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
+    def label_of(self, document: Document) -> str:
+        return str(self._label(document))
+
     def _messages(self, turn: str) -> list[dict[str, str]]:
         if not self.system:
             return [{"role": "user", "content": turn}]
@@ -306,12 +317,16 @@ class PromptBuilder:
 
     def _render(self, document: Document) -> str:
         title = str(document.metadata.get("title", ""))
-        return self._escape(self._document_template.format(id=document.id, text=document.text, title=title))
+        label = self.label_of(document) if "label" in self.shown else ""
+        template = self._document_template
+        return self._escape(template.format(id=document.id, text=document.text, title=title, label=label))
 
     def _segment(self, document: Document) -> _Segment:
         key = document.key
         if "title" in self.shown:
             key = content_key(str(document.metadata.get("title", "")), key)
+        if "label" in self.shown:
+            key = content_key(self.label_of(document), key)
         segment = self._cache.get(key)
         if segment is None:
             segment = self._make_segment(document)

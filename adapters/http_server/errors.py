@@ -1,10 +1,11 @@
-"""Errors in the format of OpenAI's API, and their middleware."""
+"""Errors in the format of OpenAI's API, or of a route's own, and their middleware."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,20 +34,23 @@ class HTTPError(Exception):
         self.status = status
         self.code = code
         self.headers = headers
-        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.content: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-    async def send(self, send: Send) -> None:
-        body = json.dumps(self.content).encode()
+    async def send(self, send: Send, content: dict[str, Any] | None = None) -> None:
+        """`content` replaces the error's own."""
+        body = json.dumps(self.content if content is None else content).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self.headers]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 
 class ErrorMiddleware:
-    """The outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete."""
+    """The outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete. `shape` gives
+    the content of an error on a path."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, shape: Callable[[str, HTTPError], dict[str, Any]] | None = None) -> None:
         self._app = app
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -74,4 +78,4 @@ class ErrorMiddleware:
         if begun:
             _logger.warning("an answer was cut off: %s", answer.code)
         else:
-            await answer.send(send)
+            await answer.send(send, None if self._shape is None else self._shape(scope["path"], answer))

@@ -9,11 +9,12 @@ from ragorder._moved import renamed
 
 try:
     from ragorder.adapters.langchain.feedback import FeedbackHandler
+    from ragorder.adapters.langchain.messages import content_parts
     from ragorder.adapters.langchain.retriever import CacheOrderRetriever
     from ragorder.adapters.langchain.transformer import CacheOrderTransformer
 except ImportError as error:
     raise ImportError("ragorder.adapters.langchain needs langchain-core: pip install 'ragorder[langchain]'") from error
 
-__all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "FeedbackHandler"]
+__all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "FeedbackHandler", "content_parts"]
 
 __getattr__ = renamed(__name__)

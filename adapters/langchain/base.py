@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 import ragorder
 from ragorder.adapters.langchain.feedback import hand_over
-from ragorder.adapters.reorder import name_of, order_items
+from ragorder.adapters.marks import marked_documents
+from ragorder.adapters.reorder import degrade, name_of, order_items
 from ragorder.orderer import Orderer, OrdererLike
+from ragorder.ordering import Ordering
 
 __all__ = ["CacheOrderModel"]
 
@@ -28,6 +30,7 @@ class CacheOrderModel(BaseModel):
     tokens: Callable[[Document], int] | None = None
     scope: str | Callable[[Mapping[str, Any]], Hashable] | None = None
     rank_key: str | None = None
+    mark_key: str | None = None
     k: int | None = Field(default=None, ge=0)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
@@ -52,10 +55,14 @@ class CacheOrderModel(BaseModel):
             ordering = self.orderer.fall_back([ragorder.Document("")] * len(documents), error)
         else:
             documents, ordering = order_items(self.orderer, documents, self._read, scope=scope)
+        marked = self._marked(ordering)
         hand_over(
             ordering, [str(getattr(document, "page_content", "")) for document in documents], run_manager, self.orderer
         )
-        return [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
+        ranked = [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
+        if self.mark_key is None:
+            return ranked
+        return [self._with_mark(document, place in marked) for place, document in enumerate(ranked, 1)]
 
     def _read(self, document: Document) -> ragorder.Document:
         return ragorder.Document(
@@ -70,3 +77,20 @@ class CacheOrderModel(BaseModel):
             if self.rank_key is not None and self.rank_key not in document.metadata:
                 return document.model_copy(update={"metadata": {**document.metadata, self.rank_key: {"rank": rank}}})
         return document
+
+    def _with_mark(self, document: Document, marked: bool) -> Document:
+        with suppress(Exception):
+            if marked != (self.mark_key in document.metadata):
+                # A mark of an earlier request is none of this one's.
+                metadata = {name: value for name, value in document.metadata.items() if name != self.mark_key}
+                return document.model_copy(update={"metadata": metadata | ({self.mark_key: True} if marked else {})})
+        return document
+
+    def _marked(self, ordering: Ordering[Any]) -> frozenset[int]:
+        if self.mark_key is None:
+            return frozenset()
+        try:
+            return frozenset(marked_documents(ordering))
+        except Exception as error:
+            degrade(self.orderer, f"no marks were set: choosing them failed with {type(error).__name__}")
+            return frozenset()

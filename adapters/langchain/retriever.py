@@ -50,6 +50,8 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     - `tokens`: a document's length in the prompt.
     - `scope`: the tenant, or a function of the run's metadata. Scopes share no cache; a string is the `cache_salt`.
     - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
+    - `mark_key`: return copies with metadata[mark_key] where a cache that resumes at marks is given one (Anthropic,
+      Bedrock), for `content_parts`; the orderer then takes `feedback=False`.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
     without a `FeedbackHandler`. Copies have a new orderer.

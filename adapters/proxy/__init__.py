@@ -1,4 +1,4 @@
-"""The proxy: orders the documents of requests to an OpenAI-compatible server."""
+"""The proxy: orders the documents of requests to a server with OpenAI's or Anthropic's API."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ except ImportError as error:
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.app import make_app
 from ragorder.adapters.proxy.fleet import Fleet
+from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.replica import ReplicaAddress
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.upstream import Timeouts
@@ -20,6 +21,7 @@ __all__ = [
     "AdmissionQueue",
     "DocumentTemplate",
     "Fleet",
+    "RepeatedDocuments",
     "ReplicaAddress",
     "TemplateError",
     "Timeouts",

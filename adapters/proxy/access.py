@@ -18,7 +18,8 @@ _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic r
 
 
 class APIKeyMiddleware:
-    """Requires the key, as Bearer token or as the password of basic authentication (browsers)."""
+    """Requires the key, as Bearer token, as the password of basic authentication (browsers), or as x-api-key
+    (Anthropic's clients)."""
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -28,20 +29,19 @@ class APIKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths and not self._has_key(scope):
-            error = HTTPError(
+            raise HTTPError(
                 401,
-                "The proxy requires its API key: send it as Authorization: Bearer KEY (the api_key of an OpenAI "
-                "client).",
+                "The proxy requires its API key: send it as Authorization: Bearer KEY or x-api-key: KEY (the api_key "
+                "of an OpenAI or Anthropic client).",
                 code="invalid_api_key",
                 headers=_CHALLENGES,
             )
-            await error.send(send)
-        else:
-            await self._app(scope, receive, send)
+        await self._app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(_secret(given[0]), self._key)
+        secrets = [_secret(value) for name, value in scope["headers"] if name == b"authorization"]
+        secrets = secrets or [value for name, value in scope["headers"] if name == b"x-api-key"]
+        return len(secrets) == 1 and hmac.compare_digest(secrets[0], self._key)
 
 
 class HostMiddleware:

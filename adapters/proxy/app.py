@@ -17,11 +17,13 @@ from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.memory import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.error_shape import error_content
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser
 from ragorder.adapters.proxy.readiness import Readiness, answers
+from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.replica_pages import replica_routes
 from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
 from ragorder.adapters.proxy.routing import TopicHeader, TopicRouter
@@ -60,6 +62,8 @@ def make_app(
     admission: AdmissionQueue | None = None,
     send_facts: bool = False,
     number_by_place: bool = False,
+    repeated: RepeatedDocuments | None = None,
+    marks: bool = False,
     topic_header: str | None = None,
     route: bool = False,
     on_passed: Callable[[str], None] | None = None,
@@ -67,8 +71,8 @@ def make_app(
     routes: Sequence[BaseRoute] = (),
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
-    """The proxy in front of the OpenAI-compatible server at `upstream` (with or without /v1), or of a fleet, whose
-    replicas have orderers of their own: `orderer` then only gets the warnings.
+    """The proxy in front of the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or of a
+    fleet, whose replicas have orderers of their own: `orderer` then only gets the warnings.
 
     - `builder` renders tagged documents and their question; it has no system prompt.
     - `tokenizer` (transformers): the served model's, and the builder's.
@@ -76,6 +80,9 @@ def make_app(
     - `api_key` is required of clients, `upstream_api_key` sent upstream. Without a key, only `hosts` may be addressed.
     - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
     - `number_by_place`: a document's id in the prompt is the number of its place.
+    - `repeated` names documents that stand in an earlier message instead of sending them again.
+    - `marks`: bodies of /v1/messages without cache_control get some behind their documents. The orderer then takes
+      `feedback=False`: such a cache holds what was marked, and not what it was sent.
     - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies
       stay as they are.
     - `on_passed` gets the reason for each request forwarded without documents.
@@ -84,12 +91,14 @@ def make_app(
     - `routes` are served besides the proxy's own; `make_transport` replaces the connections upstream.
 
     Raises ValueError for a builder with a system prompt, a header that cannot be, `route` without one or to a fleet,
-    AddressError for a malformed address or key, TemplateError for numbers by place without an id.
+    AddressError for a malformed address or key, TemplateError for numbers by place without an id, or with `repeated`.
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
     """
     if number_by_place and template is not None and not template.shows_id:
         raise TemplateError("numbers by place need {id} in the template")
+    if number_by_place and repeated is not None:
+        raise TemplateError("a number of a place names nothing in another message: leave out one of the two")
     builder = builder or PromptBuilder("", tokenizer=tokenizer)
     if builder.system:
         raise ValueError("the proxy's prompt builder has no system prompt, the requests have: PromptBuilder('')")
@@ -121,6 +130,8 @@ def make_app(
         warn=orderer.degrade,
         send_facts=send_facts,
         number_by_place=number_by_place,
+        repeated=repeated,
+        marks=["messages"] if marks else [],
         on_passed=on_passed,
     )
     limits: dict[str, Any] = {
@@ -155,7 +166,7 @@ def make_app(
         app = APIKeyMiddleware(app, api_key, open_paths=PROBES)
     elif hosts is not None:
         app = HostMiddleware(app, hosts, open_paths=PROBES)
-    return ErrorMiddleware(app)
+    return ErrorMiddleware(app, error_content)
 
 
 async def health(_: Request) -> JSONResponse:

@@ -1,14 +1,13 @@
-"""Bodies of chats and completions; unchanged fields keep their bytes."""
+"""Bodies of requests, by route; unchanged fields keep their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from ragorder.adapters.http_server.errors import HTTPError
 
@@ -16,7 +15,6 @@ __all__ = [
     "BOUNDARY",
     "MAX_MESSAGES",
     "Body",
-    "ChatBody",
     "CompletionBody",
     "Fields",
     "Passage",
@@ -25,6 +23,7 @@ __all__ = [
     "TooManyError",
     "decode",
     "decode_items",
+    "encode",
 ]
 
 T = TypeVar("T")
@@ -43,15 +42,6 @@ _NULL = Raw(b"null")
 class TooManyError(ValueError): ...
 
 
-class _Message(Struct):
-    role: Raw = _NULL
-    content: Raw = _NULL
-
-
-class _ContentPart(Struct):
-    text: Raw = _NULL
-
-
 class PromptPrefix(NamedTuple):
     """Whole messages, and the beginning of the documents' own message."""
 
@@ -68,8 +58,11 @@ class PromptSuffix(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A plain prompt, the content of message `place`, or its adjacent text parts from part `number` on, joined by
-    `BOUNDARY`."""
+    """A plain prompt, the content of message `place` (its `field`), or its adjacent text parts from part `number` on,
+    joined by `BOUNDARY`.
+
+    In the content of a part, a tool's result, `outer` are the message's parts, and `nested` is the number of that one.
+    """
 
     text: str
     messages: Sequence[Raw] = ()
@@ -77,20 +70,43 @@ class Passage(NamedTuple):
     role: str = "user"
     parts: Sequence[Raw] = ()
     number: int = 0
+    field: str = "content"
+    outer: Sequence[Raw] = ()
+    nested: int | None = None
 
     def prefix(self, head: str) -> PromptPrefix:
         """Only for the chosen passage: for each it would take quadratic time."""
         *before, own = head.split(BOUNDARY)
-        return PromptPrefix(self.messages[: self.place], self.role, self.parts[: self.number + len(before)], own)
+        role, parts = self.role, self.parts[: self.number + len(before)]
+        if self.nested is not None:
+            role, parts = f"{role}/{self.field}", [*self.outer[: self.nested], _NULL, *parts]
+        return PromptPrefix(self.messages[: self.place], role, parts, own)
 
     def suffix(self, tail: str) -> PromptSuffix:
         own = tail.partition(BOUNDARY)[0]
         number = self.number + self.text.count(BOUNDARY) - tail.count(BOUNDARY)
-        return PromptSuffix(own, self.parts[number + 1 :], self.messages[self.place + 1 :])
+        parts = self.parts[number + 1 :]
+        if self.nested is not None:
+            parts = [*parts, *self.outer[self.nested + 1 :]]
+        return PromptSuffix(own, parts, self.messages[self.place + 1 :])
 
 
 class Body:
     route: ClassVar[str]
+    shapes_prefix: ClassVar[Sequence[str]] = (
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "functions",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+        "tool_choice",
+        "tools",
+    )
+    """Fields besides the messages that a server puts in front of the documents, or by which it chooses how to."""
+    limits: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
+    """Fields with the longest answer, in tokens; the first one counts."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
@@ -100,6 +116,7 @@ class Body:
         raise NotImplementedError
 
     def append(self, turn: str) -> None:
+        """A message of the user's behind all others."""
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
@@ -108,6 +125,18 @@ class Body:
 
     def put(self, passage: Passage, text: str) -> None:
         raise NotImplementedError
+
+    def is_turn(self, passage: Passage) -> bool:
+        """Whether the passage is of a turn, which later requests bring again."""
+        return False
+
+    def is_history(self, passage: Passage) -> bool:
+        """Whether the passage is of an earlier turn: an answer follows it."""
+        return False
+
+    def wants_cache_key(self) -> bool:
+        """Whether a server would take a key of routing that the client has not given."""
+        return False
 
     def number(self, name: str) -> int | None:
         """None for any other type."""
@@ -123,51 +152,6 @@ class Body:
         return value
 
 
-class ChatBody(Body):
-    route = "chat"
-
-    def prefix(self) -> PromptPrefix:
-        messages = _items(self.fields.get("messages", Raw(b"[]")), "messages")
-        if messages is None:
-            raise HTTPError(400, "messages: must be a list.", code="invalid_messages", param="messages")
-        return PromptPrefix(messages)
-
-    def append(self, turn: str) -> None:
-        message = {"role": "user", "content": turn}
-        self.fields["messages"] = _raw([*self.prefix().messages, message])
-
-    def passages(self) -> Iterator[Passage]:
-        messages = _items(self.fields.get("messages", _NULL), "messages") or []
-        for place, raw in enumerate(messages):
-            message = decode(raw, _Message) or _Message()
-            role = decode(message.role, str) or ""
-            text = decode(message.content, str)
-            if text is not None:
-                yield Passage(text, messages, place, role)
-                continue
-            parts = _items(message.content, f"messages[{place}].content") or []
-            texts = enumerate(decode((decode(part, _ContentPart) or _ContentPart()).text, str) for part in parts)
-            for is_text, neighbours in groupby(texts, lambda part: part[1] is not None):
-                if is_text:
-                    numbers, own = zip(*neighbours, strict=True)
-                    yield Passage(BOUNDARY.join(own), messages, place, role, parts, numbers[0])
-
-    def put(self, passage: Passage, text: str) -> None:
-        messages = list(passage.messages)
-        message = msgspec.json.decode(messages[passage.place], type=Fields)
-        if passage.parts:
-            parts = list(passage.parts)
-            pairs = zip(passage.text.split(BOUNDARY), text.split(BOUNDARY), strict=True)
-            for number, (was, becomes) in enumerate(pairs, passage.number):
-                if becomes != was:
-                    parts[number] = _raw(msgspec.json.decode(parts[number], type=Fields) | {"text": becomes})
-            message["content"] = _raw(parts)
-        else:
-            message["content"] = _raw(text)
-        messages[passage.place] = _raw(message)
-        self.fields["messages"] = _raw(messages)
-
-
 class CompletionBody(Body):
     route = "completions"
 
@@ -178,7 +162,7 @@ class CompletionBody(Body):
         return PromptPrefix(text=prompt)
 
     def append(self, turn: str) -> None:
-        self.fields["prompt"] = _raw(self.prefix().text + turn)
+        self.fields["prompt"] = encode(self.prefix().text + turn)
 
     def passages(self) -> Iterator[Passage]:
         prompt = decode(self.fields.get("prompt", _NULL), str)
@@ -186,18 +170,10 @@ class CompletionBody(Body):
             yield Passage(prompt)
 
     def put(self, passage: Passage, text: str) -> None:
-        self.fields["prompt"] = _raw(text)
+        self.fields["prompt"] = encode(text)
 
 
-def _items(content: Raw, where: str) -> list[Raw] | None:
-    try:
-        return decode_items(content, MAX_MESSAGES)
-    except TooManyError:
-        message = f"{where}: has more than {MAX_MESSAGES:,} items, the limit of the proxy."
-        raise HTTPError(400, message, code="too_many_items", param=where) from None
-
-
-def _raw(value: object) -> Raw:
+def encode(value: object) -> Raw:
     return Raw(msgspec.json.encode(value))
 
 

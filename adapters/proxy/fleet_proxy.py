@@ -27,7 +27,7 @@ from ragorder.adapters.proxy.upstream import UpstreamError
 __all__ = ["FleetProxy"]
 
 _REPLICA = b"x-ragorder-replica"
-_OF_TOKENS = ("chat", "completions")
+_OF_TOKENS = ("chat", "completions", "messages", "responses")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -99,7 +99,7 @@ class FleetProxy(ReverseProxy):
             share.resize(0)
 
         # What is not sent again is answered as the replica answers it.
-        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin)
+        answer = HeldAnswer(send, of_tokens=of_tokens, refusable=tries.refusable, on_begun=begin, route=head.route)
         try:
             body = sent.take_body(received[0])
             # Without documents it is the one received.

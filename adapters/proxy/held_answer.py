@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,8 @@ from starlette.types import Message, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
+from ragorder.adapters.proxy.error_shape import error_event
+from ragorder.adapters.proxy.parsed import Route
 from ragorder.adapters.proxy.rests import rest_asked
 from ragorder.adapters.proxy.upstream import UpstreamError
 from ragorder.adapters.proxy.usage import StreamReader, reader_for
@@ -23,20 +24,27 @@ _TRY_ELSEWHERE = (502, 503)
 
 class HeldAnswer:
     """Sends an answer on from its first token, which has `begun` it; other answers from their first piece, whole ones
-    (`of_tokens`) at their end.
+    (`of_tokens`) at their end. Errors are in the protocol of the `route`.
 
     If another replica is left (`refusable`), a 502 or 503 raises UpstreamError instead. One that asks for a rest is an
     answer: all others rest as well.
     """
 
     def __init__(
-        self, send: Send, *, of_tokens: bool, refusable: bool, on_begun: Callable[[], None] = lambda: None
+        self,
+        send: Send,
+        *,
+        of_tokens: bool,
+        refusable: bool,
+        on_begun: Callable[[], None] = lambda: None,
+        route: Route | None = None,
     ) -> None:
         self.begun = False
         self._send = send
         self._of_tokens = of_tokens
         self._refusable = refusable
         self._on_begun = on_begun
+        self._route = route
         self._held: list[Message] = []
         self._bytes = 0
         self._is_compressed = False
@@ -61,7 +69,7 @@ class HeldAnswer:
     async def fail(self, error: HTTPError) -> None:
         """Tell the client of an event stream that has begun; the connection is cut off afterwards."""
         if self.begun and self._stream is not None and self._between_events:
-            event = b"data: " + json.dumps(error.content).encode() + b"\n\n"
+            event = error_event(self._route, error)
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     def _read_head(self, message: Any) -> None:

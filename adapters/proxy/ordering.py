@@ -9,9 +9,11 @@ from itertools import accumulate
 from operator import add
 
 from ragorder.adapters.http_server.headers import Headers, without
-from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.marks import marked_documents
+from ragorder.adapters.proxy.body import encode
+from ragorder.adapters.proxy.parsed import ParsedBody
 from ragorder.adapters.proxy.routing import TopicHeader
-from ragorder.adapters.proxy.schema import PERMUTATION, PREDICTED
+from ragorder.adapters.proxy.schema import NAMED, PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
@@ -33,7 +35,8 @@ class OrderedRequest(SentRequest):
     """A request whose documents were ordered.
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
-    token, and discards otherwise. Of several `choices` the cached lengths are unknown.
+    token, and discards otherwise. Of several `choices` the cached lengths are unknown. `permutation` is the order that
+    is sent, if that is not the ordering's, which is discarded already; `named` are documents named instead of sent.
     """
 
     def __init__(
@@ -44,10 +47,13 @@ class OrderedRequest(SentRequest):
         answer_length: AnswerLength,
         on_tbt: Callable[[float], None] = _ignore,
         added: Headers | None = None,
+        permutation: Sequence[int] | None = None,
+        named: Sequence[int] = (),
     ) -> None:
         super().__init__(added)
-        self.permutation = ordering.permutation
-        self.predicted_tokens = ordering.cached_tokens
+        self.permutation = ordering.permutation if permutation is None else permutation
+        self.named = named
+        self.predicted_tokens = ordering.cached_tokens if permutation is None else 0
         self._body = body
         self._ordering: Ordering[Document] | None = ordering
         self._choices = choices
@@ -65,11 +71,10 @@ class OrderedRequest(SentRequest):
         return [*without(received, b"accept-encoding"), (b"accept-encoding", b"identity")]
 
     def headers(self) -> Headers:
-        if not self.permutation:
-            return []
-        ranks = ",".join(map(str, self.permutation)).encode()
-        predicted = [(PREDICTED, b"%d" % self.predicted_tokens)]
-        return [(PERMUTATION, ranks), *predicted] if len(ranks) <= _LONGEST_HEADER else predicted
+        names = [(PERMUTATION, self.permutation), (NAMED, self.named)]
+        ranks = [(name, ",".join(map(str, places)).encode()) for name, places in names if places]
+        headers = [(name, value) for name, value in ranks if len(value) <= _LONGEST_HEADER]
+        return [*headers, (PREDICTED, b"%d" % self.predicted_tokens)] if self.permutation else headers
 
     def begin(self, status: int, headers: Headers) -> None:
         if self._ordering is not None and 200 <= status < 300:
@@ -143,7 +148,7 @@ class RequestOrderer:
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
         else:
-            limits = [body.number("max_completion_tokens"), body.number("max_tokens")]
+            limits = [body.number(name) for name in body.limits]
             limit = next((limit for limit in limits if limit is not None and limit >= 0), sys.maxsize)
             default = orderer.settings.suffix_tokens
             ordering = orderer.order(
@@ -154,30 +159,41 @@ class RequestOrderer:
                 prefix_tokens=parsed.prefix_tokens,
             )
         try:
+            permutation = parsed.choose(ordering)
+            if is_kept := list(permutation) != list(ordering.permutation):
+                # An earlier turn: what was sent is sent again.
+                ordering.discard()
             if self._send_facts:
-                ends = self._ends(parsed, ordering)
-                add_facts(
-                    body.fields,
-                    ends,
-                    parsed.salt,
-                    parsed.prefix_tokens,
-                    ordering.expected_uses,
-                    ordering.exact_documents,
-                )
-            choices = body.number("n")
-            content = parsed.render(ordering.permutation)
-            choices = 1 if choices is None else choices
+                ends = self._ends(parsed, permutation)
+                expected = ((), 0) if is_kept else (ordering.expected_uses, ordering.exact_documents)
+                add_facts(body.fields, ends, parsed.salt, parsed.prefix_tokens, *expected)
             topic = self._topic.of(parsed)
-            return OrderedRequest(content, ordering, choices, self._answer_length, self._on_tbt, topic)
+            if body.wants_cache_key():
+                # Counted once.
+                key = topic[0][1].decode("ascii") if topic else self._topic.topic(parsed)
+                if key is not None:
+                    body.fields["prompt_cache_key"] = encode(key)
+            choices = body.number("n")
+            content = parsed.render(permutation, marked_documents(ordering) if parsed.is_marked and not is_kept else ())
+            return OrderedRequest(
+                content,
+                ordering,
+                1 if choices is None else choices,
+                self._answer_length,
+                self._on_tbt,
+                topic,
+                permutation if is_kept else None,
+                parsed.named,
+            )
         except BaseException:
             ordering.discard()
             raise
 
-    def _ends(self, parsed: ParsedBody, ordering: Ordering[Document]) -> list[int]:
+    def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
         """In tokens of the prompt; empty for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
-        lengths = [document.tokens or 0 for document in ordering.documents]
+        lengths = [parsed.documents[rank].tokens or 0 for rank in permutation]
         gaps = parsed.gaps or [0] * (len(lengths) - 1)
         starts = accumulate(map(add, lengths, gaps), initial=parsed.prefix_tokens)
         return list(map(add, starts, lengths))

@@ -2,66 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.openai.endpoint import checked_salt
-from ragorder.adapters.proxy.body import BOUNDARY, Body, ChatBody, CompletionBody, Fields, PromptPrefix
+from ragorder.adapters.proxy.body import BOUNDARY, Body, CompletionBody, Fields, Passage, PromptPrefix
+from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
-from ragorder.adapters.proxy.digest import digest_of
+from ragorder.adapters.proxy.marks import MARK, chunks_of, may_be_marked
+from ragorder.adapters.proxy.parsed import ParsedBody, Route
+from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
-from ragorder.adapters.proxy.template import DocumentTemplate
+from ragorder.adapters.proxy.scope import salt_of, scope_of
+from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate
 from ragorder.adapters.proxy.token_counter import TokenCounter
+from ragorder.adapters.proxy.turns import SentTurns
 from ragorder.document import Document
 from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
 
-Route = Literal["chat", "completions", "other"]
-
-_BODIES = {"chat": ChatBody, "completions": CompletionBody}
+_BODIES = {body.route: body for body in (ChatBody, CompletionBody, MessagesBody, ResponsesBody)}
 _REMEMBERED = 4096
 _TAG = b'"%s"' % FIELD.encode()
-# Besides the messages, what a server puts in front of the documents, or chooses how to.
-_SHAPES_PREFIX = (
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "documents",
-    "functions",
-    "mm_processor_kwargs",
-    "reasoning_effort",
-    "tool_choice",
-    "tools",
-)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ParsedBody:
-    """A body with documents. Lengths are in tokens.
-
-    `render` gives the body to send, by the rank of the document at each place; `suffix_tokens` follow the last
-    document, `gaps` lie between them. `error`: the prefix could not be read.
-    """
-
-    body: Body
-    documents: list[Document]
-    suffix_tokens: int
-    render: Callable[[Sequence[int]], bytes]
-    gaps: Sequence[int] = ()
-    salt: str | None = None
-    scope: bytes = b""
-    prefix_tokens: int = 0
-    error: Exception | None = None
 
 
 class BodyParser:
-    """See `make_app`. `warn` gets each complaint once."""
+    """See `make_app`. `warn` gets each complaint once; bodies of the routes in `marks` are marked."""
 
     def __init__(
         self,
@@ -72,6 +43,8 @@ class BodyParser:
         warn: Callable[[str], None],
         send_facts: bool = False,
         number_by_place: bool = False,
+        repeated: RepeatedDocuments | None = None,
+        marks: Collection[Route] = (),
         on_passed: Callable[[str], None] | None = None,
     ) -> None:
         self._builder = builder
@@ -79,9 +52,12 @@ class BodyParser:
         self._template = template
         self._send_facts = send_facts
         self._by_place = number_by_place
+        self._repeated = repeated
+        self._marks = marks
         self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
         self._ids = RenamedIds(warn)
         self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
+        self._turns = SentTurns()
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
         """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields."""
@@ -106,18 +82,21 @@ class BodyParser:
             return unread
         if route == "other":
             if FIELD in fields:
-                message = f"{FIELD}: documents are supported in chats (/v1/chat/completions) and completions "
-                message += "(/v1/completions); this route would answer without them."
+                message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "
+                message += "(/v1/completions), /v1/responses and /v1/messages; this route would answer without them."
                 raise HTTPError(400, message, code="no_documents_here", param=FIELD)
             return unread
         body = _BODIES[route](fields)
+        is_marked = route in self._marks and may_be_marked(content)
         if FIELD in fields:
-            return self._read_tagged(body)
-        return "no_documents" if self._template is None else self._find(body, content, self._template)
+            return self._read_tagged(body, is_marked=is_marked)
+        if self._template is None:
+            return "no_documents"
+        return self._find(body, content, self._template, is_marked=is_marked)
 
-    def _read_tagged(self, body: Body) -> ParsedBody:
+    def _read_tagged(self, body: Body, *, is_marked: bool) -> ParsedBody:
         tagged = read_tagged(body.fields.pop(FIELD))
-        prefix, salt = body.prefix(), _salt(body, tagged.scope)
+        prefix, salt = body.prefix(), salt_of(body, tagged.scope)
         if salt is not None:
             body.fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         given = [each.document() for each in tagged.documents]
@@ -125,11 +104,16 @@ class BodyParser:
         if shows_id and not self._by_place:
             self._ids.look(salt, ((each.id, each.text) for each in given))
 
-        def render(permutation: Sequence[int]) -> bytes:
+        def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             shown = [given[rank] for rank in permutation]
             if self._by_place:
                 shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
-            body.append(self._builder.user_message(tagged.query, shown, permutation))
+            turn = self._builder.user_message(tagged.query, shown, permutation)
+            pieces = self._pieces(shown, turn) if is_marked else None
+            if pieces is not None and isinstance(body, ChatBody):
+                body.append_chunks(chunks_of(pieces, marked), MARK)
+            else:
+                body.append(turn)
             return msgspec.json.encode(body.fields)
 
         documents = []
@@ -137,37 +121,66 @@ class BodyParser:
             # A document's key is what the prompt shows of it.
             names = [each.id] if shows_id and not self._by_place else []
             names += [str(each.metadata.get("title", ""))] if "title" in self._builder.shown else []
+            names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
             documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt)))
-        return self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix)
+        parsed = self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix)
+        return replace(parsed, is_marked=is_marked)
 
-    def _find(self, body: Body, content: bytes, template: DocumentTemplate) -> ParsedBody | PassReason:
-        has_one = False
-        for passage in body.passages():
-            run = template.find(passage.text)
-            if run is not None:
-                break
-            has_one = has_one or template.has_one(passage.text)
-        else:
-            return "one_document" if has_one else "no_documents"
+    def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
+        """The turn, divided at its documents; None if escaping crosses their seams."""
+        texts = [self._builder.document_text(each) for each in documents]
+        if not texts or not turn.startswith("".join(texts)):
+            return None
+        pieces = [""] * (2 * len(texts))
+        pieces[1::2] = texts
+        return [*pieces, turn[sum(map(len, texts)) :]]
+
+    def _find(
+        self, body: Body, content: bytes, template: DocumentTemplate, *, is_marked: bool
+    ) -> ParsedBody | PassReason:
+        named = None
+        if self._repeated is not None and isinstance(body, ChatBody):
+            named = self._repeated.name(body)
+        found = _first_run(body, template)
+        if isinstance(found, str) and named is None:
+            return found
         try:
             salt = body.string("cache_salt")
         except HTTPError:
             # The server will refuse it.
             return "unreadable"
+        if isinstance(found, str):
+
+            def unordered(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
+                return msgspec.json.encode(body.fields)
+
+            return replace(self._parsed(body, [], 0, unordered, salt, body.prefix()), named=named or ())
+        passage, run = found
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
         parts = [template.split_at_id(text) for text in run.documents]
         if template.shows_id and not self._by_place:
             self._ids.look(salt, ((each.id, each.rest) for each in parts))
 
-        def render(permutation: Sequence[int]) -> bytes:
+        is_marked = is_marked and passage.nested is None
+        is_changed = self._send_facts or named is not None or body.wants_cache_key()
+
+        def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             if self._by_place:
-                text = run.filled([parts[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)])
+                texts = [parts[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)]
             else:
-                text = run.arranged(permutation)
-            if text == passage.text and not self._send_facts:
+                texts = [run.documents[rank] for rank in permutation]
+            pieces = run.pieces_with(texts)
+            text = "".join(pieces)
+            if parsed.error is None and body.is_turn(passage):
+                self._turns.remember(parsed.scope, passage.text, text, permutation)
+            if is_marked and isinstance(body, ChatBody):
+                body.put_chunks(passage, chunks_of(pieces, marked), MARK)
+                body.mark_turn(MARK)
+            elif text != passage.text:
+                body.put(passage, text)
+            elif not is_changed:
                 return content
-            body.put(passage, text)
             return msgspec.json.encode(body.fields)
 
         documents = [
@@ -176,14 +189,18 @@ class BodyParser:
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         suffix_tokens = self._tokens.suffix(passage.suffix(run.tail))
-        return self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
+        parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
+        parsed = replace(parsed, is_marked=is_marked, named=named or ())
+        if parsed.error is None and body.is_history(passage):
+            return replace(parsed, choose=partial(self._turns.choose, parsed.scope, passage.text))
+        return parsed
 
     def _parsed(
         self,
         body: Body,
         documents: list[Document],
         suffix_tokens: int,
-        render: Callable[[Sequence[int]], bytes],
+        render: Callable[[Sequence[int], Sequence[int]], bytes],
         salt: str | None,
         prefix: PromptPrefix,
         gaps: Sequence[int] = (),
@@ -204,31 +221,14 @@ class BodyParser:
         return tokens
 
 
-def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
-    """Of model, tenant and everything in front of the documents."""
-    fields = (body.fields.get(name) for name in ("model", *_SHAPES_PREFIX))
-    return digest_of(
-        body.route,
-        salt,
-        *(None if field is None else bytes(field) for field in fields),
-        str(len(prefix.messages)),
-        *map(bytes, prefix.messages),
-        prefix.role,
-        *map(bytes, prefix.parts),
-        prefix.text,
-    )
-
-
-def _salt(body: Body, scope: str | None) -> str | None:
-    """The tenant's salt, from either field."""
-    salt = body.string("cache_salt")
-    if scope is not None and salt not in (None, scope):
-        message = f"{FIELD}.scope: is sent as cache_salt, but the body has a different one: give one of them."
-        raise HTTPError(400, message, code="conflicting_scope", param=f"{FIELD}.scope")
-    salt = scope if salt is None else salt
-    if salt is None:
-        return None
-    try:
-        return checked_salt(salt)
-    except ValueError as error:
-        raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
+def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
+    """The first two or more adjacent documents, wherever they stand but in an answer."""
+    has_one = False
+    for passage in body.passages():
+        if passage.role == "assistant":
+            continue
+        run = template.find(passage.text)
+        if run is not None:
+            return passage, run
+        has_one = has_one or template.has_one(passage.text)
+    return "one_document" if has_one else "no_documents"

@@ -27,7 +27,12 @@ from ragorder.adapters.proxy.workers import Workers
 
 __all__ = ["Head", "ReverseProxy", "ServerProxy", "forward_answer", "pieces", "read_head", "with_length"]
 
-_ROUTES: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+_ROUTES: dict[str, Route] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+}
 # So many bytes of a body are sent at a time, so that there is no second copy of a long one.
 _PIECE = 1 << 18
 _INVALID_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")

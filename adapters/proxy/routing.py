@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragorder.adapters.http_server.headers import Headers
-from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.adapters.proxy.parsed import ParsedBody
 from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths
@@ -21,10 +21,14 @@ class TopicHeader:
         self._name = None if name is None else name.lower().encode("ascii")
 
     def of(self, parsed: ParsedBody) -> Headers:
-        if self._name is None or parsed.error is not None:
+        if self._name is None:
             return []
-        topic = self._orderer.topic(parsed.documents, scope=parsed.scope)
+        topic = self.topic(parsed)
         return [] if topic is None else [(self._name, topic.encode("ascii"))]
+
+    def topic(self, parsed: ParsedBody) -> str | None:
+        """The topic, which is counted."""
+        return None if parsed.error is not None else self._orderer.topic(parsed.documents, scope=parsed.scope)
 
 
 class TopicRouter:

@@ -16,6 +16,7 @@ from ragorder.document import Document
 __all__ = [
     "FIELD",
     "MAX_DOCUMENTS",
+    "NAMED",
     "PERMUTATION",
     "PREDICTED",
     "Tagged",
@@ -28,6 +29,7 @@ FIELD = "ragorder"
 # Headers of an ordered request's answer.
 PERMUTATION = b"x-ragorder-permutation"
 PREDICTED = b"x-ragorder-predicted-cached-tokens"
+NAMED = b"x-ragorder-named"
 
 MAX_DOCUMENTS = 1024
 _MAX_NAME = 1024
@@ -56,6 +58,11 @@ _HEADERS = {
     PREDICTED.decode(): {
         "description": "Of an ordered request: predicted number of cached prompt tokens.",
         "schema": {"type": "integer", "minimum": 0},
+    },
+    NAMED.decode(): {
+        "description": "With --dedup: the ranks, from 0, of the last message's documents that were named instead of "
+        "sent, because they stand in an earlier one.",
+        "schema": {"type": "string", "pattern": r"^\d+(,\d+)*$"},
     },
 }
 
@@ -127,9 +134,20 @@ def openapi() -> dict[str, Any]:
         {"prompt": {"type": "string", "description": "The prompt in front of the documents."}},
         "The completion. Documents and question are appended to `prompt`.",
     )
+    schemas["MessagesBody"] = _body(
+        {"messages": {"type": "array", "items": {"type": "object"}, "description": "The prompt in front of them."}},
+        "A request to Anthropic's API. Documents and question become one more user message after `messages`.",
+    )
+    schemas["ResponsesBody"] = _body(
+        {"input": {"type": ["string", "array"], "description": "The prompt in front of the documents."}},
+        "A request to OpenAI's API of responses. Documents and question become one more user message after `input`.",
+    )
     parts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
     error = {"type": "object", "properties": parts}
     schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    named = {"type": "object", "properties": {name: {"type": "string"} for name in ("type", "message")}}
+    properties = {"type": {"const": "error"}, "error": named}
+    schemas["MessagesError"] = {"type": "object", "properties": properties, "required": ["type", "error"]}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -142,6 +160,8 @@ def openapi() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _operation("chat", "ChatBody")},
             "/v1/completions": {"post": _operation("completions", "CompletionBody")},
+            "/v1/messages": {"post": _operation("messages", "MessagesBody", error="MessagesError")},
+            "/v1/responses": {"post": _operation("responses", "ResponsesBody")},
         },
         "components": {"schemas": schemas},
     }
@@ -170,8 +190,8 @@ def _tenant() -> dict[str, Any]:
     return {name: schema[name] for name in ("anyOf", "default")}
 
 
-def _operation(name: str, body: str) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": f"{_REFERENCE}Error"}}}
+def _operation(name: str, body: str, error: str = "Error") -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"{_REFERENCE}{error}"}}}
     refusals = {
         "400": "The field, or one that must agree with it, is invalid.",
         "401": "The proxy's API key is missing.",
@@ -185,7 +205,7 @@ def _operation(name: str, body: str) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": f"{_REFERENCE}{body}"}}}},
         "responses": {
             "default": {"description": "The upstream server's answer, unchanged.", "headers": _HEADERS},
-            **{status: {"description": text, "content": error} for status, text in refusals.items()},
+            **{status: {"description": text, "content": content} for status, text in refusals.items()},
         },
     }
 

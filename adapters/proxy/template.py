@@ -42,9 +42,12 @@ class DocumentRun:
         return self.pieces[-1]
 
     def filled(self, documents: Sequence[str]) -> str:
+        return "".join(self.pieces_with(documents))
+
+    def pieces_with(self, documents: Sequence[str]) -> list[str]:
         pieces = list(self.pieces)
         pieces[1::2] = documents
-        return "".join(pieces)
+        return pieces
 
     def arranged(self, permutation: Sequence[int]) -> str:
         """`permutation` has the index of the document at each place."""
@@ -104,7 +107,7 @@ class DocumentTemplate:
         """The first of the longest runs of at least two, in linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
-        for start, end in self._documents(text):
+        for start, end in self.spans(text):
             if run and _is_blank(text, run[-1][1], start):
                 run.append((start, end))
             else:
@@ -117,7 +120,7 @@ class DocumentTemplate:
         return DocumentRun([text[start:end] for start, end in pairwise(edges)])
 
     def has_one(self, text: str) -> bool:
-        return next(self._documents(text), None) is not None
+        return next(self.spans(text), None) is not None
 
     @property
     def shows_id(self) -> bool:
@@ -143,8 +146,8 @@ class DocumentTemplate:
         literal = self._between[place - 1]
         return slice(document.rfind(literal, start, end) + len(literal), end)
 
-    def _documents(self, text: str) -> Iterator[_Span]:
-        """Each opening mark with the next closing mark, if neither is doubled."""
+    def spans(self, text: str) -> Iterator[_Span]:
+        """Where the documents are: each opening mark with the next closing mark, if neither is doubled."""
         opened_at = text.find(self._open)
         while opened_at >= 0:
             inside = opened_at + len(self._open)

@@ -34,6 +34,9 @@ class _Shown(Struct):
     content: Raw = _NULL
     text: Raw = _NULL
     tool_calls: Raw = _NULL
+    output: Raw = _NULL
+    arguments: Raw = _NULL
+    input: Raw = _NULL
 
 
 class TokenCounter:
@@ -70,11 +73,12 @@ class TokenCounter:
         return self.text(suffix.text) + -(-characters // 4)
 
     def prefix(self, body: Body, prefix: PromptPrefix) -> int:
-        if body.route != "chat":
+        if body.route == "completions":
             # A server puts the begin-of-sequence token in front of a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
             return special + self.text(prefix.text)
-        if self.exact and not prefix.parts:
+        # Tools and results of other protocols than chats reach the template in a form that only the server knows.
+        if self.exact and not prefix.parts and (body.route == "chat" or "tools" not in body.fields):
             try:
                 return self._rendered(body, prefix)
             except Exception:  # noqa: S110
@@ -114,11 +118,21 @@ def _characters(raw: Raw, around: int = _AROUND) -> int:
     shown = decode(raw, _Shown)
     if shown is None:
         return 0
-    calls = 0 if shown.tool_calls == _NULL else len(bytes(shown.tool_calls))
-    texts = [shown.text, shown.content]
+    calls = sum(len(bytes(call)) for call in (shown.tool_calls, shown.arguments, shown.input) if call != _NULL)
+    content = shown.content if shown.output == _NULL else shown.output
+    texts = [shown.text, content]
     try:
-        parts = decode_items(shown.content, MAX_MESSAGES) or ()
+        parts = decode_items(content, MAX_MESSAGES) or ()
     except TooManyError:
-        return calls + len(bytes(shown.content))
-    texts += [inner.text for part in parts if (inner := decode(part, _Shown)) is not None]
+        return calls + len(bytes(content))
+    for part in parts:
+        inner = decode(part, _Shown)
+        if inner is None:
+            continue
+        texts.append(inner.text)
+        if inner.content != _NULL:
+            # A tool's result, which may have parts again.
+            texts.append(inner.content)
+            calls += 0 if decode(inner.content, str) is not None else len(bytes(inner.content))
+        calls += len(bytes(inner.input)) if inner.input != _NULL else 0
     return calls + sum(len(text) + around for raw_text in texts if (text := decode(raw_text, str)) is not None)

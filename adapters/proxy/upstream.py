@@ -54,7 +54,8 @@ class UpstreamError(HTTPError):
 
 
 class Upstream:
-    """`api_key`, or else the address's user and password, replace the client's Authorization. Raises AddressError."""
+    """`api_key`, or else the address's user and password, replace the client's Authorization or x-api-key. Raises
+    AddressError."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Upstream:
         self._authorization = _authorization(address, api_key)
         self._dropped = [b"host", b"expect"]
         if self._authorization or not forwards_authorization:
-            self._dropped.append(b"authorization")
+            self._dropped += [b"authorization", b"x-api-key"]
         limit = timeouts.read_s
         self._timeout = httpx2.Timeout(limit, connect=timeouts.connect_s, pool=None).as_dict()
         self._pool = _ConnectionPool(make_transport or _transport_factory(encrypted=self._url.scheme == "https"))
@@ -81,7 +82,7 @@ class Upstream:
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx2.Response]:
         """The unread response. Raises HTTPError, also while the body is read."""
-        sent = end_to_end(headers, *self._dropped) + self._authorization
+        sent = end_to_end(headers, *self._dropped) + self._authorization_like(headers)
         target = self._url.raw_path.rstrip(b"/") + target
         request = httpx2.Request(
             method, self._url, headers=sent, content=content, extensions={"timeout": self._timeout, "target": target}
@@ -111,6 +112,16 @@ class Upstream:
 
     async def aclose(self) -> None:
         await self._pool.aclose()
+
+    def _authorization_like(self, headers: Headers) -> Headers:
+        """The server's key as an Anthropic client sends it, if the client is one."""
+        names = {name.lower() for name, _ in headers}
+        as_header = b"x-api-key" in names and b"authorization" not in names
+        prefix = b"Bearer "
+        return [
+            (b"x-api-key", value.removeprefix(prefix)) if as_header and value.startswith(prefix) else (name, value)
+            for name, value in self._authorization
+        ]
 
 
 class _ConnectionPool:

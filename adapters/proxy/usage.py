@@ -1,10 +1,11 @@
-"""Usage of an answer, read from its bytes as they pass.
+"""Usage of an answer, read from its bytes as they pass, in the protocol of any route.
 
 Readers never raise. `served`: the prompt has been computed; `done`: the answer says that nothing follows.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,10 @@ __all__ = ["StreamReader", "WholeReader", "reader_for"]
 
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
+# Types of events, and of the last ones, of Anthropic's messages and OpenAI's responses.
+_ANSWERING = re.compile(r"content_block_delta|message_delta|response\..+\.delta|response\.(completed|incomplete)")
+_ENDED = frozenset({"message_stop", "response.completed", "response.failed", "response.incomplete"})
+_ENDS = (b'"message_stop"', b'"response.')
 
 
 def reader_for(headers: Headers) -> WholeReader | StreamReader:
@@ -59,7 +64,7 @@ class StreamReader:
         self.served = False
         self.done = False
         self._clock = clock
-        self._usage = ReportedUsage()
+        self._reported: dict[str, Any] = {}
         self._line = bytearray()
         self._too_long = False
         # Events with a part of the answer, and when the first and the last of them came.
@@ -79,12 +84,12 @@ class StreamReader:
                 self._first_s = self._last_s
 
     def usage(self) -> ReportedUsage:
-        return self._usage
+        return read_usage(self._reported)
 
     def tbt_s(self) -> float | None:
         """Mean seconds between the tokens of the answer; without reported tokens an event counts as one. None for an
         answer in fewer than two events, whose tokens came together."""
-        tokens = self._usage.completion_tokens or self._parts
+        tokens = self.usage().completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 
     def _extend(self, piece: bytes) -> None:
@@ -105,17 +110,27 @@ class StreamReader:
         self.done = self.done or last
         if last or not line.startswith(b"data:"):
             return
-        if self.served and b'"usage"' not in line:
+        if self.served and b'"usage"' not in line and not any(end in line for end in _ENDS):
             self._parts += b'"delta"' in line or b'"text"' in line
             return
         event = decode(line[5:], object)
+        if not isinstance(event, Mapping):
+            return
+        kind = event.get("type")
+        self.done = self.done or (isinstance(kind, str) and kind in _ENDED)
         answers = _has_token(event)
         self.served = self.served or answers
         self._parts += answers
-        if isinstance(event, Mapping) and isinstance(event.get("usage"), Mapping):
-            self._usage = read_usage(event["usage"])
+        for holder in (event, event.get("message"), event.get("response")):
+            report = member(holder, "usage")
+            if isinstance(report, Mapping):
+                # Anthropic's first event has the prompt's tokens, a later one the answer's.
+                self._reported |= {name: count for name, count in report.items() if count is not None}
 
 
-def _has_token(event: Any) -> bool:
-    choices = member(event, "choices")
+def _has_token(event: Mapping[Any, Any]) -> bool:
+    kind = event.get("type")
+    if isinstance(kind, str) and _ANSWERING.fullmatch(kind):
+        return True
+    choices = event.get("choices")
     return any(answers_something(choice) for choice in (choices if isinstance(choices, list) else ()))

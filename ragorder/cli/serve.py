@@ -8,7 +8,7 @@ import socket
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -16,11 +16,14 @@ from click.core import ParameterSource
 from ragorder.cli.options import Command, build, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_options import ServeLimits, check_connections, check_keys, serve_options
-from ragorder.cli.serve_upstream import ROUTED, check_route, fleet_of, server_of, warn
+from ragorder.cli.serve_upstream import ROUTED, check_route, fleet_of, resumes_at_marks, server_of, warn
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.topic import Topics, checked_header
+
+if TYPE_CHECKING:
+    from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
 
 __all__ = ["serve"]
 
@@ -49,6 +52,9 @@ def serve(
     upstream_api_key: str | None,
     template: str | None,
     number_by_place: bool,
+    dedup: bool,
+    dedup_text: str | None,
+    marks: bool | None,
     document_template: str | None,
     question_template: str | None,
     tokenizer: str | None,
@@ -58,15 +64,15 @@ def serve(
     allow_host: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Order documents in front of an OpenAI-compatible server.
+    """Order documents in front of a server with OpenAI's or Anthropic's API.
 
-    Documents are tagged in the body of a request to /v1/chat/completions or /v1/completions, {"ragorder": {"documents":
-    [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document first, which an OpenAI client sends as
-    extra_body; or they are found in a message by --template. All other requests, and all answers, are forwarded byte
-    by byte. Cached tokens are read from the usage in an answer, which a stream has only if its client requests it
-    (stream_options.include_usage). GET /ragorder/openapi.json gives the schema; GET /ragorder/health is for probes, and
-    GET /ragorder/ready checks the server as well. The saving is shown at /ragorder (a page), /ragorder/stats (JSON, see
-    `ragorder stats`) and /metrics.
+    Documents are tagged in the body of a request to /v1/chat/completions, /v1/completions, /v1/responses or
+    /v1/messages, {"ragorder": {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document
+    first, which a client sends as extra_body; or they are found in a message by --template. All other requests, and all
+    answers, are forwarded byte by byte. Cached tokens are read from the usage in an answer, which a stream has only if
+    its client requests it (stream_options.include_usage). GET /ragorder/openapi.json gives the schema; GET
+    /ragorder/health is for probes, and GET /ragorder/ready checks the server as well. The saving is shown at /ragorder
+    (a page), /ragorder/stats (JSON, see `ragorder stats`) and /metrics.
 
     With --engine torch the model runs in this process, without another server, and keeps documents' KV on the device,
     in host memory and on disk (see `ragorder tiers stats`).
@@ -113,6 +119,14 @@ def serve(
         raise click.UsageError(f"--template: {error}") from None
     if number_by_place and found is not None and not found.shows_id:
         raise click.UsageError("--number-by-place: --template has no {id} to replace")
+    if not dedup and dedup_text is not None:
+        raise click.UsageError("--dedup-text requires --dedup")
+    repeated = _naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
+    if marks is None:
+        marks = any(map(resumes_at_marks, upstream))
+    if marks:
+        # Such a cache holds what was marked: that it has less than was sent says nothing about its size.
+        settings = settings.model_copy(update={"feedback": False})
     connections = check_connections(context, limits.max_connections)
     metrics = Metrics()
 
@@ -165,6 +179,8 @@ def serve(
                 tokenizer=backend.tokenizer,
                 template=found,
                 number_by_place=number_by_place,
+                repeated=repeated,
+                marks=marks,
                 topic_header=topic_header or (ROUTED if route else None),
                 route=route,
                 on_passed=metrics.passed,
@@ -201,6 +217,20 @@ def serve(
             probes=PROBES,
             on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
         )
+
+
+def _naming(template: DocumentTemplate | None, text: str | None, *, number_by_place: bool) -> RepeatedDocuments:
+    """Raises click.UsageError."""
+    from ragorder.adapters.proxy import RepeatedDocuments, TemplateError
+
+    if template is None:
+        raise click.UsageError("--dedup requires --template, which finds the documents of earlier messages")
+    if number_by_place:
+        raise click.UsageError("--dedup: a number of --number-by-place names nothing in another message")
+    try:
+        return RepeatedDocuments(template, **given({"reference": text}))
+    except TemplateError as error:
+        raise click.UsageError(f"{'--dedup' if text is None else '--dedup-text'}: {error}") from None
 
 
 def _sharing(url: str, settings: Settings, options: dict[str, Any]) -> Orderer:

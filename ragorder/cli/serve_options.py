@@ -123,8 +123,8 @@ serve_options = together(
             formerly=["--base-url"],
             metavar="URL",
             multiple=True,
-            help="The OpenAI-compatible server behind the proxy, such as http://HOST:8000. Repeatable: replicas of one "
-            "model, each with a tree of its own; a request goes to the best by cached tokens and load.",
+            help="The server behind the proxy, with OpenAI's or Anthropic's API, such as http://HOST:8000. Repeatable: "
+            "replicas of one model, each with a tree of its own; a request goes to the best by cached tokens and load.",
         ),
         option(
             "--data-parallel-ranks",
@@ -207,9 +207,28 @@ serve_options = together(
             "defeat the cache. The answer's header x-ragorder-permutation maps places to documents.",
         ),
         option(
+            "--dedup",
+            is_flag=True,
+            help="Name a document that --template finds again in a later message of a conversation, instead of sending "
+            "it twice. The answer's header x-ragorder-named has the ranks of those in the last message.",
+        ),
+        option(
+            "--dedup-text",
+            type=_Text(),
+            help="With --dedup: what stands in the place of a document, with {id}. [default: '[{id}] is above.']",
+        ),
+        option(
+            "--marks/--no-marks",
+            default=None,
+            help="The server resumes its cache only at marks (Anthropic's API): set cache_control behind the documents "
+            "of /v1/messages if the client sets none. Writing to such a cache costs more than not using it, so some "
+            "requests get none. [default: if the server is api.anthropic.com]",
+        ),
+        option(
             "--document-template",
             type=_Text(),
-            help="The form of a tagged document in the prompt, with {id}, {text} and optionally {title}. "
+            help="The form of a tagged document in the prompt, with {text} and optionally {id}, {title} and {label}, a "
+            "number by its text for citations. "
             r"[default: '[{id}]\n{text}\n\n']",
         ),
         option(

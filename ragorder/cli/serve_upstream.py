@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 
     from ragorder.orderer import OrdererLike
 
-__all__ = ["ROUTED", "check_route", "fleet_of", "server_of", "warn"]
+__all__ = ["ROUTED", "check_route", "fleet_of", "resumes_at_marks", "server_of", "warn"]
 
 ROUTED = "x-session-id"
 """The header of topics that most routers know."""
 
 _ASSUMED = "assumed"
+_ANTHROPIC = "api.anthropic.com"
 # What finds documents stays: topics are theirs.
 _NOT_ROUTED = (
     "tiers",
@@ -34,6 +36,9 @@ _NOT_ROUTED = (
     "max_in_flight",
     "data_parallel_ranks",
     "number_by_place",
+    "dedup",
+    "dedup_text",
+    "marks",
     "document_template",
     "question_template",
     *ORDER_SETTINGS,
@@ -50,6 +55,14 @@ def check_route(context: click.Context) -> None:
             raise click.UsageError(message)
     if len(context.params["upstream"]) > 1:
         raise click.UsageError("--route has one --upstream, the router, which knows the replicas")
+
+
+def resumes_at_marks(upstream: str) -> bool:
+    """Whether the server is known to resume its cache only at marks."""
+    try:
+        return urlsplit(upstream).hostname == _ANTHROPIC
+    except ValueError:
+        return False
 
 
 def server_of(

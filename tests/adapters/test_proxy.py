@@ -533,7 +533,7 @@ class TestTheField:
 
         description = proxy.client.get("/ragorder/openapi.json").json()
         assert description["openapi"].startswith("3.1")
-        assert set(description["paths"]) == {CHAT, COMPLETIONS}
+        assert set(description["paths"]) == {CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"}
         root = {"$ref": "#/components/schemas/ChatBody", "components": description["components"]}
         validator = jsonschema.Draft202012Validator(root)
         assert validator.is_valid(tagged("ab"))
@@ -1863,6 +1863,28 @@ class TestServeOptions:
         assert serving("--number-by-place").options["number_by_place"] is True
         assert serving().options["number_by_place"] is False
 
+    def test_repeats_are_named(self, serving: Callable[..., Served]) -> None:
+        assert serving("--template", TEMPLATE).options["repeated"] is None
+        assert serving("--template", TEMPLATE, "--dedup").options["repeated"]._reference == "[{id}] is above."
+        served = serving("--template", TEMPLATE, "--dedup", "--dedup-text", r"(see {id})\n")
+        assert served.options["repeated"]._reference == "(see {id})\n"
+
+    @pytest.mark.parametrize(
+        ("options", "marks"),
+        [
+            ([], False),
+            (["--marks"], True),
+            (["--upstream", "https://api.anthropic.com"], True),
+            (["--upstream", "https://api.anthropic.com/v1", "--no-marks"], False),
+            (["--upstream", "https://api.anthropic.com.example.org"], False),
+        ],
+    )
+    def test_marks(self, options: list[str], marks: bool, serving: Callable[..., Served]) -> None:
+        served = serving("--capacity-tokens", "9", "--block-size", "9", *options)
+        assert served.options["marks"] is marks
+        # What such a cache lacks was not marked, which says nothing about its size.
+        assert served.orderer.settings.feedback is not marks
+
     def test_without_templates_the_builders_own_count(self, serving: Callable[..., Served]) -> None:
         served = serving()
         documents = [Document("1", "one")]
@@ -1919,6 +1941,11 @@ class TestServeOptions:
             (["--template", "@/does/not/exist"], "No such file"),
             (["--template", "@."], "Is a directory"),
             (["--template", "<d>{text}</d>", "--number-by-place"], "--number-by-place: --template has no {id}"),
+            (["--dedup"], "--dedup requires --template"),
+            (["--dedup-text", "{id}"], "--dedup-text requires --dedup"),
+            (["--template", "<d>{text}</d>", "--dedup"], "--dedup: a document is named by its id"),
+            (["--template", TEMPLATE, "--dedup", "--dedup-text", "above"], "--dedup-text: the text that names"),
+            (["--template", TEMPLATE, "--dedup", "--number-by-place"], "--dedup: a number of --number-by-place"),
             (["--document-template", "{id}"], "--document-template must contain {text}"),
             (["--question-template", "{"], "--question-template: "),
             (["--tokenizer", "/does/not/exist"], "--tokenizer: "),

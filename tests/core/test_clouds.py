@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder, Segment
+from ragorder.adapters.marks import marked_documents
 from ragorder.clouds import (
     CacheRules,
     Prices,
@@ -201,6 +202,12 @@ class TestOrders:
             ordering.confirm(0)
         assert orderer.order(DOCUMENTS).cached_tokens > 0
         assert orderer.fallbacks == 0
+
+    def test_the_proxy_sets_the_same_marks(self) -> None:
+        orderer, _, _ = make()
+        serve(orderer, DOCUMENTS)
+        ordering = orderer.order(DOCUMENTS)
+        assert marked_documents(ordering) == [mark for mark in ordering.breakpoints if mark] != []
 
     def test_no_documents(self) -> None:
         orderer, builder, _ = make()

@@ -1,0 +1,184 @@
+"""LiteLLM's hooks around a request."""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import litellm
+import msgspec
+from litellm.integrations.custom_logger import CustomLogger
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
+from ragorder.adapters.proxy.digest import digest_of
+from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
+from ragorder.adapters.proxy.parsing import BodyParser, Route
+from ragorder.adapters.proxy.schema import FIELD
+from ragorder.adapters.proxy.token_counter import TokenCounter
+from ragorder.adapters.proxy.workers import Workers
+from ragorder.adapters.usage import member, read_usage
+from ragorder.orderer import OrdererLike
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["OrderDocuments"]
+
+_ROUTES: Mapping[str, Route] = {
+    "completion": "chat",
+    "acompletion": "chat",
+    "text_completion": "completions",
+    "atext_completion": "completions",
+    "anthropic_messages": "messages",
+    "responses": "responses",
+    "aresponses": "responses",
+}
+_PROMPT = ("input", "instructions", "messages", "prompt", "prompt_cache_key", "system")
+_READ = (
+    *_PROMPT,
+    FIELD,
+    "cache_salt",
+    "chat_template_kwargs",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_tokens",
+    "model",
+    "n",
+    "output_config",
+    "previous_response_id",
+    "reasoning_effort",
+    "thinking",
+    "tool_choice",
+    "tools",
+)
+_MOST_PENDING = 10_000
+
+
+class OrderDocuments(CustomLogger):  # type: ignore[misc]
+    """Orders the documents of chats, completions, messages and responses that pass LiteLLM's proxy, and learns of their
+    answers. Thread-safe.
+
+    - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
+    - `repeated` names documents that stand in an earlier message instead of sending them again
+    - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, and name
+      none themselves ("ragorder.scope")
+    - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
+      Anthropic; the orderer then takes `feedback=False`
+
+    A malformed "ragorder" is a litellm.BadRequestError that names the field. After any other failure the request goes
+    on as it came, and the orderer is degraded.
+    """
+
+    def __init__(
+        self,
+        orderer: OrdererLike,
+        *,
+        template: DocumentTemplate | None = None,
+        repeated: RepeatedDocuments | None = None,
+        builder: PromptBuilder | None = None,
+        scope: Callable[[Any], str | None] | None = None,
+        marks: bool = False,
+    ) -> None:
+        super().__init__()
+        builder = builder or PromptBuilder("")
+        if builder.system:
+            raise ValueError("the prompt builder has no system prompt, the requests have: PromptBuilder('')")
+        tokens = TokenCounter(builder)
+        self._orderer = orderer
+        self._parser = BodyParser(
+            builder,
+            tokens,
+            template,
+            warn=orderer.degrade,
+            repeated=repeated,
+            marks=["chat", "messages"] if marks else [],
+        )
+        self._requests = RequestOrderer(orderer)
+        self._scope = scope
+        self._workers = Workers()
+        self._pending: OrderedDict[str, OrderedRequest] = OrderedDict()
+
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
+    ) -> dict[str, Any]:
+        route = _ROUTES.get(str(call_type))
+        if route is None:
+            return data
+        try:
+            content = self._content(data, user_api_key_dict)
+            sent = await self._workers.run(partial(self._order, route, content), len(content), abandoned=_end)
+        except HTTPError as error:
+            raise litellm.BadRequestError(str(error), model=str(data.get("model")), llm_provider="") from None
+        except Exception as error:
+            self._failed(error)
+            return data
+        if sent is None:
+            return data
+        try:
+            changed = msgspec.json.decode(sent.take_body())
+            ordered = data | {name: changed[name] for name in _PROMPT if name in changed}
+            ordered.pop(FIELD, None)
+            name = str(ordered.setdefault("litellm_call_id", str(uuid.uuid4())))
+            self._pending[name] = sent
+            while len(self._pending) > _MOST_PENDING:
+                # Their answers were never reported: they count as served.
+                self._pending.popitem(last=False)
+        except Exception as error:
+            sent.end()
+            self._failed(error)
+            return data
+        return ordered
+
+    async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
+        self._finish(member(kwargs, "litellm_call_id"), response_obj)
+
+    async def async_log_failure_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
+        self._finish(member(kwargs, "litellm_call_id"), None)
+
+    async def async_post_call_failure_hook(
+        self, request_data: Any, original_exception: Any, user_api_key_dict: Any, traceback_str: str | None = None
+    ) -> None:
+        self._finish(member(request_data, "litellm_call_id"), None)
+
+    def _content(self, data: Mapping[str, Any], caller: Any) -> bytes:
+        read = {name: data[name] for name in _READ if data.get(name) is not None}
+        if self._scope is not None and (tenant := self._scope(caller)) is not None:
+            # For the order alone: what the engine gets as its salt is LiteLLM's to send.
+            read["cache_salt"] = digest_of(tenant).hex()
+        return msgspec.json.encode(read)
+
+    def _order(self, route: Route, content: bytes) -> OrderedRequest | None:
+        parsed = self._parser.parse(route, content)
+        return None if parsed is None else self._requests.order(parsed)
+
+    def _finish(self, name: Any, response: Any) -> None:
+        """Without a response the request failed."""
+        sent = self._pending.pop(str(name), None)
+        if sent is None:
+            return
+        try:
+            if response is not None:
+                usage = read_usage(member(response, "usage"))
+                details = {"cached_tokens": usage.cached_tokens}
+                report = {
+                    "prompt_tokens": usage.prompt_tokens,
+                    "completion_tokens": usage.completion_tokens,
+                    "prompt_tokens_details": details,
+                }
+                sent.begin(200, [(b"content-type", b"application/json")])
+                sent.feed(msgspec.json.encode({"usage": report}))
+                sent.complete = True
+            sent.end()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        # The message of an error may quote a prompt.
+        self._orderer.degrade(f"ordering for LiteLLM failed with {type(error).__name__}: requests go on as they came")
+
+
+def _end(sent: OrderedRequest | None) -> None:
+    if sent is not None:
+        sent.end()

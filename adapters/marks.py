@@ -1,0 +1,18 @@
+"""Where a cache that resumes only at marks (Anthropic's, Bedrock's) is given one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragorder.ordering import Ordering
+
+__all__ = ["marked_documents"]
+
+
+def marked_documents(ordering: Ordering[Any]) -> list[int]:
+    """How many leading documents stand in front of each mark: the one place of this choice.
+
+    A plain rule: one mark, behind the documents that an earlier request began with, too. What is asked for the first
+    time is not worth its writing: 1.25 times the plain price.
+    """
+    return [ordering.prefix_documents] if ordering.prefix_documents else []

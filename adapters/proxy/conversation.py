@@ -1,0 +1,274 @@
+"""Bodies of conversations: OpenAI's chats and responses, Anthropic's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from msgspec import Raw, Struct
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.body import (
+    BOUNDARY,
+    MAX_MESSAGES,
+    Body,
+    Fields,
+    Passage,
+    PromptPrefix,
+    TooManyError,
+    decode,
+    decode_items,
+    encode,
+)
+
+__all__ = ["ChatBody", "Chunk", "MessagesBody", "ResponsesBody"]
+
+_NULL = Raw(b"null")
+_MARKABLE = frozenset({"document", "image", "text", "tool_result"})
+_INSTRUCTIONS = ("system", "developer")
+
+
+class _Message(Struct):
+    role: Raw = _NULL
+    content: Raw = _NULL
+    type: Raw = _NULL
+    output: Raw = _NULL
+    """Of a tool, in OpenAI's responses."""
+
+
+class _ContentPart(Struct):
+    text: Raw = _NULL
+    content: Raw = _NULL
+
+
+class Chunk(NamedTuple):
+    """A text of a passage that becomes a content part: the number of the part that it was in, and whether a cache may
+    be resumed behind it."""
+
+    part: int
+    text: str
+    marked: bool = False
+
+
+class ChatBody(Body):
+    route = "chat"
+    messages_field: ClassVar[str] = "messages"
+    instructions_field: ClassVar[str] = ""
+    """The field that counts as a system message in front of the others, if there is one."""
+    content_fields: ClassVar[Sequence[str]] = ("content",)
+    has_nested_content: ClassVar[bool] = False
+
+    def prefix(self) -> PromptPrefix:
+        messages = self._messages(self.fields.get(self.messages_field, Raw(b"[]")))
+        if messages is None:
+            where = self.messages_field
+            raise HTTPError(400, f"{where}: must be a list.", code=f"invalid_{where}", param=where)
+        return PromptPrefix(messages)
+
+    def append(self, turn: object) -> None:
+        """A text, or content parts."""
+        messages = [*self.prefix().messages, encode({"role": "user", "content": turn})]
+        self._put_messages(messages, {len(messages) - 1})
+
+    def passages(self) -> Iterator[Passage]:
+        messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
+        for place, raw in enumerate(messages):
+            message = decode(raw, _Message) or _Message()
+            role = decode(message.role, str) or ""
+            for field in self.content_fields:
+                own = Passage("", messages, place, role if field == "content" else "tool", field=field)
+                yield from self._texts(own, getattr(message, field))
+
+    def put(self, passage: Passage, text: str) -> None:
+        self.put_all([(passage, text)])
+
+    def put_all(self, changes: Sequence[tuple[Passage, str]]) -> None:
+        """New texts of passages, given as `passages` gave them, in one pass over the messages."""
+        if not changes:
+            return
+        messages = list(changes[0][0].messages)
+        places = set()
+        for place, in_message in groupby(changes, lambda change: change[0].place):
+            message = msgspec.json.decode(messages[place], type=Fields)
+            for field, in_field in groupby(in_message, lambda change: change[0].field):
+                message[field] = _rewritten(message[field], list(in_field))
+            messages[place] = encode(message)
+            places.add(place)
+        self._put_messages(messages, places)
+
+    def append_chunks(self, chunks: Sequence[Chunk], mark: Raw) -> None:
+        """A message of the user's with a part for each chunk."""
+        self.append([_chunk_part({"type": "text"}, chunk, mark) for chunk in chunks])
+
+    def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], mark: Raw) -> None:
+        """The passage, which is not nested, as a part for each chunk, with `mark` as the cache_control of those that
+        are marked."""
+        parts: list[Any] = list(passage.parts[: passage.number])
+        for chunk in chunks:
+            part: dict[str, Any] = {"type": "text"}
+            if passage.parts:
+                part = msgspec.json.decode(passage.parts[passage.number + chunk.part], type=Fields)
+            parts.append(_chunk_part(part, chunk, mark))
+        if passage.parts:
+            parts += passage.parts[passage.number + passage.text.count(BOUNDARY) + 1 :]
+        messages = list(passage.messages)
+        message: dict[str, Any] = msgspec.json.decode(messages[passage.place], type=Fields)
+        messages[passage.place] = encode(message | {passage.field: parts})
+        self._put_messages(messages, {passage.place})
+
+    def mark_turn(self, mark: Raw) -> None:
+        """Mark the last part of a conversation's last message: the next turn resumes there."""
+        messages = decode(self.fields.get(self.messages_field, _NULL), list[Raw]) or [_NULL]
+        message = decode(messages[-1], Fields) or {}
+        if decode(message.get("role", _NULL), str) != "user" or not any(map(_is_answer, messages)):
+            return
+        content = message.get("content", _NULL)
+        text = decode(content, str)
+        parts = decode(content, list[Raw]) or [] if text is None else [encode({"type": "text", "text": text})]
+        last = decode(parts[-1], Fields) if parts else None
+        if last is None or decode(last.get("type", _NULL), str) not in _MARKABLE:
+            return
+        if "text" in last and not (decode(last["text"], str) or "").strip():
+            return
+        parts[-1] = encode(last | {"cache_control": mark})
+        messages[-1] = encode(message | {"content": encode(parts)})
+        self.fields[self.messages_field] = encode(messages)
+
+    def is_turn(self, passage: Passage) -> bool:
+        return passage.role not in _INSTRUCTIONS
+
+    def is_history(self, passage: Passage) -> bool:
+        return self.is_turn(passage) and any(map(_is_answer, passage.messages[passage.place + 1 :]))
+
+    def _texts(self, own: Passage, content: Raw) -> Iterator[Passage]:
+        text = decode(content, str)
+        if text is not None:
+            yield own._replace(text=text)
+            return
+        parts = _items(content, self._where(own)) or []
+        read = [decode(part, _ContentPart) or _ContentPart() for part in parts]
+        texts = enumerate(decode(part.text, str) for part in read)
+        for is_text, neighbours in groupby(texts, lambda part: part[1] is not None):
+            numbers, texts_of_parts = zip(*neighbours, strict=True)
+            if is_text:
+                yield own._replace(text=BOUNDARY.join(texts_of_parts), parts=parts, number=numbers[0])
+            elif self.has_nested_content and own.nested is None:
+                for number in numbers:
+                    inner = own._replace(role="tool", outer=parts, nested=number)
+                    yield from self._texts(inner, read[number].content)
+
+    def _where(self, passage: Passage) -> str:
+        place = passage.place - self._instructions()
+        return f"{self.messages_field}[{place}].{passage.field}" if place >= 0 else self.instructions_field
+
+    def _instructions(self) -> int:
+        """How many messages stand for the instructions' field."""
+        return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
+
+    def _messages(self, content: Raw) -> list[Raw] | None:
+        """With the instructions in front. Raises HTTPError for too many."""
+        messages = _items(content, self.messages_field)
+        if messages is None or not self._instructions():
+            return messages
+        return [encode({"role": "system", "content": self.fields[self.instructions_field]}), *messages]
+
+    def _put_messages(self, messages: Sequence[Raw], places: Set[int]) -> None:
+        """Those at `places` have changed."""
+        first = self._instructions()
+        if first and 0 in places:
+            self.fields[self.instructions_field] = msgspec.json.decode(messages[0], type=Fields)["content"]
+        if any(place >= first for place in places):
+            self.fields[self.messages_field] = encode(messages[first:])
+
+
+class ResponsesBody(ChatBody):
+    """A text as `input` is a message of the user's. What a server keeps of earlier responses, and puts in front, is
+    told by their id alone."""
+
+    route = "responses"
+    messages_field = "input"
+    instructions_field = "instructions"
+    content_fields = ("content", "output")
+    limits = ("max_output_tokens",)
+    shapes_prefix = (
+        "chat_template_kwargs",
+        "conversation",
+        "previous_response_id",
+        "prompt",
+        "reasoning",
+        "text",
+        "tool_choice",
+        "tools",
+    )
+
+    def _messages(self, content: Raw) -> list[Raw] | None:
+        text = decode(content, str)
+        if text is not None:
+            content = encode([{"role": "user", "content": text}] if text else [])
+        return super()._messages(content)
+
+    def wants_cache_key(self) -> bool:
+        return self.fields.get("prompt_cache_key", _NULL) == _NULL
+
+    def _put_messages(self, messages: Sequence[Raw], places: Set[int]) -> None:
+        was_text = decode(self.fields.get(self.messages_field, _NULL), str) is not None
+        super()._put_messages(messages, places)
+        only = messages[self._instructions() :]
+        if was_text and len(only) == 1:
+            self.fields[self.messages_field] = msgspec.json.decode(only[0], type=Fields)["content"]
+
+
+class MessagesBody(ChatBody):
+    """Results of tools are parts of a user's message, with content of their own."""
+
+    route = "messages"
+    instructions_field = "system"
+    has_nested_content = True
+    limits = ("max_tokens",)
+    shapes_prefix = ("chat_template_kwargs", "output_config", "thinking", "tool_choice", "tools")
+
+
+def _rewritten(content: Raw, changes: Sequence[tuple[Passage, str]]) -> Raw:
+    """A message's content with new texts."""
+    first, text = changes[0]
+    if first.nested is None and not first.parts:
+        return encode(text)
+    parts = msgspec.json.decode(content, type=list[Raw])
+    for nested, group in groupby(changes, lambda change: change[0].nested):
+        if nested is None:
+            for passage, becomes in group:
+                _put_parts(parts, passage, becomes)
+        else:
+            block = msgspec.json.decode(parts[nested], type=Fields)
+            inner = [(passage._replace(nested=None), becomes) for passage, becomes in group]
+            parts[nested] = encode(block | {"content": _rewritten(block["content"], inner)})
+    return encode(parts)
+
+
+def _put_parts(parts: list[Raw], passage: Passage, text: str) -> None:
+    pairs = zip(passage.text.split(BOUNDARY), text.split(BOUNDARY), strict=True)
+    for number, (was, becomes) in enumerate(pairs, passage.number):
+        if becomes != was:
+            parts[number] = encode(msgspec.json.decode(parts[number], type=Fields) | {"text": becomes})
+
+
+def _chunk_part(part: dict[str, Any], chunk: Chunk, mark: Raw) -> dict[str, Any]:
+    return part | {"text": chunk.text} | ({"cache_control": mark} if chunk.marked else {})
+
+
+def _is_answer(raw: Raw) -> bool:
+    message = decode(raw, _Message)
+    if message is None:
+        return False
+    kind = decode(message.type, str) or ""
+    return decode(message.role, str) == "assistant" or kind == "reasoning" or kind.endswith("_call")
+
+
+def _items(content: Raw, where: str) -> list[Raw] | None:
+    try:
+        return decode_items(content, MAX_MESSAGES)
+    except TooManyError:
+        message = f"{where}: has more than {MAX_MESSAGES:,} items, the limit of the proxy."
+        raise HTTPError(400, message, code="too_many_items", param=where) from None

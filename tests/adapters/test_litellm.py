@@ -1,0 +1,236 @@
+"""LiteLLM's callback: requests as its proxy hands them over, sent by its SDK to a far end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from ragorder import Orderer, Ordering, PromptBuilder
+from ragorder.ordering import RequestOutcome
+
+# It would fetch its prices.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+litellm = pytest.importorskip("litellm")
+pytest.importorskip("starlette")
+
+from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
+from support.serving_app import serving
+from support.waiting import eventually
+
+from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, RepeatedDocuments
+from ragorder.adapters.litellm import callback as module
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
+
+
+def written(names: Iterable[str]) -> str:
+    return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names) + "\nWhich?"
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+class RecordingOrderer(Orderer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"block_size": 16, "strict": True} | options)
+        self.finished: list[RequestOutcome] = []
+
+    def order(self, documents: Iterable[Any], **options: Any) -> Ordering[Any]:
+        ordering = super().order(documents, **options)
+        ordering.add_done_callback(self.finished.append)
+        return ordering
+
+
+@pytest.fixture
+def orderer() -> RecordingOrderer:
+    return RecordingOrderer()
+
+
+@pytest.fixture
+def callback(orderer: Orderer) -> OrderDocuments:
+    return OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE))
+
+
+async def hook(callback: OrderDocuments, data: dict[str, Any], call_type: str = "acompletion", key: Any = None) -> Any:
+    """As LiteLLM's proxy calls it."""
+    return await callback.async_pre_call_hook(user_api_key_dict=key, cache=None, data=data, call_type=call_type)
+
+
+class TestHook:
+    async def test_documents_of_chats_are_ordered(self, callback: OrderDocuments) -> None:
+        for names in ("abc", "cba"):
+            marker = object()
+            data = {"model": "m", "messages": [user(written(names))], "metadata": marker, "temperature": 0.5}
+            ordered = await hook(callback, data)
+        assert ordered.pop("litellm_call_id")
+        assert ordered == {"model": "m", "messages": [user(written("abc"))], "metadata": marker, "temperature": 0.5}
+
+    @pytest.mark.parametrize(
+        ("call_type", "field", "content"),
+        [
+            ("completion", "messages", lambda names: [user(written(names))]),
+            ("anthropic_messages", "messages", lambda names: [user([{"type": "text", "text": written(names)}])]),
+            ("anthropic_messages", "system", written),
+            ("aresponses", "input", written),
+            ("atext_completion", "prompt", written),
+        ],
+    )
+    async def test_of_every_kind_of_call(
+        self, call_type: str, field: str, content: Callable[[str], Any], callback: OrderDocuments
+    ) -> None:
+        for names in ("abc", "cba"):
+            data = {"model": "m", "messages": [], field: content(names)}
+            ordered = await hook(callback, data, call_type)
+        assert ordered[field] == content("abc")
+
+    @pytest.mark.parametrize("call_type", ["embeddings", "aembedding", "moderation", "mcp_call", "new"])
+    async def test_other_calls_go_on_as_they_came(self, call_type: str, callback: OrderDocuments) -> None:
+        data = {"messages": [user(written("ab"))]}
+        assert await hook(callback, data, call_type) is data
+
+    async def test_requests_without_documents_go_on_as_they_came(
+        self, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        data = {"messages": [user("Hello")]}
+        assert await hook(callback, data) is data
+        assert orderer.finished == []
+
+    async def test_documents_may_be_tagged(self, orderer: RecordingOrderer) -> None:
+        tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?"}
+        ordered = await hook(OrderDocuments(orderer), {"messages": [user("Hello")], "ragorder": tag})
+        assert "ragorder" not in ordered
+        assert [each["content"][:5] for each in ordered["messages"]] == ["Hello", "[a]\na"]
+
+    async def test_a_malformed_tag_is_a_bad_request(self, callback: OrderDocuments) -> None:
+        with pytest.raises(litellm.BadRequestError, match=r"ragorder\.documents: "):
+            await hook(callback, {"messages": [], "ragorder": {"documents": 1, "query": "?"}})
+
+    async def test_tenants_share_no_order(self, orderer: RecordingOrderer) -> None:
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
+        for names, team in (("abc", "one"), ("cba", "two"), ("cba", "one")):
+            ordered = await hook(callback, {"messages": [user(written(names))]}, key={"team_id": team})
+            assert "cache_salt" not in ordered
+            assert ordered["messages"] == [user(written("cba" if team == "two" else "abc"))]
+
+    async def test_repeated_documents_are_named(self, orderer: RecordingOrderer) -> None:
+        template = DocumentTemplate(TEMPLATE)
+        callback = OrderDocuments(orderer, template=template, repeated=RepeatedDocuments(template))
+        answer = {"role": "assistant", "content": "a"}
+        data = {"messages": [user(written("ab")), answer, user(written("a"))]}
+        assert (await hook(callback, data))["messages"][-1] == user("[a] is above.\nWhich?")
+
+    async def test_marks_are_set_for_models_of_anthropic(self) -> None:
+        orderer = RecordingOrderer(feedback=False)
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), marks=True)
+        for names in ("abc", "bad"):
+            ordered = await hook(callback, {"messages": [user(written(names))]})
+            await callback.async_log_success_event({"litellm_call_id": ordered["litellm_call_id"]}, {}, None, None)
+        parts = ordered["messages"][0]["content"]
+        assert "".join(part["text"] for part in parts) == written("abd")
+        assert parts[1]["cache_control"] == {"type": "ephemeral"}
+
+    @pytest.mark.parametrize("broken", [1j, object(), [object()]], ids=["number", "object", "in a list"])
+    async def test_what_cannot_be_read_goes_on_as_it_came_and_is_told(
+        self, broken: Any, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        data = {"messages": broken}
+        assert await hook(callback, data) is data
+        assert len(orderer.degraded) == 1
+        assert "LiteLLM" in orderer.degraded[0]
+
+    async def test_an_unknown_tenant_is_not_taken_for_none(self, orderer: RecordingOrderer) -> None:
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
+        data = {"messages": [user(written("ab"))]}
+        assert await hook(callback, data, key={}) is data
+        assert orderer.degraded
+
+    def test_a_builder_with_a_system_prompt_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="system prompt"):
+            OrderDocuments(Orderer(), builder=PromptBuilder("Be kind."))
+
+    def test_litellm_finds_the_hook_in_the_class(self) -> None:
+        """It calls no inherited one."""
+        assert "async_pre_call_hook" in vars(OrderDocuments)
+
+    def test_a_missing_package_is_named_with_the_extra(self, python: Any) -> None:
+        done = python("-c", "import ragorder.adapters.litellm", blocked=("litellm",))
+        assert "needs litellm: pip install 'ragorder[litellm]'" in done.stderr
+
+
+class TestOutcomes:
+    @pytest.fixture
+    def registered(self, callback: OrderDocuments) -> Iterator[OrderDocuments]:
+        """As in `litellm_settings: callbacks`."""
+        before, litellm.callbacks = litellm.callbacks, [callback]
+        yield callback
+        litellm.callbacks = before
+        for kind in ("success_callback", "failure_callback", "_async_success_callback", "_async_failure_callback"):
+            setattr(litellm, kind, [each for each in getattr(litellm, kind) if each is not callback])
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("model", ["openai/m", "anthropic/claude-sonnet-4-5"])
+    async def test_an_answer_is_reported(
+        self, model: str, stream: bool, registered: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        cloud = Cloud()
+        with serving() as serve:
+            url = serve(cloud)
+            for names in ("abc", "cba"):
+                data = await hook(registered, {"model": model, "messages": [user(written(names))], "stream": stream})
+                base = f"{url}/v1" if model.startswith("openai") else url
+                options = {"stream_options": {"include_usage": True}} if stream else {}
+                answer = await litellm.acompletion(**data, **options, api_base=base, api_key="none", max_tokens=16)
+                if stream:
+                    assert "".join([each.choices[0].delta.content or "" async for each in answer]) == "yes"
+                else:
+                    assert answer.choices[0].message.content == "yes"
+            await wait_for(lambda: len(orderer.finished) == 2)
+        assert orderer.finished == [SERVED, SERVED]
+        assert "".join(dict.fromkeys(re.findall(r"(\w) is a document", str(cloud.last)))) == "abc"
+
+    async def test_a_failed_request_is_discarded(self, registered: OrderDocuments, orderer: RecordingOrderer) -> None:
+        cloud = Cloud()
+        cloud.error = 400, {"error": {"message": "no", "type": "invalid_request_error"}}
+        with serving() as serve:
+            data = await hook(registered, {"model": "openai/m", "messages": [user(written("ab"))]})
+            with pytest.raises(litellm.BadRequestError):
+                await litellm.acompletion(**data, api_base=f"{serve(cloud)}/v1", api_key="none", max_retries=0)
+            await wait_for(lambda: orderer.finished)
+        assert orderer.finished == [RequestOutcome(False)]
+
+    async def test_a_request_that_litellm_refuses_itself_is_discarded(
+        self, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        data = await hook(callback, {"messages": [user(written("ab"))]})
+        await callback.async_post_call_failure_hook(data, ValueError("budget"), None)
+        assert orderer.finished == [RequestOutcome(False)]
+
+    async def test_an_event_counts_once(self, callback: OrderDocuments, orderer: RecordingOrderer) -> None:
+        data = await hook(callback, {"messages": [user(written("ab"))]})
+        event = {"litellm_call_id": data["litellm_call_id"]}
+        for _ in range(2):
+            await callback.async_log_success_event(event, {"usage": {}}, None, None)
+            await callback.async_log_failure_event(event, None, None, None)
+            await callback.async_log_success_event({}, None, None, None)
+        assert orderer.finished == [RequestOutcome(True)]
+
+    async def test_those_without_an_event_are_bounded(
+        self, callback: OrderDocuments, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_MOST_PENDING", 5)
+        for number in range(20):
+            await hook(callback, {"messages": [user(f"{written('ab')} {number}")]})
+        assert len(callback._pending) == 5
+
+
+async def wait_for(condition: Callable[[], object]) -> None:
+    """LiteLLM reports in tasks of its own."""
+    assert await asyncio.to_thread(eventually, condition)

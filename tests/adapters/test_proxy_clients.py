@@ -1,0 +1,375 @@
+"""Foreign clients against the proxy: the SDKs of Anthropic, OpenAI and LiteLLM, in front of a far end that speaks their
+protocols, and of a real vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from ragorder import Orderer, Ordering
+from ragorder.ordering import RequestOutcome
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
+from support.serving_app import serving
+from support.waiting import eventually
+
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, make_app
+
+# LiteLLM would fetch its prices.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+SERVED = RequestOutcome(True, CACHED, PROMPT + COMPLETION, PROMPT)
+KEY = "secret"
+
+
+def written(names: Iterable[str]) -> str:
+    return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names) + "\nWhich?"
+
+
+def tag(names: str) -> dict[str, Any]:
+    return {"documents": [{"id": name, "text": TEXTS[name]} for name in names], "query": "Which?"}
+
+
+def names_in(body: dict[str, Any]) -> str:
+    return "".join(dict.fromkeys(re.findall(r"(\w) is a document about", str(body))))
+
+
+class RecordingOrderer(Orderer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"block_size": 16, "strict": True} | options)
+        self.finished: list[RequestOutcome] = []
+        self.orderings: list[Ordering[Any]] = []
+
+    def order(self, documents: Iterable[Any], **options: Any) -> Ordering[Any]:
+        ordering = super().order(documents, **options)
+        ordering.add_done_callback(self.finished.append)
+        self.orderings.append(ordering)
+        return ordering
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[[Any], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def orderer() -> RecordingOrderer:
+    return RecordingOrderer()
+
+
+@pytest.fixture
+def start(cloud: Cloud, orderer: Orderer, serve: Callable[[Any], str]) -> Callable[..., str]:
+    """Starts proxies in front of the far end."""
+
+    def start(**options: Any) -> str:
+        options = {"upstream": serve(cloud), "template": DocumentTemplate(TEMPLATE), "api_key": KEY} | options
+        return serve(make_app(orderer, **options))
+
+    return start
+
+
+class TestAnthropic:
+    @pytest.fixture
+    def client(self, start: Callable[..., str]) -> Iterator[Any]:
+        anthropic = pytest.importorskip("anthropic")
+        with anthropic.Anthropic(base_url=start(), api_key=KEY, max_retries=0) as client:
+            yield client
+
+    def ask(self, names: str, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": written(names)}]
+        return {"model": "claude", "max_tokens": 16, "system": "Be brief.", "messages": messages, **fields}
+
+    def test_documents_in_a_message_are_ordered(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        for names in ("abc", "cba"):
+            answer = client.messages.create(**self.ask(names))
+            assert (answer.content[0].text, answer.usage.cache_read_input_tokens) == ("yes", CACHED)
+        assert cloud.last == self.ask("abc")
+        assert orderer.finished == [SERVED, SERVED]
+
+    def test_documents_may_be_tagged(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        for names in ("abc", "cba"):
+            client.messages.create(model="claude", max_tokens=16, messages=[], extra_body={"ragorder": tag(names)})
+        assert names_in(cloud.last) == "abc"
+        assert "ragorder" not in cloud.last
+        assert orderer.finished == [SERVED, SERVED]
+
+    def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        with client.messages.stream(**self.ask("abc")) as stream:
+            assert "".join(stream.text_stream) == "yes"
+            message = stream.get_final_message()
+        assert (message.usage.output_tokens, message.usage.cache_read_input_tokens) == (COMPLETION, CACHED)
+        assert orderer.finished == [SERVED]
+
+    async def test_asynchronous_ones_too(self, start: Callable[..., str], orderer: RecordingOrderer) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        async with anthropic.AsyncAnthropic(base_url=start(), auth_token=KEY, api_key=None, max_retries=0) as client:
+            stream = await client.messages.create(**self.ask("ab"), stream=True)
+            kinds = [event.type async for event in stream]
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        assert orderer.finished == [SERVED]
+
+    def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}, "request_id": "r"}
+        cloud.error = 529, error
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            client.messages.create(**self.ask("ab"))
+        assert (caught.value.status_code, caught.value.body) == (529, error)
+        assert orderer.finished == [RequestOutcome(False)]
+
+    def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any, start: Callable[..., str]) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.messages.create(**self.ask("ab"), extra_body={"ragorder": {"documents": 1, "query": "?"}})
+        assert caught.value.body["error"]["type"] == "invalid_request_error"
+        assert "ragorder.documents" in caught.value.body["error"]["message"]
+        with (
+            anthropic.Anthropic(base_url=start(), api_key="wrong", max_retries=0) as stranger,
+            pytest.raises(anthropic.AuthenticationError) as caught,
+        ):
+            stranger.messages.create(**self.ask("ab"))
+        assert caught.value.body["error"]["type"] == "authentication_error"
+
+    def test_a_server_that_is_not_there(self, start: Callable[..., str]) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        url = start(upstream="http://127.0.0.1:9")
+        with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+            for streamed in (False, True):
+                with pytest.raises(anthropic.APIStatusError) as caught:
+                    client.messages.create(**self.ask("ab"), stream=streamed)
+                assert (caught.value.status_code, caught.value.body["error"]["type"]) == (502, "api_error")
+
+    def test_the_proxys_key_does_not_go_on(self, client: Any, cloud: Cloud) -> None:
+        client.messages.create(**self.ask("ab"))
+        assert KEY not in str(cloud.headers)
+
+    def test_the_servers_key_does(self, start: Callable[..., str], cloud: Cloud) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        url = start(upstream_api_key="up")
+        with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+            client.messages.create(**self.ask("ab"))
+        assert cloud.headers[-1]["authorization"] == "Bearer up"
+        assert cloud.headers[-1]["anthropic-version"]
+
+    def test_marks_are_set_where_it_sets_none(
+        self, serve: Callable[[Any], str], start: Callable[..., str], cloud: Cloud
+    ) -> None:
+        anthropic = pytest.importorskip("anthropic")
+        with anthropic.Anthropic(base_url=start(marks=True), api_key=KEY, max_retries=0) as client:
+            for names in ("abc", "abd", "bad"):
+                client.messages.create(**self.ask(names))
+        content = cloud.last["messages"][0]["content"]
+        assert "".join(each["text"] for each in content) == written("abd")
+        assert any("cache_control" in each for each in content)
+
+
+class TestOpenAIResponses:
+    @pytest.fixture
+    def client(self, start: Callable[..., str]) -> Iterator[Any]:
+        import openai
+
+        with openai.OpenAI(base_url=f"{start()}/v1", api_key=KEY, max_retries=0) as client:
+            yield client
+
+    def test_documents_in_the_input_are_ordered(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        for names in ("abc", "cba"):
+            answer = client.responses.create(model="gpt", instructions="Be brief.", input=written(names))
+            assert (answer.output_text, answer.usage.input_tokens_details.cached_tokens) == ("yes", CACHED)
+        key = cloud.last.pop("prompt_cache_key")
+        assert cloud.last == {"model": "gpt", "instructions": "Be brief.", "input": written("abc")}
+        assert (key, len(key)) == (cloud.bodies[0]["prompt_cache_key"], 32)
+        assert orderer.finished == [SERVED, SERVED]
+
+    def test_documents_in_messages_are_ordered(self, client: Any, cloud: Cloud) -> None:
+        for names in ("abc", "cba"):
+            parts = [{"type": "input_text", "text": written(names)}]
+            client.responses.create(model="gpt", input=[{"role": "user", "content": parts}])
+        assert cloud.last["input"][0]["content"][0]["text"] == written("abc")
+
+    def test_documents_may_be_tagged(self, client: Any, cloud: Cloud) -> None:
+        client.responses.create(model="gpt", input="Hello", extra_body={"ragorder": tag("ab")})
+        assert [each["content"][:5] for each in cloud.last["input"]] == ["Hello", "[a]\na"]
+
+    def test_streams_are_streams(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        stream = client.responses.create(model="gpt", input=written("abc"), stream=True)
+        kinds = [event.type for event in stream]
+        assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+        assert eventually(lambda: orderer.finished == [SERVED])
+
+    def test_errors_of_the_server_are_its_own(self, client: Any, cloud: Cloud, orderer: RecordingOrderer) -> None:
+        import openai
+
+        cloud.error = 404, {"error": {"message": "no such route", "type": "invalid_request_error", "code": "x"}}
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.responses.create(model="gpt", input=written("ab"))
+        assert caught.value.code == "x"
+        assert orderer.finished == [RequestOutcome(False)]
+
+    def test_errors_of_the_proxy_are_in_its_protocol(self, client: Any) -> None:
+        import openai
+
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="gpt", input="", extra_body={"ragorder": {"documents": 1, "query": "?"}})
+        assert caught.value.param == "ragorder.documents"
+
+
+class TestOpenAIChats:
+    def test_a_conversation_is_sent_as_it_was_and_repeats_are_named(
+        self, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
+    ) -> None:
+        import openai
+
+        naming = RepeatedDocuments(DocumentTemplate(TEMPLATE))
+        with openai.OpenAI(base_url=f"{start(repeated=naming)}/v1", api_key=KEY, max_retries=0) as client:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": written("abc")}])
+            messages: list[Any] = []
+            before: list[Any] = []
+            for number, names in enumerate(["cba", "bd", "ad"]):
+                messages.append({"role": "user", "content": f"{written(names)} ({number})"})
+                reply = client.chat.completions.with_raw_response.create(model="m", messages=messages)
+                assert cloud.last["messages"][: len(before)] == before
+                messages.append({"role": "assistant", "content": reply.parse().choices[0].message.content})
+                before = [*cloud.last["messages"], messages[-1]]
+            assert reply.headers["x-ragorder-named"] == "0,1"
+        assert names_in(before[0]) == "abc"
+        assert before[-2]["content"] == "[a] is above.\n[d] is above.\nWhich? (2)"
+        assert orderer.finished == [SERVED] * 4
+
+
+class TestLiteLLM:
+    @pytest.fixture
+    def litellm(self) -> Any:
+        return pytest.importorskip("litellm")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_chats(
+        self, stream: bool, litellm: Any, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
+    ) -> None:
+        options = {"api_base": f"{start()}/v1", "api_key": KEY, "stream": stream, "num_retries": 0}
+        if stream:
+            options["stream_options"] = {"include_usage": True}
+        for names in ("abc", "cba"):
+            answer = litellm.completion("openai/m", [{"role": "user", "content": written(names)}], **options)
+            text = (
+                "".join(each.choices[0].delta.content or "" for each in answer)
+                if stream
+                else answer.choices[0].message.content
+            )
+            assert text == "yes"
+        assert cloud.last["messages"] == [{"role": "user", "content": written("abc")}]
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_messages(
+        self, stream: bool, litellm: Any, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer
+    ) -> None:
+        options = {"api_base": start(), "api_key": KEY, "stream": stream, "num_retries": 0, "max_tokens": 16}
+        for names in ("abc", "cba"):
+            messages = [{"role": "user", "content": written(names)}]
+            answer = litellm.completion("anthropic/claude-sonnet-4-5", messages, **options)
+            text = (
+                "".join(each.choices[0].delta.content or "" for each in answer)
+                if stream
+                else answer.choices[0].message.content
+            )
+            assert text == "yes"
+        assert names_in(cloud.last) == "abc"
+        assert eventually(lambda: orderer.finished == [SERVED, SERVED])
+
+    def test_responses(self, litellm: Any, start: Callable[..., str], cloud: Cloud, orderer: RecordingOrderer) -> None:
+        for names in ("abc", "cba"):
+            answer = litellm.responses(
+                input=written(names), model="openai/gpt", api_base=f"{start()}/v1", api_key=KEY, num_retries=0
+            )
+            assert answer.output[0].content[0].text == "yes"
+        assert names_in(cloud.last) == "abc"
+        assert orderer.finished == [SERVED, SERVED]
+
+    def test_errors(self, litellm: Any, start: Callable[..., str], cloud: Cloud) -> None:
+        cloud.error = 429, {"error": {"message": "slow down", "type": "rate_limit_error"}}
+        with pytest.raises(litellm.RateLimitError):
+            litellm.completion(
+                "openai/m",
+                [{"role": "user", "content": written("ab")}],
+                api_base=f"{start()}/v1",
+                api_key=KEY,
+                num_retries=0,
+                max_retries=0,
+            )
+
+
+@pytest.mark.vllm
+class TestOnVLLM:
+    """The routes of a real vLLM."""
+
+    def written(self, names: str) -> str:
+        return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name][:200]) for name in names) + "\nWhich?"
+
+    def run(self, server: Any, serve: Callable[[Any], str], ask: Callable[[str, str], tuple[int, int]]) -> None:
+        """Sends the documents in three orders; the second and third request find all but the end of their prompts."""
+        import httpx2
+
+        assert httpx2.post(f"{server.base_url}/reset_prefix_cache", timeout=60).status_code == 200
+        orderer = RecordingOrderer(capacity_tokens=server.capacity_tokens, block_size=server.block_size)
+        url = serve(make_app(orderer, upstream=server.base_url, template=DocumentTemplate(TEMPLATE)))
+        counts = [ask(url, self.written(names)) for names in ("abcd", "dcba", "bdac")]
+        assert counts[0][0] == 0
+        for cached, prompt in counts[1:]:
+            assert cached > prompt - 2 * server.block_size
+        assert eventually(lambda: len(orderer.finished) == 3)
+        assert [(each.cached_tokens, each.prompt_tokens) for each in orderer.finished] == counts
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_messages(self, streamed: bool, vllm_server: Any, serve: Callable[[Any], str]) -> None:
+        anthropic = pytest.importorskip("anthropic")
+
+        def ask(url: str, content: str) -> tuple[int, int]:
+            with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+                messages = [{"role": "user", "content": content}]
+                request = {"model": vllm_server.model_name, "max_tokens": 4, "messages": messages}
+                if streamed:
+                    with client.messages.stream(**request) as stream:
+                        usage = stream.get_final_message().usage
+                else:
+                    usage = client.messages.create(**request).usage
+                cached = usage.cache_read_input_tokens or 0
+                return cached, usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
+
+        self.run(vllm_server, serve, ask)
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_responses(self, streamed: bool, vllm_server: Any, serve: Callable[[Any], str]) -> None:
+        import openai
+
+        def ask(url: str, content: str) -> tuple[int, int]:
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                request = {
+                    "model": vllm_server.model_name,
+                    "max_output_tokens": 4,
+                    "input": content,
+                    "temperature": 0.0,
+                    "store": False,
+                }
+                if streamed:
+                    *_, last = client.responses.create(**request, stream=True)
+                    usage = last.response.usage
+                else:
+                    usage = client.responses.create(**request).usage
+                return usage.input_tokens_details.cached_tokens, usage.input_tokens
+
+        self.run(vllm_server, serve, ask)

@@ -1,0 +1,586 @@
+"""Anthropic's messages and OpenAI's responses through the proxy: what of a body is changed, marked and passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.usage import ReportedUsage, read_usage
+
+pytest.importorskip("starlette")
+
+import httpx2
+from support.bodies import Bodies
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy import DocumentTemplate, make_app
+from ragorder.adapters.proxy.body import BOUNDARY, MAX_MESSAGES
+from ragorder.adapters.proxy.error_shape import error_event
+from ragorder.adapters.proxy.marks import chunks_of
+from ragorder.adapters.proxy.usage import StreamReader, WholeReader
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+MARK = {"type": "ephemeral"}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "data:,"}}
+
+
+def document(name: str) -> str:
+    return TEMPLATE.format(id=name, text=TEXTS[name])
+
+
+def written(names: Iterable[str]) -> str:
+    return "\n".join(map(document, names))
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def part(text: str, kind: str = "text", **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "text": text, **fields}
+
+
+def messages(*turns: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "claude", "max_tokens": 8, "messages": list(turns), **fields}
+
+
+def responses(input: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "gpt", "input": input, "prompt_cache_key": "mine", **fields}
+
+
+def tagged(names: str) -> dict[str, Any]:
+    return {"documents": [{"id": name, "text": TEXTS[name]} for name in names], "query": "Which?"}
+
+
+def tool_result(content: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "1", "content": content}
+
+
+def call_output(output: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": "1", "output": output}
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "search", "arguments": "{}"}
+USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "search", "input": {}}]}
+
+# Where documents may stand, by route.
+LAYOUTS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "a text": ("messages", lambda names: messages(user(f"See:\n{written(names)}\nWhich?"), system="Be brief.")),
+    "a part": ("messages", lambda names: messages(user([IMAGE, part(written(names), x=1.5), part("Which?")]))),
+    "a part each": ("messages", lambda names: messages(user([*(part(document(name)) for name in names), part("?")]))),
+    "system": ("messages", lambda names: messages(user("Which?"), system=f"See:\n{written(names)}")),
+    "parts of system": ("messages", lambda names: messages(user("?"), system=[part("See:"), part(written(names))])),
+    "a tool's result": ("messages", lambda names: messages(user("?"), USE, user([tool_result(written(names))]))),
+    "parts of a tool's result": (
+        "messages",
+        lambda names: messages(
+            user("?"), USE, user([part("So:"), tool_result([part(document(name)) for name in names]), part("Well?")])
+        ),
+    ),
+    "input": ("responses", lambda names: responses(f"{written(names)}\nWhich?", instructions="Be brief.")),
+    "a message": ("responses", lambda names: responses([user(f"{written(names)}\nWhich?")], instructions="Be brief.")),
+    "parts of a message": (
+        "responses",
+        lambda names: responses([{"type": "message", **user([part(written(names), "input_text"), part("?")])}]),
+    ),
+    "instructions": ("responses", lambda names: responses("Which?", instructions=written(names))),
+    "instructions before messages": ("responses", lambda names: responses([user("?")], instructions=written(names))),
+    "a function's output": ("responses", lambda names: responses([user("?"), CALL, call_output(written(names))])),
+    "parts of a function's output": (
+        "responses",
+        lambda names: responses([user("?"), CALL, call_output([part(document(name), "input_text") for name in names])]),
+    ),
+}
+
+
+class TestWhereDocumentsStand:
+    @pytest.mark.parametrize("where", LAYOUTS)
+    def test_they_are_put_in_order_and_nothing_else_is_changed(self, where: str) -> None:
+        route, body = LAYOUTS[where]
+        bodies = Bodies(TEMPLATE)
+        for names in ("abc", "dcba", "bad"):
+            sent = bodies.ordered(json.dumps(body(names)).encode(), route)
+        assert json.loads(sent) == body("abd")
+
+    @pytest.mark.parametrize("where", LAYOUTS)
+    def test_what_is_in_order_goes_on_byte_for_byte(self, where: str) -> None:
+        route, body = LAYOUTS[where]
+        content = json.dumps(body("abc"), indent=3).encode()
+        bodies = Bodies(TEMPLATE)
+        assert [bodies.ordered(content, route) for _ in range(2)] == [content, content]
+
+    @pytest.mark.parametrize("where", LAYOUTS)
+    def test_lengths_count_what_stands_in_front_and_behind(self, where: str) -> None:
+        route, body = LAYOUTS[where]
+        parsed = Bodies(TEMPLATE).parse(route, json.dumps(body("abc")).encode())
+        assert parsed is not None
+        assert len(parsed.documents) == 3
+        # Estimated at four characters a token: nothing is there but the documents and short texts.
+        assert parsed.prefix_tokens + parsed.suffix_tokens < 40
+
+    @pytest.mark.parametrize(
+        ("where", "change"),
+        [
+            ("a text", {"system": "Be long."}),
+            ("a text", {"tools": [{"name": "f"}]}),
+            ("a text", {"thinking": {"type": "enabled"}}),
+            ("a text", {"cache_salt": "t"}),
+            ("a text", {"model": "other"}),
+            ("input", {"instructions": "Be long."}),
+            ("input", {"previous_response_id": "resp_1"}),
+            ("input", {"conversation": "conv_1"}),
+            ("input", {"cache_salt": "t"}),
+        ],
+    )
+    def test_what_stands_in_front_of_them_separates(self, where: str, change: dict[str, Any]) -> None:
+        route, body = LAYOUTS[where]
+        bodies = Bodies(TEMPLATE)
+        bodies.ordered(json.dumps(body("abc")).encode(), route)
+        other = body("cba") | change
+        assert json.loads(bodies.ordered(json.dumps(other).encode(), route)) == other
+
+    def test_the_same_text_as_input_or_in_a_message_is_not_the_same_prompt_of_another_route(self) -> None:
+        bodies = Bodies(TEMPLATE)
+        chat = {"model": "gpt", "messages": [user(written("abc"))]}
+        bodies.ordered(json.dumps(chat).encode(), "chat")
+        other = responses([user(written("cba"))])
+        assert json.loads(bodies.ordered(json.dumps(other).encode(), "responses")) == other
+
+    def test_an_answer_that_quotes_documents_is_left_alone(self) -> None:
+        bodies = Bodies(TEMPLATE)
+        for names in ("abc", "cba"):
+            body = messages(user("Which?"), {"role": "assistant", "content": written(names)}, user("Sure?"))
+            assert bodies.parse("messages", json.dumps(body).encode()) is None
+
+    @pytest.mark.parametrize("route", ["messages", "responses"])
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"null",
+            b'{"messages": NaN}',
+            b'{"messages": {}, "input": 3, "system": 7, "instructions": []}',
+            b'{"messages": [1, null, [], {"content": 1}, {"content": [1, null, {"content": [2]}, {"content": {}}]}]}',
+            b'{"input": [1, null, [], {"output": 1}, {"output": [1, {"text": 2}]}], "instructions": null}',
+            json.dumps(messages(user(written("a")), system=written("b")) | responses(written("c"))).encode(),
+        ],
+        ids=lambda body: repr(body[:40]),
+    )
+    def test_a_body_without_any_goes_on_byte_for_byte(self, route: Any, body: bytes) -> None:
+        assert Bodies(TEMPLATE).ordered(body, route) == body
+
+    @pytest.mark.parametrize(
+        ("route", "frame", "param"),
+        [
+            ("messages", '{"messages":[ITEMS]}', "messages"),
+            ("messages", '{"system":"s","messages":[{"role":"user","content":[ITEMS]}]}', "messages[0].content"),
+            ("messages", '{"system":[ITEMS],"messages":[]}', "system"),
+            ("responses", '{"input":[ITEMS]}', "input"),
+            ("responses", '{"instructions":"s","input":[{"output":[ITEMS]}]}', "input[0].output"),
+        ],
+    )
+    def test_more_items_than_are_read_are_refused_with_the_limit(self, route: Any, frame: str, param: str) -> None:
+        bodies = Bodies(TEMPLATE)
+        item = '{"type":"text","text":"x"}'
+        few, many = (frame.replace("ITEMS", ",".join([item] * count)).encode() for count in (9, MAX_MESSAGES + 1))
+        assert bodies.ordered(few, route) == few
+        with pytest.raises(HTTPError) as caught:
+            bodies.ordered(many, route)
+        assert (caught.value.code, caught.value.content["error"]["param"]) == ("too_many_items", param)
+
+
+class TestTagged:
+    def turn(self, names: str) -> str:
+        documents = [Document(name, TEXTS[name]) for name in names]
+        return PromptBuilder("").build("Which?", documents).messages[-1]["content"]
+
+    def test_documents_and_question_become_one_more_message(self) -> None:
+        bodies = Bodies()
+        for names in ("abc", "cba"):
+            body = messages(user("Hello"), system="Be brief.", ragorder=tagged(names))
+            sent = bodies.ordered(json.dumps(body).encode(), "messages")
+        assert json.loads(sent) == messages(user("Hello"), user(self.turn("abc")), system="Be brief.")
+
+    @pytest.mark.parametrize(
+        ("input", "sent"),
+        [("Hello", [user("Hello")]), ([user("Hello"), CALL], [user("Hello"), CALL]), ([], [])],
+        ids=["text", "messages", "none"],
+    )
+    def test_they_follow_the_input_of_a_response(self, input: Any, sent: list[Any]) -> None:
+        body = responses(input, instructions="Be brief.", ragorder=tagged("abc"))
+        expected = responses([*sent, user(self.turn("abc"))], instructions="Be brief.")
+        assert json.loads(Bodies().ordered(json.dumps(body).encode(), "responses")) == expected
+
+    def test_no_input_is_the_turn_alone(self) -> None:
+        body = {"ragorder": tagged("ab"), "prompt_cache_key": "k"}
+        sent = json.loads(Bodies().ordered(json.dumps(body).encode(), "responses"))
+        assert sent == {"input": [user(self.turn("ab"))], "prompt_cache_key": "k"}
+
+    def test_the_tenant_is_sent_as_salt(self) -> None:
+        body = messages(ragorder=tagged("ab") | {"scope": "acme"})
+        assert json.loads(Bodies().ordered(json.dumps(body).encode(), "messages"))["cache_salt"] == "acme"
+
+    @pytest.mark.parametrize(("route", "field"), [("messages", "messages"), ("responses", "input")])
+    def test_a_malformed_prompt_is_refused_by_name(self, route: Any, field: str) -> None:
+        with pytest.raises(HTTPError) as caught:
+            Bodies().ordered(json.dumps({field: 3, "ragorder": tagged("ab")}).encode(), route)
+        assert caught.value.content["error"]["param"] == field
+
+    def test_citation_labels_are_of_the_text_and_not_of_the_place(self) -> None:
+        builder = PromptBuilder("", document_template="[{label}] {text}\n")
+        bodies = Bodies(builder=builder)
+        labels: dict[str, set[str]] = {}
+        for names in ("abc", "cab"):
+            body = messages(ragorder=tagged(names))
+            content = json.loads(bodies.ordered(json.dumps(body).encode(), "messages"))["messages"][0]["content"]
+            for line in content.splitlines()[:3]:
+                label, _, text = line.partition("] ")
+                labels.setdefault(text[0], set()).add(label)
+        assert [len(found) for found in labels.values()] == [1, 1, 1]
+
+
+class TestCacheKey:
+    def sent(self, bodies: Bodies, body: dict[str, Any]) -> dict[str, Any]:
+        sent: dict[str, Any] = json.loads(bodies.ordered(json.dumps(body).encode(), "responses"))
+        return sent
+
+    @pytest.mark.parametrize("given", [{}, {"prompt_cache_key": None}])
+    def test_is_the_topic_where_the_client_set_none(self, given: dict[str, Any]) -> None:
+        bodies = Bodies(TEMPLATE)
+        keys = set()
+        for names in ("abc", "cba", "bca"):
+            body = {"model": "gpt", "input": written(names), **given}
+            keys.add(self.sent(bodies, body)["prompt_cache_key"])
+        parsed = bodies.parse("responses", json.dumps(body).encode())
+        assert parsed is not None
+        (key,) = keys
+        assert key == bodies.orderer.topic(parsed.documents, scope=parsed.scope)
+        assert len(key) <= 64
+
+    def test_the_clients_own_stays(self) -> None:
+        assert self.sent(Bodies(TEMPLATE), responses(written("ab")))["prompt_cache_key"] == "mine"
+
+    def test_is_not_set_without_documents_nor_in_chats(self) -> None:
+        bodies = Bodies(TEMPLATE)
+        assert "prompt_cache_key" not in self.sent(bodies, {"input": "Hello"})
+        chat = json.dumps({"messages": [user(written("ab"))]}).encode()
+        assert bodies.ordered(chat, "chat") == chat
+
+
+class TestMarks:
+    def bodies(self, **options: Any) -> Bodies:
+        return Bodies(
+            TEMPLATE, orderer=Orderer(block_size=16, strict=True, feedback=False), marks=["messages"], **options
+        )
+
+    def sent(self, bodies: Bodies, body: dict[str, Any]) -> Any:
+        content = json.dumps(body).encode()
+        parsed = bodies.parse("messages", content)
+        assert parsed is not None
+        request = bodies.order(parsed)
+        content = request.take_body()
+        request.begin(200, [])
+        request.end()
+        return json.loads(content)
+
+    def parts(self, body: Any) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = body["messages"][0]["content"]
+        return parts
+
+    def marked(self, parts: list[dict[str, Any]]) -> list[int]:
+        return [place for place, each in enumerate(parts) if "cache_control" in each]
+
+    def test_without_the_option_there_are_none(self) -> None:
+        bodies = Bodies(TEMPLATE)
+        content = json.dumps(messages(user(written("abc")))).encode()
+        assert [bodies.ordered(content, "messages") for _ in range(3)] == [content] * 3
+
+    def test_stand_behind_what_an_earlier_request_began_with(self) -> None:
+        bodies = self.bodies()
+        first = self.parts(self.sent(bodies, messages(user(f"{written('abc')}\nWhich?"))))
+        second = self.parts(self.sent(bodies, messages(user(f"{written('dba')}\nAnd?"))))
+        assert self.marked(first) == []
+        assert [each["text"].strip()[14] for each in second[:3]] == ["a", "b", "d"]
+        assert self.marked(second) == [1]
+        assert all(each["cache_control"] == MARK for each in second if "cache_control" in each)
+        # A cache finds parts again only if they are divided alike, marked or not.
+        assert [each["text"] for each in first[:2]] == [each["text"] for each in second[:2]]
+
+    def test_the_text_stays(self) -> None:
+        text = f"See:\n{written('abc')}\n\nWhich?"
+        for _ in range(2):
+            parts = self.parts(self.sent(bodies := self.bodies(), messages(user(text))))
+            assert "".join(each["text"] for each in parts) == text
+            assert bodies.orderer.degraded == ()
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            messages(user([part(written("ab"), cache_control=MARK)])),
+            messages(user(written("ab")), system=[part("s", cache_control=MARK)]),
+            messages(user(written("ab")), tools=[{"name": "f", "cache_control": MARK}]),
+            messages(user(written("ab")), cache_control=MARK),
+        ],
+        ids=["part", "system", "tools", "automatic"],
+    )
+    def test_a_client_that_sets_one_sets_all(self, body: dict[str, Any]) -> None:
+        bodies = self.bodies()
+        assert [self.sent(bodies, body) for _ in range(3)] == [body] * 3
+
+    def test_a_conversation_is_marked_at_its_end(self) -> None:
+        bodies = self.bodies()
+        first = user(f"{written('abc')}\nWhich?")
+        self.sent(bodies, messages(first))
+        body = messages(first, {"role": "assistant", "content": "a"}, user("Why?"))
+        sent = self.sent(bodies, body)
+        assert sent["messages"][-1] == user([part("Why?", cache_control=MARK)])
+        assert self.marked(self.parts(sent)) == [2]
+
+    @pytest.mark.parametrize("last", ["", "  ", [], [{"type": "thinking", "thinking": "x"}], [part(" ")]])
+    def test_what_no_server_takes_a_mark_on_gets_none(self, last: Any) -> None:
+        body = messages(user(written("ab")), {"role": "assistant", "content": "a"}, user(last))
+        assert self.sent(self.bodies(), body)["messages"][-1] == user(last)
+
+    def test_a_tools_result_has_none_in_it(self) -> None:
+        body = messages(user("?"), USE, user([tool_result(written("ab"))]))
+        bodies = self.bodies()
+        assert [self.sent(bodies, body) for _ in range(2)] == [body] * 2
+
+    def test_at_most_two(self) -> None:
+        bodies = self.bodies()
+        history: list[Any] = [user(f"{written('abcdefgh')}\nWhich?")]
+        for turn in range(6):
+            sent = json.dumps(self.sent(bodies, messages(*history)))
+            assert sent.count('"cache_control"') == (2 if turn else 0)
+            history += [{"role": "assistant", "content": str(turn)}, user(f"{turn}?")]
+
+    def test_tagged_documents_are_a_part_each(self) -> None:
+        bodies = self.bodies()
+        for names in ("abc", "cba"):
+            parts = self.parts(self.sent(bodies, messages(ragorder=tagged(names))))
+        whole = PromptBuilder("").build("Which?", [Document(name, TEXTS[name]) for name in "abc"])
+        assert "".join(each["text"] for each in parts) == whole.messages[-1]["content"]
+        assert len(parts) == 4
+        assert self.marked(parts) == [2]
+
+
+TEXT = st.sampled_from(["", " ", "\n", "x", BOUNDARY, f"{BOUNDARY}y", f" {BOUNDARY} ", f"z{BOUNDARY}{BOUNDARY}"])
+
+
+@given(st.lists(TEXT, min_size=2, max_size=8), st.sets(st.integers(1, 8)))
+def test_chunks_are_the_texts_divided_at_documents(around: list[str], marked: set[int]) -> None:
+    count = len(around) - 1
+    pieces = [""] * (2 * count + 1)
+    pieces[::2] = around
+    pieces[1::2] = [f"<{number}>" for number in range(1, count + 1)]
+    chunks = chunks_of(pieces, marked)
+    parts = [
+        "".join(chunk.text for chunk in chunks if chunk.part == number)
+        for number in range("".join(pieces).count(BOUNDARY) + 1)
+    ]
+    assert BOUNDARY.join(parts) == "".join(pieces)
+    assert [chunk.part for chunk in chunks] == sorted(chunk.part for chunk in chunks)
+    for before, after in pairwise(chunks):
+        assert before.part != after.part or (before.text.strip() and after.text.strip())
+    for number in range(1, count + 1):
+        (chunk,) = [chunk for chunk in chunks if f"<{number}>" in chunk.text]
+        assert chunk.text.rstrip().endswith(f"<{number}>")
+        assert chunk.marked == (number in marked)
+
+
+CHUNKS = [
+    {
+        "type": "message_start",
+        "message": {"usage": {"input_tokens": 88, "cache_read_input_tokens": 512, "output_tokens": 1}},
+    },
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "ping"},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "yes"}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "message_stop"}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}},
+    {"type": "message_stop"},
+]
+EVENTS = [
+    {"type": "response.created", "response": {"usage": None}},
+    {"type": "response.output_item.added", "item": {}},
+    {"type": "response.output_text.delta", "delta": "yes"},
+    {"type": "response.output_text.done", "text": "response.completed"},
+    {
+        "type": "response.completed",
+        "response": {
+            "usage": {"input_tokens": 600, "input_tokens_details": {"cached_tokens": 512}, "output_tokens": 7}
+        },
+    },
+]
+
+
+def stream(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json.dumps(each).encode()) for each in events)
+
+
+class TestUsage:
+    @pytest.mark.parametrize("events", [CHUNKS, EVENTS], ids=["messages", "responses"])
+    @given(cuts=st.lists(st.integers(0, 2000), max_size=20))
+    def test_a_stream_is_read_wherever_it_is_cut(self, events: list[dict[str, Any]], cuts: list[int]) -> None:
+        content, reader = stream(events), StreamReader()
+        edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
+        for start, end in pairwise(edges):
+            assert not reader.done or start >= len(content) - 2
+            reader.feed(content[start:end])
+        assert (reader.served, reader.done) == (True, True)
+        assert reader.usage() == ReportedUsage(512, 600, 7)
+
+    @pytest.mark.parametrize(("events", "first"), [(CHUNKS, 3), (EVENTS, 2)], ids=["messages", "responses"])
+    def test_it_is_served_from_its_first_token_on(self, events: list[dict[str, Any]], first: int) -> None:
+        reader = StreamReader()
+        for number, event in enumerate(events):
+            reader.feed(stream([event]))
+            assert reader.served == (number >= first)
+            assert reader.done == (number == len(events) - 1)
+
+    @pytest.mark.parametrize("kind", ["response.failed", "error"])
+    def test_a_failure_before_is_not_served(self, kind: str) -> None:
+        reader = StreamReader()
+        reader.feed(stream([EVENTS[0], {"type": kind, "response": {"usage": None}}]))
+        assert not reader.served
+
+    @pytest.mark.parametrize(
+        "usage",
+        [
+            {"input_tokens": 60, "cache_creation_input_tokens": 28, "cache_read_input_tokens": 512, "output_tokens": 7},
+            {"input_tokens": 600, "input_tokens_details": {"cached_tokens": 512}, "output_tokens": 7},
+            {"prompt_tokens": 600, "prompt_tokens_details": {"cached_tokens": 512}, "completion_tokens": 7},
+            # LiteLLM's has both, and its prompt tokens are all of them.
+            {"prompt_tokens": 600, "cache_read_input_tokens": 512, "completion_tokens": 7},
+        ],
+        ids=["anthropic", "responses", "chat", "litellm"],
+    )
+    def test_of_a_whole_answer(self, usage: dict[str, Any]) -> None:
+        reader = WholeReader()
+        reader.feed(json.dumps({"usage": usage}).encode())
+        assert reader.usage() == read_usage(usage) == ReportedUsage(512, 600, 7)
+
+    def test_a_cache_that_read_nothing_says_so(self) -> None:
+        usage = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 1}
+        assert read_usage(usage) == ReportedUsage(0, 5, 1)
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """The server behind: it has not the route."""
+    await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": b"no such route"})
+
+
+class TestErrors:
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None, **options: Any) -> httpx2.Response:
+        transport = options.pop("transport", httpx2.ASGITransport(refuse))
+        app = make_app(
+            Orderer(block_size=16),
+            upstream="http://far.end",
+            template=DocumentTemplate(TEMPLATE),
+            make_transport=lambda: transport,
+            **options,
+        )
+
+        async def ask() -> httpx2.Response:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
+                return await client.post(path, json=body, headers=headers)
+
+        return asyncio.run(ask())
+
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+    def test_of_the_server_are_forwarded(self, path: str) -> None:
+        answer = self.post(path, messages(user(written("ab"))) | {"input": written("ab")})
+        assert (answer.status_code, answer.text) == (404, "no such route")
+
+    def test_are_anthropics_on_its_route(self) -> None:
+        answer = self.post("/v1/messages", {"messages": [], "ragorder": {"documents": 1, "query": "?"}})
+        assert answer.status_code == 400
+        error = answer.json()
+        assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+        assert error["error"]["message"].startswith("ragorder.documents: ")
+
+    def test_are_openais_on_the_others(self) -> None:
+        answer = self.post("/v1/responses", {"ragorder": {"documents": 1, "query": "?"}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ragorder.documents")
+
+    @pytest.mark.parametrize(
+        ("path", "options", "status", "kind"),
+        [
+            ("/v1/messages", {"api_key": "k"}, 401, "authentication_error"),
+            ("/v1/messages/count_tokens", {"api_key": "k"}, 401, "authentication_error"),
+            ("/v1/messages", {"hosts": ["other"]}, 403, "permission_error"),
+            ("/v1/messages", {"body_limit": 4}, 413, "request_too_large"),
+        ],
+    )
+    def test_every_refusal_has_a_type_of_anthropics(
+        self, path: str, options: dict[str, Any], status: int, kind: str
+    ) -> None:
+        answer = self.post(path, messages(user("Hello")), **options)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert answer.json()["error"]["type"] == kind
+
+    @pytest.mark.parametrize(
+        ("path", "code"), [("/v1/responses", "invalid_api_key"), ("/v1/messagesX", "invalid_api_key")]
+    )
+    def test_other_routes_keep_openais(self, path: str, code: str) -> None:
+        assert self.post(path, {}, api_key="k").json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "content"),
+    [
+        ("chat", None, {"error": {"message": "Gone.", "type": "server_error", "param": None, "code": "gone"}}),
+        ("messages", "error", {"type": "error", "error": {"type": "api_error", "message": "Gone."}}),
+        (
+            "responses",
+            "error",
+            {"type": "error", "message": "Gone.", "param": None, "code": "gone", "sequence_number": 0},
+        ),
+    ],
+)
+def test_a_stream_ends_with_an_error_of_its_protocol(route: Any, name: str | None, content: dict[str, Any]) -> None:
+    event = error_event(route, HTTPError(502, "Gone.", code="gone"))
+    *named, data, end, last = event.decode().split("\n")
+    assert named == ([] if name is None else [f"event: {name}"])
+    assert (json.loads(data.removeprefix("data: ")), end, last) == (content, "", "")
+
+
+class TestKeys:
+    def sent(self, headers: dict[str, str], **options: Any) -> tuple[int, dict[str, str]]:
+        """The status, and the headers that the server got."""
+        got: dict[str, str] = {}
+
+        async def keep(scope: Any, receive: Any, send: Any) -> None:
+            got.update({name.decode(): value.decode() for name, value in scope["headers"]})
+            await refuse(scope, receive, send)
+
+        answer = TestErrors().post("/v1/messages", {}, headers, transport=httpx2.ASGITransport(keep), **options)
+        return answer.status_code, got
+
+    def test_the_proxys_comes_as_x_api_key_too(self) -> None:
+        status, got = self.sent({"x-api-key": "k"}, api_key="k")
+        assert (status, "x-api-key" in got, "authorization" in got) == (404, False, False)
+        assert self.sent({"x-api-key": "wrong"}, api_key="k")[0] == 401
+        assert self.sent({"x-api-key": "k", "authorization": "Bearer wrong"}, api_key="k")[0] == 401
+
+    def test_the_clients_is_forwarded_if_the_proxy_requires_none(self) -> None:
+        assert self.sent({"x-api-key": "client"})[1]["x-api-key"] == "client"
+
+    def test_the_servers_is_sent_as_the_client_sends_its_own(self) -> None:
+        got = self.sent({"x-api-key": "client"}, upstream_api_key="up")[1]
+        assert (got["x-api-key"], got.get("authorization")) == ("up", None)
+        got = self.sent({"authorization": "Bearer client"}, upstream_api_key="up")[1]
+        assert (got.get("x-api-key"), got["authorization"]) == (None, "Bearer up")
+        got = self.sent({"x-api-key": "client"}, upstream_api_key="up", api_key="client")[1]
+        assert (got["x-api-key"], got.get("authorization")) == ("up", None)

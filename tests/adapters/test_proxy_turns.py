@@ -1,0 +1,332 @@
+"""Conversations through the proxy: earlier turns go on as they were sent, and repeated documents are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Orderer
+
+pytest.importorskip("starlette")
+
+from support.bodies import Bodies
+
+from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments, TemplateError, make_app, turns
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+
+
+def document(name: str, text: str | None = None) -> str:
+    return TEMPLATE.format(id=name, text=TEXTS[name] if text is None else text)
+
+
+def written(names: Iterable[str]) -> str:
+    return "\n".join(map(document, names))
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def chat(*turns: Any) -> tuple[str, dict[str, Any]]:
+    return "chat", {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *turns]}
+
+
+def messages(*turns: Any) -> tuple[str, dict[str, Any]]:
+    return "messages", {"model": "m", "max_tokens": 8, "system": "Be brief.", "messages": list(turns)}
+
+
+def responses(*turns: Any) -> tuple[str, dict[str, Any]]:
+    return "responses", {"model": "m", "instructions": "Be brief.", "input": list(turns), "prompt_cache_key": "k"}
+
+
+ROUTES = pytest.mark.parametrize("route", [chat, messages, responses])
+Route = Callable[..., tuple[Any, dict[str, Any]]]
+
+
+class Proxy(Bodies):
+    """Bodies whose answers came."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(TEMPLATE, **options)
+        self.named: str | None = None
+
+    def sent(self, route: Any, body: dict[str, Any]) -> dict[str, Any]:
+        content = json.dumps(body).encode()
+        parsed = self.parse(route, content)
+        self.named = None
+        if parsed is not None:
+            request = self.order(parsed)
+            content = request.take_body()
+            request.begin(200, [])
+            self.named = dict(request.headers()).get(b"x-ragorder-named", b"").decode() or None
+            request.end()
+        sent: dict[str, Any] = json.loads(content)
+        return sent
+
+
+def turns_of(body: dict[str, Any]) -> list[Any]:
+    """The messages behind the system prompt."""
+    found = body.get("input", body.get("messages"))
+    return [message for message in found if message.get("role") != "system"]
+
+
+def with_repeats(**options: Any) -> Proxy:
+    return Proxy(repeated=RepeatedDocuments(DocumentTemplate(TEMPLATE)), **options)
+
+
+class TestEarlierTurns:
+    @ROUTES
+    def test_go_on_as_they_were_sent(self, route: Route) -> None:
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        first = user(written("cba") + "\nWhich?")
+        sent = turns_of(proxy.sent(*route(first)))
+        assert sent == [user(written("abc") + "\nWhich?")]
+        later = [assistant("a"), user("Why?")]
+        assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
+
+    @ROUTES
+    def test_whatever_the_cache_would_like_better_meanwhile(self, route: Route) -> None:
+        proxy = Proxy()
+        first = user(written("cba") + "\nWhich?")
+        sent = turns_of(proxy.sent(*route(first)))
+        # Another order of the same documents, which the mirror holds since, and finds first.
+        proxy.sent(*route(user(written("ab") + "\nOther?")))
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        for count in range(1, 5):
+            history = [each for number in range(count) for each in (assistant(f"a{number}"), user(f"q{number}"))]
+            assert turns_of(proxy.sent(*route(first, *history))) == [*sent, *history]
+
+    @ROUTES
+    def test_also_when_the_cache_has_lost_them(self, route: Route) -> None:
+        proxy = Proxy(orderer=Orderer(block_size=16, capacity_tokens=1000, strict=True))
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        first = user(written("cba") + "\nWhich?")
+        sent = turns_of(proxy.sent(*route(first)))
+        for names in ("defg", "gfed"):
+            proxy.sent(*route(user(written(names) + "\nOther?")))
+        later = [assistant("a"), user("Why?")]
+        assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
+
+    @ROUTES
+    def test_that_are_not_known_stay_as_they_are(self, route: Route) -> None:
+        """The engine may have them from before this proxy."""
+        proxy = Proxy()
+        proxy.sent(*route(user(written("ab") + "\nOther?")))
+        body = route(user(written("cba") + "\nWhich?"), assistant("a"), user("Why?"))
+        assert proxy.sent(*body) == body[1]
+
+    @ROUTES
+    def test_that_another_process_has_sent_are_those_that_the_engine_holds(self, route: Route) -> None:
+        orderer = Orderer(block_size=16, strict=True)
+        first = user(written("cba") + "\nWhich?")
+        one, other = Proxy(orderer=orderer), Proxy(orderer=orderer)
+        one.sent(*route(user(written("abc") + "\nOther?")))
+        sent = turns_of(one.sent(*route(first)))
+        later = [assistant("a"), user("Why?")]
+        assert turns_of(other.sent(*route(first, *later))) == [*sent, *later]
+
+    @ROUTES
+    def test_a_client_may_keep_what_was_sent(self, route: Route) -> None:
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        sent = turns_of(proxy.sent(*route(user(written("cba") + "\nWhich?"))))
+        body = route(*sent, assistant("a"), user("Why?"))
+        assert proxy.sent(*body) == body[1]
+
+    @ROUTES
+    def test_documents_of_later_turns_stay_in_rank_order(self, route: Route) -> None:
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        first = user(written("cba") + "\nWhich?")
+        sent = turns_of(proxy.sent(*route(first)))
+        for names in ("fed", "def", "cba"):
+            body = route(first, assistant("a"), user(written(names) + "\nWhy?"))
+            assert turns_of(proxy.sent(*body)) == [*sent, *turns_of(body[1])[1:]]
+
+    @ROUTES
+    def test_the_last_turn_may_be_generated_again(self, route: Route) -> None:
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc"))))
+        first = user(written("cba") + "\nWhich?")
+        once, again = (turns_of(proxy.sent(*route(first))) for _ in range(2))
+        assert once == again
+
+    def test_documents_in_the_system_message_are_no_earlier_turn(self) -> None:
+        proxy = Proxy()
+        history = [user("Which?"), assistant("a"), user("Why?")]
+
+        def body(names: str) -> dict[str, Any]:
+            return {"messages": [{"role": "system", "content": written(names)}, *history]}
+
+        proxy.sent("chat", body("abc"))
+        assert proxy.sent("chat", body("cbad")) == body("abcd")
+        instructions = {"instructions": written("cba"), "input": history, "prompt_cache_key": "k"}
+        proxy.sent("responses", instructions | {"instructions": written("abc")})
+        assert proxy.sent("responses", instructions)["instructions"] == written("abc")
+
+    def test_tenants_have_histories_of_their_own(self) -> None:
+        proxy = Proxy()
+        first = user(written("cba") + "\nWhich?")
+
+        def body(*turns: Any, salt: str) -> dict[str, Any]:
+            return {"model": "m", "messages": list(turns), "cache_salt": salt}
+
+        proxy.sent("chat", body(user(written("abc")), salt="one"))
+        proxy.sent("chat", body(first, salt="one"))
+        later = body(first, assistant("a"), user("Why?"), salt="two")
+        assert proxy.sent("chat", later) == later
+
+    def test_they_are_remembered_in_bounded_memory_and_without_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(turns, "_REMEMBERED", 10)
+        proxy = Proxy()
+        for number in range(50):
+            proxy.sent(*chat(user(f"{written('abc')}\n{number}?")))
+        orders = proxy.parser._turns._orders
+        assert len(orders) == 10
+        assert all(isinstance(key, bytes) and len(key) == 16 for key in orders._values)
+
+
+class TestRepeatedDocuments:
+    @ROUTES
+    def test_are_named_and_the_others_sent(self, route: Route) -> None:
+        proxy = with_repeats()
+        body = route(user(written("ab") + "\nWhich?"), assistant("a"), user(f"{written('cad')}\nWhy?"))
+        *history, last = turns_of(proxy.sent(*body))
+        assert history == turns_of(body[1])[:-1]
+        assert last["content"] == f"{document('c')}\n[a] is above.\n{document('d')}\nWhy?"
+        assert proxy.named == "1"
+
+    def test_are_sent_without_the_option(self) -> None:
+        body = chat(user(written("ab")), assistant("a"), user(written("ab")))
+        proxy = Proxy()
+        assert proxy.sent(*body) == body[1]
+        assert proxy.named is None
+
+    @ROUTES
+    def test_what_is_sent_of_a_turn_never_changes(self, route: Route) -> None:
+        proxy = with_repeats()
+        history: list[Any] = []
+        before: list[Any] = []
+        for number, names in enumerate(["abc", "cbd", "de", "abcde", "f", "fa"]):
+            history.append(user(f"{written(names)}\n{number}?"))
+            sent = turns_of(proxy.sent(*route(*history)))
+            assert sent[: len(before)] == before
+            before = [*sent, assistant(str(number))]
+            history.append(assistant(str(number)))
+
+    def test_a_cut_off_history_has_them_again(self) -> None:
+        first, second = user(written("ab") + "\nWhich?"), user(written("ab") + "\nWhy?")
+        proxy = with_repeats()
+        assert "above" in str(proxy.sent(*chat(first, assistant("a"), second)))
+        body = chat(assistant("a"), second)
+        assert proxy.sent(*body) == body[1]
+
+    def test_changed_text_under_an_id_is_sent(self) -> None:
+        other = document("a", "It has changed since.")
+        body = chat(user(written("ab")), assistant("a"), user(f"{other}\n{document('b')}"))
+        last = turns_of(with_repeats().sent(*body))[-1]
+        assert last["content"] == f"{other}\n[b] is above."
+
+    def test_an_answer_that_quotes_one_does_not_hold_it(self) -> None:
+        body = chat(user("Which?"), assistant(written("ab")), user(written("ab")))
+        proxy = with_repeats()
+        assert proxy.sent(*body) == body[1]
+
+    def test_in_the_system_message_they_stand_as_well(self) -> None:
+        body = {"messages": [{"role": "system", "content": written("ab")}, user(f"{document('b')}\nWhich?")]}
+        proxy = with_repeats()
+        sent = proxy.sent("chat", body)
+        assert sent["messages"] == [body["messages"][0], user("[b] is above.\nWhich?")]
+        assert proxy.named == "0"
+
+    def test_a_single_one_is_named_where_nothing_is_ordered(self) -> None:
+        proxy = with_repeats()
+        body = chat(user(document("a")), assistant("a"), user(f"{document('a')}\nWhy?"))
+        assert turns_of(proxy.sent(*body))[-1] == user("[a] is above.\nWhy?")
+        assert proxy.named == "0"
+
+    def test_in_results_of_tools(self) -> None:
+        call = {"type": "function_call", "call_id": "1", "name": "search", "arguments": "{}"}
+
+        def output(content: Any) -> dict[str, Any]:
+            return {"type": "function_call_output", "call_id": "1", "output": content}
+
+        body = responses(user("Which?"), call, output(written("ab")), call, output(written("bc")))
+        sent = turns_of(with_repeats().sent(*body))
+        assert sent[-1] == output(f"[b] is above.\n{document('c')}")
+        assert sent[:-1] == turns_of(body[1])[:-1]
+
+    def test_in_parts_of_results_of_tools(self) -> None:
+        use = assistant([{"type": "tool_use", "id": "1", "name": "search", "input": {}}])
+
+        def result(*texts: str) -> dict[str, Any]:
+            return {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": t} for t in texts]}
+
+        first = user([result(document("a"), document("b"))])
+        body = messages(user("Which?"), use, first, use, user([result(document("b")), result(document("c"), "So.")]))
+        sent = turns_of(with_repeats().sent(*body))
+        assert sent[-1] == user([result("[b] is above."), result(document("c"), "So.")])
+        assert sent[:-1] == turns_of(body[1])[:-1]
+
+    def test_twice_in_one_text_both_are_sent(self) -> None:
+        body = chat(user(written("aab")))
+        assert with_repeats().sent(*body) == body[1]
+
+    def test_the_text_that_names_them_can_be_given(self) -> None:
+        naming = RepeatedDocuments(DocumentTemplate(TEMPLATE), "(see {id})")
+        proxy = Proxy(repeated=naming)
+        body = chat(user(written("ab")), assistant("a"), user(document("a")))
+        assert turns_of(proxy.sent(*body))[-1] == user("(see a)")
+
+    @pytest.mark.parametrize(
+        ("template", "reference", "message"),
+        [
+            ("<d>{text}</d>", "[{id}]", "needs {id}"),
+            (TEMPLATE, "It is above.", "has {id}"),
+            (TEMPLATE, "[{id}] {text}", "has {id}"),
+            (TEMPLATE, "[{id", "has {id}"),
+            (TEMPLATE, "{id.real}", "has {id}"),
+            ("<d>{id}:{text}</d>", "<d>{id}:</d>", "look like one"),
+        ],
+    )
+    def test_what_names_nothing_is_refused(self, template: str, reference: str, message: str) -> None:
+        with pytest.raises(TemplateError, match=message):
+            RepeatedDocuments(DocumentTemplate(template), reference)
+
+    def test_numbers_by_place_name_nothing(self) -> None:
+        template = DocumentTemplate(TEMPLATE)
+        with pytest.raises(TemplateError, match="number of a place"):
+            make_app(
+                Orderer(),
+                upstream="http://127.0.0.1:1",
+                template=template,
+                repeated=RepeatedDocuments(template),
+                number_by_place=True,
+            )
+
+    @given(st.lists(st.text("abcd", max_size=5), min_size=1, max_size=6), st.integers(0, 5))
+    def test_every_document_of_the_last_turn_stands_in_what_is_sent(self, asked: Sequence[str], dropped: int) -> None:
+        history: list[Any] = []
+        for number, names in enumerate(asked):
+            history += [user(f"{written(names)}\n{number}?"), assistant(f"a{number}")]
+        kept = history[2 * min(dropped, len(asked) - 1) : -1]
+        sent = turns_of(with_repeats().sent(*chat(*kept)))
+        texts = [message["content"] for message in sent]
+        for name in asked[-1]:
+            assert any(document(name) in text for text in texts)
+        # No more than once, but within one text.
+        for name in "abcd":
+            assert sum(document(name) in text for text in texts) <= 1
+        assert all(text.endswith("?") for text in texts[::2])
