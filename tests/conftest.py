@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -192,3 +193,39 @@ def vllm_server(vllm_model: Path) -> Iterator[Any]:
         )
         urllib.request.urlopen(request, timeout=60).close()
         yield server
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray for the session, on this machine; its processes import the tests' support, too."""
+    ray = pytest.importorskip("ray")
+    if ray.is_initialized():
+        yield
+        return
+    tests = Path(__file__).parent
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, [tests.parent, tests]), before["PYTHONPATH"]]))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        ray.init(
+            num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=10**8
+        )
+        yield
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def ray_serve(ray_cluster: None) -> Iterator[str]:
+    """Ray Serve; the URL of its HTTP server."""
+    serve = pytest.importorskip("ray.serve")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()

@@ -15,9 +15,10 @@ except ImportError as error:
 
 from ragorder.adapters.embedded.app import hosted, make_engine_app
 from ragorder.adapters.embedded.metrics import EngineMetrics
+from ragorder.adapters.embedded.sizes import with_sizes
 from ragorder.adapters.embedded.streams import EmbeddedRequestError, EmbeddedStreams
-from ragorder.adapters.embedded.transport import AppTransport
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
+from ragorder.adapters.http_server.app_transport import AppTransport
 
 __all__ = [
     "AppTransport",
@@ -30,4 +31,5 @@ __all__ = [
     "TooManyWaitingError",
     "hosted",
     "make_engine_app",
+    "with_sizes",
 ]

@@ -27,6 +27,7 @@ class LazyCommand(NamedTuple):
 
 _COMMANDS = {
     "order": LazyCommand("ragorder.cli.order:order", "Order the documents of each request in a file of JSON lines."),
+    "plan": LazyCommand("ragorder.cli.plan:plan", "Plan a batch of any size in shards, each a file in serving order."),
     "bench": LazyCommand("ragorder.eval.cli.bench:bench", "Compare ordering policies on a trace of requests."),
     "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Run the evaluation's tables and figures, and report on them."),
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),

@@ -5,55 +5,19 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 import click
-from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
+from ragorder.cli.request_lines import LineError, RequestToOrder, document_tokens_option, read_requests
 from ragorder.document import Document
-from ragorder.jsonl import JSONLines
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
 
 __all__ = ["order"]
-
-_EXAMPLE = '{"documents": [{"id": "a", "text": "…"}, {"id": "b", "tokens": 200}]}'
-
-
-class LineError(click.ClickException):
-    """A line of the input cannot be read."""
-
-
-class DocumentFields(BaseModel):
-    """A document of a request."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str
-    text: str | None = None
-    tokens: int | None = Field(None, ge=0)
-    metadata: dict[str, Any] | None = None
-
-
-class RequestLine(BaseModel):
-    """A request; other fields are passed through."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    documents: list[str | DocumentFields]
-    scope: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _OrderRequest:
-    index: int
-    documents: list[Document]
-    scope: str | None
-    echo: dict[str, Any]
 
 
 @click.command(cls=Command)
@@ -61,14 +25,7 @@ class _OrderRequest:
 @section(
     "Engine and prompt",
     options_from(Settings, "capacity_tokens", "block_size", "prefix_tokens", "suffix_tokens"),
-    option(
-        "--document-tokens",
-        type=Count(0),
-        default=256,
-        show_default=True,
-        metavar="TOKENS",
-        help="Length of a document without text and tokens.",
-    ),
+    document_tokens_option(),
 )
 @section(
     "Order",
@@ -127,7 +84,7 @@ def order(
     if max_wait is not None and not batch:
         raise click.UsageError("--max-wait requires --batch")
     orderer = Orderer(build(Settings, options))
-    read = _read(requests, document_tokens)
+    read = read_requests(requests, document_tokens)
     ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
     for request, ordering in ordered:
         ordering.confirm()
@@ -136,9 +93,9 @@ def order(
 
 
 def _one_by_one(
-    orderer: Orderer, requests: Iterator[_OrderRequest], waiting: int
-) -> Iterator[tuple[_OrderRequest, Ordering[Document]]]:
-    backlog: deque[_OrderRequest] = deque()
+    orderer: Orderer, requests: Iterator[RequestToOrder], waiting: int
+) -> Iterator[tuple[RequestToOrder, Ordering[Document]]]:
+    backlog: deque[RequestToOrder] = deque()
     failure: LineError | None = None
     try:
         for request in requests:
@@ -153,17 +110,17 @@ def _one_by_one(
         raise failure
 
 
-def _order_first(orderer: Orderer, backlog: deque[_OrderRequest]) -> tuple[_OrderRequest, Ordering[Document]]:
+def _order_first(orderer: Orderer, backlog: deque[RequestToOrder]) -> tuple[RequestToOrder, Ordering[Document]]:
     request = backlog.popleft()
     waiting = [later.documents for later in backlog if later.scope == request.scope]
     return request, orderer.order(request.documents, waiting=waiting, scope=request.scope)
 
 
 def _in_batches(
-    orderer: Orderer, requests: Iterator[_OrderRequest], max_wait: int | None
-) -> Iterator[tuple[_OrderRequest, Ordering[Document]]]:
+    orderer: Orderer, requests: Iterator[RequestToOrder], max_wait: int | None
+) -> Iterator[tuple[RequestToOrder, Ordering[Document]]]:
     """One batch a scope: documents of one tenant are never planned with those of another."""
-    by_scope: dict[str | None, list[_OrderRequest]] = {}
+    by_scope: dict[str | None, list[RequestToOrder]] = {}
     for request in requests:
         by_scope.setdefault(request.scope, []).append(request)
     for scope, members in by_scope.items():
@@ -172,7 +129,7 @@ def _in_batches(
             yield members[ordering.index], ordering
 
 
-def _as_json(request: _OrderRequest, ordering: Ordering[Document]) -> dict[str, Any]:
+def _as_json(request: RequestToOrder, ordering: Ordering[Document]) -> dict[str, Any]:
     return {
         **request.echo,
         "index": request.index,
@@ -181,18 +138,3 @@ def _as_json(request: _OrderRequest, ordering: Ordering[Document]) -> dict[str, 
         "prefix_documents": ordering.prefix_documents,
         "cached_tokens": ordering.cached_tokens,
     }
-
-
-def _read(source: IO[bytes], default_tokens: int) -> Iterator[_OrderRequest]:
-    lines = JSONLines(source, error=LineError, example=_EXAMPLE)
-    for index, (_, line) in enumerate(lines.read(RequestLine)):
-        documents = [_document(each, default_tokens) for each in line.documents]
-        scope = {"scope": line.scope} if "scope" in line.model_fields_set else {}
-        yield _OrderRequest(index, documents, line.scope, scope | (line.model_extra or {}))
-
-
-def _document(fields: str | DocumentFields, default_tokens: int) -> Document:
-    if isinstance(fields, str):
-        return Document(fields, tokens=default_tokens)
-    tokens = default_tokens if fields.text is None and fields.tokens is None else fields.tokens
-    return Document(fields.id, fields.text or "", tokens, metadata=fields.metadata or {})

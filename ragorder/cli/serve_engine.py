@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.types import ASGIApp
 
-    from ragorder.adapters.embedded import EngineWorker
     from ragorder.kernels.engine import TieredEngine
     from ragorder.settings import Settings
 
@@ -140,7 +139,14 @@ def embedded(
 ) -> Iterator[Backend]:
     """The embedded engine, whose metrics go to `registry`. Raises click.ClickException if it cannot start."""
     try:
-        from ragorder.adapters.embedded import AppTransport, EngineMetrics, EngineWorker, hosted, make_engine_app
+        from ragorder.adapters.embedded import (
+            AppTransport,
+            EngineMetrics,
+            EngineWorker,
+            hosted,
+            make_engine_app,
+            with_sizes,
+        )
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     engine = _load(options, settings)
@@ -152,7 +158,7 @@ def embedded(
         # The rewritten body may be longer than the one received.
         app = make_engine_app(worker, metrics=metrics, body_limit=2 * body_limit)
         yield Backend(
-            _with_sizes(settings, worker),
+            with_sizes(settings, worker),
             deepcopy(engine.tokenizer),
             {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
             "all tiers",
@@ -195,32 +201,6 @@ def take_model(options: dict[str, Any]) -> str:
     if not Path(model).is_dir() and may_be_on_hub(model):
         click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
     return model
-
-
-def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    """And with the profile, if it has load times."""
-    from ragorder.kernels.profile_cache import ProfileCache
-
-    engine, cache = worker.engine, worker.stats().cache
-    known: dict[str, Any] = {
-        "block_size": engine.block_size,
-        "reuse": engine.settings.reuse,
-        "recompute": engine.settings.recompute,
-        # As if last, answers depend on the order of what is exact, unless its tokens can be critical, too.
-        "invest": settings.invest and (engine.settings.anywhere or not engine.settings.as_if_last),
-    }
-    if "capacity_tokens" not in settings.model_fields_set:
-        token_bytes = cache.device.capacity_bytes // engine.device_tokens
-        known |= {
-            "capacity_tokens": engine.device_tokens,
-            "host_tokens": cache.host.capacity_bytes // token_bytes,
-            "disk_tokens": cache.disk.capacity_bytes // token_bytes,
-            "tier_policy": engine.settings.policy,
-            "tier_copies": "evicted",
-        }
-    if settings.profile is None and engine.profile.loads:
-        known["profile"] = ProfileCache().file_of(engine.profile)
-    return settings.model_copy(update=known)
 
 
 def _missing(error: ImportError) -> str:

@@ -332,6 +332,7 @@ class TestALostServer:
         server.client.delete(STREAM)
         one.order(DOCUMENTS[2:5]).confirm()
         assert known(other, orders=2)
+        assert other.predict_cached_tokens(DOCUMENTS[2:5])[0] == 300 // 16 * 16
         assert (one.degraded, other.degraded) == ((), ())
 
     def test_an_order_that_was_written_twice_is_applied_once(

@@ -138,6 +138,7 @@ class TestDeclared:
             ("ragorder", {"proxy"}),
             ("trie", set()),
             ("adapters/proxy", {"proxy"}),
+            ("adapters/ray", {"ray"}),
             ("adapters/shared_orders", {"shared"}),
             ("adapters/embedded", {"torch", "proxy"}),
             ("adapters/vllm_tiers", {"tiers", "metrics"}),

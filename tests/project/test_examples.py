@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,19 @@ def test_a_small_machine(python: Any) -> None:
     assert int(re.search(r"read (\d+) MB of weights", done.stdout)[1]) > 0
     refused = python(EXAMPLES / "small_machine.py", "20MiB", timeout=180)
     assert "bytes are missing" in refused.stderr
+
+
+def test_ray_serve(python: Any) -> None:
+    for module in ("ray.serve", "openai", "torch", "transformers"):
+        pytest.importorskip(module)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = python(EXAMPLES / "ray_serve.py", str(port), timeout=300, RAY_USAGE_STATS_ENABLED="0")
+    assert done.returncode == 0, done.stderr
+    engines = re.findall(
+        r"^engine \w+: (\d+) questions, (\d+) of (\d+) prompt tokens cached$", done.stdout, re.MULTILINE
+    )
+    assert sum(int(questions) for questions, _, _ in engines) == 36
+    cached, prompts = (sum(int(each[place]) for each in engines) for place in (1, 2))
+    assert cached > prompts / 3
+    assert done.stdout.count("questions at one engine") == 6

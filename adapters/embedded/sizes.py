@@ -1,0 +1,36 @@
+"""Settings of an orderer in front of an embedded engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragorder.adapters.embedded.worker import EngineWorker
+from ragorder.kernels.profile_cache import ProfileCache
+from ragorder.settings import Settings
+
+__all__ = ["with_sizes"]
+
+
+def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
+    """With the sizes of the engine's tiers, unless `capacity_tokens` is given, and what it reuses; and with its
+    profile, if that has load times."""
+    engine, cache = worker.engine, worker.stats().cache
+    known: dict[str, Any] = {
+        "block_size": engine.block_size,
+        "reuse": engine.settings.reuse,
+        "recompute": engine.settings.recompute,
+        # As if last, answers depend on the order of what is exact, unless its tokens can be critical, too.
+        "invest": settings.invest and (engine.settings.anywhere or not engine.settings.as_if_last),
+    }
+    if "capacity_tokens" not in settings.model_fields_set:
+        token_bytes = cache.device.capacity_bytes // engine.device_tokens
+        known |= {
+            "capacity_tokens": engine.device_tokens,
+            "host_tokens": cache.host.capacity_bytes // token_bytes,
+            "disk_tokens": cache.disk.capacity_bytes // token_bytes,
+            "tier_policy": engine.settings.policy,
+            "tier_copies": "evicted",
+        }
+    if settings.profile is None and engine.profile.loads:
+        known["profile"] = ProfileCache().file_of(engine.profile)
+    return settings.model_copy(update=known)

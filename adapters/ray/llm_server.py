@@ -1,0 +1,53 @@
+"""Ray's own server of vLLM, which orders for its engine's cache."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import cached_property
+from typing import Any
+
+from ray.serve.config import RequestRouterConfig
+
+from ragorder.adapters.ray.ordered_calls import OrderedCalls
+from ragorder.extras import needs
+from ragorder.orderer import Orderer
+
+with needs("ray,vllm", "Ray's LLM server"):
+    from ray.serve.llm.deployment import LLMServer
+
+__all__ = ["BY_SESSION", "OrderedLLMServer"]
+
+BY_SESSION = RequestRouterConfig(
+    request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+)
+"""The `request_router_config` that sends requests with the same `x-session-id` to the same replica."""
+
+
+class OrderedLLMServer(LLMServer):  # type: ignore[misc]
+    """Ray's `LLMServer`, which orders the documents of chats and completions.
+
+        config = LLMConfig(
+            model_loading_config={"model_id": "llama", "model_source": "/models/llama"},
+            deployment_config={"num_replicas": 4, "request_router_config": BY_SESSION},
+            server_cls=OrderedLLMServer,
+        )
+        serve.run(build_openai_app({"llm_configs": [config]}))
+
+    Requests bring their topic in the header `x-session-id`: from `OrderedClient(topic_header=…)`, or from `ragorder
+    serve --route` in front. Direct streaming goes past this class.
+    """
+
+    def make_calls(self) -> OrderedCalls:
+        """With the orderer of this replica's cache, by default with the settings of the environment
+        (RAGORDER_CAPACITY_TOKENS, …). A subclass may give another one, a tokenizer or a template."""
+        return OrderedCalls(Orderer())
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        return await self._calls.run("chat", super().chat, request, raw_request_info)
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        return await self._calls.run("completions", super().completions, request, raw_request_info)
+
+    @cached_property
+    def _calls(self) -> OrderedCalls:
+        return self.make_calls()

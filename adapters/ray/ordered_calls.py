@@ -1,0 +1,90 @@
+"""Ordering of requests that come as objects of Ray's LLM API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.sent import SentRequest
+from ragorder.adapters.proxy.template import DocumentTemplate
+from ragorder.adapters.proxy.token_counter import TokenCounter
+from ragorder.adapters.proxy.workers import Workers
+from ragorder.orderer import OrdererLike
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["MalformedDocumentsError", "OrderedCalls"]
+
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [(b"content-type", b"text/event-stream")]
+
+Call = Callable[..., Awaitable[AsyncIterator[Any]]]
+
+
+class MalformedDocumentsError(ValueError):
+    """The documents of a request cannot be read; Ray's ingress answers with the status."""
+
+    status_code = 400
+
+
+class OrderedCalls:
+    """Orders the documents of requests on their way to `LLMServer.chat` or `.completions`, and learns from the answers.
+
+    As in the proxy, documents are those of the field `ragorder`, or those that `template` finds.
+    """
+
+    def __init__(
+        self, orderer: OrdererLike, *, tokenizer: Any = None, template: DocumentTemplate | None = None
+    ) -> None:
+        builder = PromptBuilder("", tokenizer=tokenizer)
+        tokens = TokenCounter(builder, tokenizer)
+        self._parser = BodyParser(builder, tokens, template, warn=orderer.degrade)
+        self._orderer = RequestOrderer(orderer, exact=tokens.exact)
+        self._workers = Workers(always=tokens.exact)
+
+    async def run(self, route: Route, call: Call, request: Any, *others: Any) -> AsyncIterator[Any]:
+        """The answers of `call`. Raises MalformedDocumentsError, besides its own errors."""
+        body = request.model_dump_json(exclude_unset=True).encode()
+        try:
+            sent = await self._workers.run(partial(self._order, route, body), len(body), abandoned=methodcaller("end"))
+        except HTTPError as error:
+            raise MalformedDocumentsError(str(error)) from None
+        # Without documents nothing is sent in its place.
+        if (ordered := sent.take_body()) != b"":
+            try:
+                request = type(request).model_validate_json(ordered)
+            except BaseException:
+                sent.end()
+                raise
+        try:
+            answers = await call(request, *others)
+        except BaseException:
+            sent.end()
+            raise
+        return _watched(answers, sent, _EVENTS if getattr(request, "stream", False) else _JSON)
+
+    def _order(self, route: Route, body: bytes) -> SentRequest:
+        parsed: ParsedBody | None = self._parser.parse(route, body)
+        return SentRequest() if parsed is None else self._orderer.order(parsed)
+
+
+async def _watched(
+    answers: AsyncIterator[Any], sent: SentRequest, headers: list[tuple[bytes, bytes]]
+) -> AsyncIterator[Any]:
+    begun = False
+    try:
+        async for answer in answers:
+            # Events come one by one or several at a time.
+            for part in answer if isinstance(answer, list) else [answer]:
+                if not begun:
+                    begun = True
+                    sent.begin(500 if hasattr(part, "error") else 200, headers)
+                sent.feed(part.encode() if isinstance(part, str) else part.model_dump_json().encode())
+            yield answer
+        sent.complete = True
+    finally:
+        sent.end()

@@ -1,0 +1,31 @@
+"""The request router of deployments whose replica the ingress chooses.
+
+Ray pickles this module by value: what processes share stands elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray.serve.request_router import RequestRouter
+
+if TYPE_CHECKING:
+    from ray.serve.request_router import PendingRequest, RunningReplica
+
+__all__ = ["ChosenReplicaRouter"]
+
+
+class ChosenReplicaRouter(RequestRouter):  # type: ignore[misc]
+    """Tries the replicas in the order of the `ReplicaChoice` that `choose_replica` is given."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None or not pending_request.args or not candidate_replicas:
+            return [candidate_replicas]
+        if (rank := getattr(pending_request.args[0], "rank", None)) is None:
+            return [candidate_replicas]
+        # Where all are full, Ray waits before it asks again.
+        pending_request.routing_context.should_backoff = True
+        replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
+        return [[replicas[each]] for each in rank(list(replicas))]

@@ -1,0 +1,1 @@
+"""Plans of large batches in shards: suite sharded-plan."""

@@ -1,0 +1,114 @@
+"""The command `ragorder plan`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import click
+
+from ragorder.cli.options import Command, Count, Size, option, section
+from ragorder.cli.output import StreamFile
+from ragorder.cli.request_lines import document_tokens_option
+
+if TYPE_CHECKING:
+    from ragorder.cli.planning.reading import Progress
+
+__all__ = ["plan"]
+
+
+@click.command(cls=Command)
+@click.argument("requests", type=StreamFile("rb"), default="-")
+@section(
+    "Plan",
+    option(
+        "-o",
+        "--out",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=True,
+        metavar="DIR",
+        help="Folder of the shards and their manifest.",
+    ),
+    option(
+        "--shards",
+        type=Count(1, 99_999),
+        metavar="N",
+        help="Files of about as many tokens each. [default: as many as keep one below a million documents]",
+    ),
+    document_tokens_option(),
+)
+@section(
+    "Run",
+    option("--workers", type=Count(1), metavar="N", help="Processes that plan. [default: one for each core]"),
+    option(
+        "--memory",
+        "memory_bytes",
+        type=Size(1 << 28),
+        default="4GiB",
+        show_default=True,
+        metavar="SIZE",
+        help="Memory for all processes together.",
+    ),
+    option(
+        "--resume/--no-resume",
+        default=True,
+        show_default=True,
+        help="Continue what an interrupted run has left in DIR, or plan anew.",
+    ),
+)
+def plan(
+    requests: IO[bytes],
+    out: Path,
+    shards: int | None,
+    document_tokens: int,
+    workers: int | None,
+    memory_bytes: int,
+    resume: bool,
+) -> None:
+    """Plan a batch of any size in shards, each a file in serving order.
+
+    REQUESTS has JSON lines as for `ragorder order`, plain or gzipped, or is - for standard input. A shard has requests
+    that share documents, in the order in which one engine should serve them, as the lines that `ragorder order` writes:
+    other fields are repeated, so results are joined by an id among them or by "index". Here "prefix_documents" and
+    "cached_tokens" are what a request shares with the line before. Requests of different scopes share nothing.
+
+    Memory is bounded, whatever the number of requests; the disk holds their numbers and fields meanwhile, not their
+    texts. A run that was interrupted is simply started again, and ends with the same files.
+    """
+    from ragorder.cli.planning import PlanOptions, plan_file
+
+    options = PlanOptions(shards, document_tokens, memory_bytes, workers or _cores(), resume)
+    with _shown() as progress:
+        manifest = plan_file(requests, out, options, progress)
+    tokens, saved = manifest["tokens"], manifest["saved_tokens"]
+    click.echo(
+        f"{manifest['requests']:,} requests in {len(manifest['shards']):,} shards in {out}: of {tokens:,} tokens of "
+        f"documents {saved:,} ({100 * saved / max(1, tokens):.1f} %) are shared with the request before"
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as ProgressBars
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda label, steps: lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with ProgressBars(*columns, console=console, transient=True) as bars:
+
+        def start(label: str, steps: int) -> Callable[[], None]:
+            return partial(bars.advance, bars.add_task(label, total=steps))
+
+        yield start

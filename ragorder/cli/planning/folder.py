@@ -1,0 +1,113 @@
+"""The folder of a plan: the shards and their manifest, and how far an unfinished plan is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ragorder.cli.planning.spill import Spill
+
+__all__ = ["PlanError", "PlanFolder", "write_json"]
+
+_FORMAT = 1
+
+
+class PlanError(click.ClickException):
+    """A plan cannot be made. The message says what to change."""
+
+
+class PlanFolder:
+    """`manifest.json` and `shard-00000.jsonl`, … of a plan; in `.plan` what is needed until it is finished.
+
+    `state` is what has been finished, by stage: the input that was read, the options that were in effect. Every file is
+    either whole or, under another name, not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.work = path / ".plan"
+        self.manifest_path = path / "manifest.json"
+        self._state_path = self.work / "state.json"
+        self.whole = Spill(self.work, "requests")
+
+    def make(self) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    def spill(self, shard: int) -> Spill:
+        return Spill(self.work, f"shard-{shard:05}")
+
+    def shard_path(self, shard: int) -> Path:
+        return self.path / f"shard-{shard:05}.jsonl"
+
+    def counts_path(self, shard: int) -> Path:
+        return self.work / f"shard-{shard:05}.json"
+
+    def counts(self, shard: int) -> dict[str, Any] | None:
+        """The figures of a planned shard; None if it is not planned."""
+        if not self.shard_path(shard).exists():
+            return None
+        return _read_json(self.counts_path(shard))
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        return self._checked(_read_json(self.manifest_path))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._checked(_read_json(self._state_path)) or {}
+
+    def save_state(self, state: Mapping[str, Any]) -> None:
+        write_json(self._state_path, {"format": _FORMAT, **state}, self.work)
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        write_json(self.manifest_path, {"format": _FORMAT, **manifest}, self.work)
+        self.clear_work()
+
+    def clear_work(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove a former plan."""
+        self.manifest_path.unlink(missing_ok=True)
+        for path in self.shards():
+            path.unlink()
+        self.clear_work()
+
+    def shards(self) -> list[Path]:
+        return sorted(self.path.glob("shard-[0-9][0-9][0-9][0-9][0-9]*.jsonl"))
+
+    def _checked(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        if found is not None and found.get("format") != _FORMAT:
+            raise PlanError(
+                f"{self.path} was written by another version of ragorder: name another folder, or plan anew with "
+                "--no-resume"
+            )
+        return found
+
+
+def write_json(path: Path, value: Mapping[str, Any], work: Path) -> None:
+    """The whole file or none of it; what a kill leaves is in `work`."""
+    written = work / f"{path.name}.{os.getpid()}"
+    with written.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(written, path)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise PlanError(f"{path} cannot be read: plan anew with --no-resume, or name another folder")
+    return found

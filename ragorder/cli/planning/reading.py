@@ -1,0 +1,142 @@
+"""The input of a plan: read once, spilled, and recognised when a plan is resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from io import RawIOBase
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from ragorder.cli.planning.folder import PlanError, PlanFolder
+from ragorder.cli.planning.spill import Row, SpillWriter
+from ragorder.cli.request_lines import RequestToOrder, read_requests
+from ragorder.jsonl import name_of
+from ragorder.trie.shards import ShardRequest
+
+__all__ = ["Progress", "counted", "identify", "needed_bytes", "read_input", "require_space"]
+
+Progress = Callable[[str, int], Callable[[], None]]
+"""From a label and a number of steps: a function to call after each."""
+
+T = TypeVar("T")
+
+_STEPS = 100
+_SAMPLE = 1000
+_CHECKED_EVERY = 1 << 14
+# Requests as they were read and as they were dealt, for a while both; results are about as long.
+_COPIES = 2.2
+_PIECE = 1 << 20
+
+
+class _Digested(RawIOBase):
+    """A binary file whose bytes are digested as they are read."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self.name = name_of(source)
+        self._source = source
+        self._digest = blake2b(digest_size=16)
+        self.size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        buffer[: len(data)] = data
+        self._digest.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def fileno(self) -> int:
+        return self._source.fileno()
+
+    def tell(self) -> int:
+        return self._source.tell()
+
+    def identity(self) -> dict[str, Any]:
+        """Of the whole file; what is left of it is read."""
+        while self.read(_PIECE):
+            pass
+        return {"bytes": self.size, "blake2b": self._digest.hexdigest()}
+
+
+def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
+    """The size and the digest of a file."""
+    digested = _Digested(source)
+    try:
+        size = os.fstat(source.fileno()).st_size
+    except (OSError, AttributeError):
+        size = 0
+    advance, done = progress(f"reading {Path(digested.name).name}", _STEPS), 0
+    while digested.read(_PIECE):
+        while size and done < min(_STEPS, digested.size * _STEPS // size):
+            advance()
+            done += 1
+    return digested.identity()
+
+
+def read_input(folder: PlanFolder, source: IO[bytes], document_tokens: int, progress: Progress) -> dict[str, Any]:
+    """Spill all requests; what was read. Raises LineError, and PlanError if the disk is too small."""
+    digested = _Digested(source)
+    requests = documents = 0
+    with SpillWriter(folder.whole) as spill:
+        for request in read_requests(digested, document_tokens, progress):  # type: ignore[arg-type]
+            numbers, text = _spilled(request)
+            spill.add(request.index, numbers, text)
+            requests += 1
+            documents += len(numbers.documents)
+            if not requests % _CHECKED_EVERY:
+                require_space(folder.path, spill.written_bytes)
+    return {"input": digested.identity(), "requests": requests, "documents": documents}
+
+
+def needed_bytes(source: IO[bytes], document_tokens: int) -> int:
+    """About what a plan of a file takes on the disk, by its first requests; 0 if that cannot be known, as of a pipe.
+    Raises LineError."""
+    try:
+        known = stat.S_ISREG(os.fstat(source.fileno()).st_mode)
+    except (OSError, AttributeError):
+        known = False
+    if not known or not Path(name_of(source)).is_file():
+        return 0
+    spilled = 0
+    with open(name_of(source), "rb") as sample:
+        for request in islice(read_requests(sample, document_tokens), _SAMPLE):
+            numbers, text = _spilled(request)
+            spilled += len(Row(0, 0, numbers).encoded()) + len(text)
+        read, size = sample.tell(), os.fstat(sample.fileno()).st_size
+    return int(_COPIES * spilled * size / max(1, read))
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raise PlanError if the disk of a folder has less than this many bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise PlanError(
+            f"the disk of {folder} has {free / 2**20:,.1f} MiB free, and the plan needs about {needed / 2**20:,.1f} "
+            "MiB: make room, or name a folder on another disk"
+        )
+
+
+def counted(items: Iterable[T], total: int, label: str, progress: Progress) -> Iterator[T]:
+    """The items, of which progress shows the share of `total` that was taken."""
+    advance, done = progress(label, _STEPS), 0
+    for number, item in enumerate(items, 1):
+        yield item
+        while done < min(_STEPS, number * _STEPS // max(1, total)):
+            advance()
+            done += 1
+
+
+def _spilled(request: RequestToOrder) -> tuple[ShardRequest, bytes]:
+    documents = request.documents
+    numbers = ShardRequest.of(
+        [document.key for document in documents], [document.token_count for document in documents], request.scope
+    )
+    return numbers, json.dumps([request.echo, [document.id for document in documents]]).encode()

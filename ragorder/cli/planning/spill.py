@@ -1,0 +1,114 @@
+"""Requests on disk: their numbers in one file, the text of their results in another, both read from start to end."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from ragorder.trie.shards import ShardRequest
+
+__all__ = ["DealtSpill", "Row", "Spill", "SpillWriter"]
+
+# Number in the input, tenant or -1, bytes of text, documents.
+_HEADER = Struct("<QqQI")
+# No prompt is longer.
+_MOST_TOKENS = 1 << 40
+# Of one file, and of all.
+_BUFFER_BYTES = 1 << 16
+_BUFFERED_BYTES = 1 << 27
+
+
+class Row(NamedTuple):
+    """A request by its number in the input, and the bytes of its text."""
+
+    number: int
+    text_bytes: int
+    request: ShardRequest
+
+    def encoded(self) -> bytes:
+        documents, tokens, scope = self.request
+        words = array("Q", documents)
+        words.extend(min(each, _MOST_TOKENS) for each in tokens)
+        header = _HEADER.pack(self.number, -1 if scope is None else scope, self.text_bytes, len(documents))
+        return header + words.tobytes()
+
+
+class Spill:
+    """The two files of some requests."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.rows_path = folder / f"{name}.rows"
+        self.texts_path = folder / f"{name}.texts"
+
+    def rows(self) -> Iterator[Row]:
+        with self.rows_path.open("rb") as file:
+            while header := file.read(_HEADER.size):
+                number, scope, text_bytes, documents = _HEADER.unpack(header)
+                words = array("Q")
+                words.frombytes(file.read(2 * documents * words.itemsize))
+                request = ShardRequest(words[:documents], words[documents:], None if scope < 0 else scope)
+                yield Row(number, text_bytes, request)
+
+    def rows_with_texts(self) -> Iterator[tuple[Row, bytes]]:
+        with self.texts_path.open("rb") as texts:
+            for row in self.rows():
+                yield row, texts.read(row.text_bytes)
+
+    def remove(self) -> None:
+        for path in (self.rows_path, self.texts_path):
+            path.unlink(missing_ok=True)
+
+
+class SpillWriter:
+    """Writes a spill; on leaving, both files are on the disk."""
+
+    def __init__(self, spill: Spill) -> None:
+        self._files = [path.open("wb") for path in (spill.rows_path, spill.texts_path)]
+        self.written_bytes = 0
+
+    def add(self, number: int, request: ShardRequest, text: bytes) -> None:
+        rows, texts = self._files
+        self.written_bytes += rows.write(Row(number, len(text), request).encoded()) + texts.write(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for file in self._files:
+            with file:
+                if error is None:
+                    file.flush()
+                    os.fsync(file.fileno())
+
+
+class DealtSpill:
+    """Writes a spill for each shard. More shards than files may be open are written in pieces."""
+
+    def __init__(self, spills: list[Spill]) -> None:
+        self._paths = [path for spill in spills for path in (spill.rows_path, spill.texts_path)]
+        self._waiting = [bytearray() for _ in self._paths]
+        self._most = min(_BUFFER_BYTES, _BUFFERED_BYTES // max(1, len(self._paths)))
+        for path in self._paths:
+            path.write_bytes(b"")
+
+    def add(self, shard: int, row: Row, text: bytes) -> None:
+        for place, data in ((2 * shard, row.encoded()), (2 * shard + 1, text)):
+            self._waiting[place] += data
+            if len(self._waiting[place]) >= self._most:
+                self._write(place)
+
+    def close(self) -> None:
+        for place, path in enumerate(self._paths):
+            self._write(place)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _write(self, place: int) -> None:
+        with self._paths[place].open("ab") as file:
+            file.write(self._waiting[place])
+        self._waiting[place].clear()

@@ -1,0 +1,99 @@
+"""The plan of one shard, in a process that plans one after another."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ragorder.cli.planning.folder import PlanFolder, write_json
+from ragorder.trie.shards import PlannedRequest, plan_requests
+
+__all__ = ["OUT_OF_MEMORY", "plan_shard", "serve"]
+
+OUT_OF_MEMORY = "memory ran out: give fewer --workers or more --shards"
+
+
+def serve(tasks: Connection[Any, Any], path: Path) -> None:
+    """Plan the shards whose numbers come, until no more come. An answer is (figures, "") or (None, error)."""
+    # An interrupt is the business of the process that asks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    folder = PlanFolder(path)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            shard = tasks.recv()
+            try:
+                tasks.send((plan_shard(folder, shard), ""))
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                tasks.send((None, str(error)))
+            except MemoryError:
+                tasks.send((None, OUT_OF_MEMORY))
+
+
+def plan_shard(folder: PlanFolder, shard: int) -> dict[str, Any]:
+    """Write a shard's requests in serving order; its figures."""
+    spill = folder.spill(shard)
+    rows = list(spill.rows())
+    starts = array("Q", accumulate((row.text_bytes for row in rows), initial=0))
+    figures: dict[str, Any] = {"file": folder.shard_path(shard).name, "requests": len(rows)}
+    figures |= {"documents": 0, "tokens": 0, "saved_tokens": 0}
+    written = folder.work / f"{folder.shard_path(shard).name}.{os.getpid()}"
+    with _no_collection(), written.open("wb") as output, spill.texts_path.open("rb") as texts:
+        for planned in plan_requests([row.request for row in rows]):
+            row = rows[planned.number]
+            texts.seek(starts[planned.number])
+            line = _line(row.number, texts.read(row.text_bytes), planned)
+            output.write(json.dumps(line).encode() + b"\n")
+            figures["documents"] += len(row.request.documents)
+            figures["tokens"] += sum(row.request.tokens)
+            figures["saved_tokens"] += planned.shared_tokens
+        output.flush()
+        os.fsync(output.fileno())
+    write_json(folder.counts_path(shard), figures, folder.work)
+    os.replace(written, folder.shard_path(shard))
+    return figures
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector: a plan is millions of objects without a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
+    echo, ids = json.loads(text)
+    return {
+        **echo,
+        "index": index,
+        "documents": [ids[rank] for rank in planned.permutation],
+        "permutation": planned.permutation,
+        "prefix_documents": planned.shared_documents,
+        "cached_tokens": planned.shared_tokens,
+    }
+
+
+def _end_with_parent() -> None:
+    """End at once if the process that asks was killed: its successor plans this shard anew."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,328 @@
+"""What the application of Ray Serve is made of, without a cluster: its contract with Ray, requests, answers and their
+errors, lifespans."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.serve")
+
+import httpx2
+from packaging.requirements import Requirement
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from support.ray_calls import Handle, Items
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.upstream import UpstreamError
+from ragorder.adapters.ray import EmbeddedEngine, UnsupportedRayError, make_application, versions
+from ragorder.adapters.ray.answer import ReplicaAnswer, ReplicaLostError
+from ragorder.adapters.ray.ingress import AppResponse
+from ragorder.adapters.ray.lifespan import Lifespan
+from ragorder.adapters.ray.replica import EngineReplica, ReplicaRequest
+from ragorder.adapters.ray.transport import ReplicaTransport
+from ragorder.degraded import DegradedWarning
+from ragorder.topic import Topics
+
+ROOT = Path(__file__).resolve().parents[2]
+EVENTS = [(b"content-type", b"text/event-stream")]
+SECRET = "what the prompt says"  # noqa: S105
+
+
+class TestTheContract:
+    def test_ray_has_all_that_is_used(self) -> None:
+        assert versions.missing_parts() == []
+
+    def test_its_range_is_that_of_the_extra(self) -> None:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+        (wanted,) = (each for each in map(Requirement, extras["ray"]) if each.name == "ray")
+        assert wanted.specifier.contains(ray.__version__)
+        assert wanted.specifier.contains(f"{versions.SUPPORTED_RAY}.0")
+        major, minor = versions.SUPPORTED_RAY.split(".")
+        assert not wanted.specifier.contains(f"{major}.{int(minor) + 1}.0")
+
+    def test_another_version_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ray, "__version__", "2.99.1")
+        with pytest.warns(DegradedWarning, match=re.escape("Ray 2.99.1 is installed")):
+            versions.check_ray()
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            "ray.serve.handle:DeploymentHandle.no_such_method",
+            "ray.serve.no_such_module:Name",
+        ],
+    )
+    def test_a_missing_part_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+        monkeypatch.setitem(versions.CONTRACT, changed, ())
+        with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install 'ragorder\[ray\]'"):
+            make_application(EmbeddedEngine("/models/none"))
+
+    def test_so_is_a_parameter_that_is_no_longer_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        name = "ray.serve.request_router:RequestRouter.choose_replicas"
+        monkeypatch.setitem(versions.CONTRACT, name, ("candidate_replicas", "no_such_parameter"))
+        assert versions.missing_parts() == [name]
+
+    def test_without_ray_the_extra_is_named(self, python: Any) -> None:
+        done = python("-c", "import ragorder.adapters.ray", blocked=("ray",))
+        assert "Ray Serve needs ray: pip install 'ragorder[ray]'" in done.stderr
+
+
+class TestTheApplication:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"choose": "random"}, "choose must be 'topic' or 'best', got 'random'"),
+            ({"choose": "best", "topics": Topics("secret")}, "topics are for choose='topic'"),
+            ({"replicas": {"request_router_config": None}}, "leave out request_router_config"),
+            ({"choose": "best", "ingress": {"num_replicas": 2}}, "leave num_replicas out"),
+        ],
+    )
+    def test_options_that_contradict_each_other_are_refused(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_application(EmbeddedEngine("/models/none"), **options)
+
+    async def test_sees_requests_below_its_prefix(self) -> None:
+        seen = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.append((scope["path"], scope["raw_path"], scope["root_path"]))
+
+        async def nothing(*_: Any) -> Any: ...
+
+        for prefix, path in [("", "/v1/models"), ("/rag", "/rag/v1/models"), ("/rag", "/v1/models")]:
+            scope = {"type": "http", "root_path": prefix, "path": path, "raw_path": path.encode()}
+            await AppResponse(app)(scope, nothing, nothing)
+        assert seen == [("/v1/models", b"/v1/models", "")] * 3
+
+
+async def read(answer: ReplicaAnswer) -> tuple[int, list[bytes]]:
+    response = await answer.begin()
+    return response.status_code, [chunk async for chunk in response.aiter_raw()]
+
+
+class TestAnAnswer:
+    async def test_is_status_headers_and_body(self) -> None:
+        items = Items((201, [(b"x-a", b"b")]), b"one", b"two")
+        answer = ReplicaAnswer(items)  # type: ignore[arg-type]
+        response = await answer.begin()
+        assert (response.status_code, response.headers["x-a"]) == (201, "b")
+        assert [chunk async for chunk in response.aiter_raw()] == [b"one", b"two"]
+        await response.aclose()
+        assert not items.cancelled, "it had ended"
+
+    @pytest.mark.parametrize(
+        ("error", "kind", "status", "code"),
+        [
+            (ActorDiedError(), ReplicaLostError, 502, "upstream_unavailable"),
+            (ActorUnavailableError(SECRET, None), ReplicaLostError, 502, "upstream_unavailable"),
+            (RayTaskError("f", SECRET, ValueError(SECRET)), UpstreamError, 502, "upstream_unavailable"),
+            (BackPressureError(num_queued_requests=3, max_queued_requests=3), HTTPError, 503, "too_many_waiting"),
+            (DeploymentUnavailableError(None), HTTPError, 503, "no_replica"),
+        ],
+    )
+    async def test_that_does_not_begin_is_an_error_without_content(
+        self, error: Exception, kind: type[HTTPError], status: int, code: str
+    ) -> None:
+        with pytest.raises(HTTPError) as raised:
+            await ReplicaAnswer(Items(error)).begin()  # type: ignore[arg-type]
+        assert type(raised.value) is kind
+        assert (raised.value.status, raised.value.code) == (status, code)
+        assert SECRET not in json.dumps(raised.value.content)
+        assert bool(raised.value.headers) is (status == 503), "those can be sent again"
+
+    async def test_without_any_item_is_an_error(self) -> None:
+        with pytest.raises(UpstreamError, match="did not answer"):
+            await ReplicaAnswer(Items()).begin()  # type: ignore[arg-type]
+
+    async def test_that_takes_too_long_is_cancelled(self) -> None:
+        items = Items("wait")
+        with pytest.raises(UpstreamError) as raised:
+            await ReplicaAnswer(items, 0.01).begin()  # type: ignore[arg-type]
+        assert (raised.value.status, raised.value.code) == (504, "upstream_timeout")
+        assert items.cancelled
+
+    async def test_that_nobody_reads_is_cancelled(self) -> None:
+        items = Items((200, EVENTS), b"data: 1\n\n", b"data: 2\n\n")
+        response = await ReplicaAnswer(items).begin()  # type: ignore[arg-type]
+        await response.aclose()
+        assert items.cancelled
+
+    @pytest.mark.parametrize(
+        ("headers", "last", "says"),
+        [(EVENTS, b"data: 1\n\n", True), (EVENTS, b"data: 1", False), ([], b"{}\n\n", False)],
+    )
+    async def test_cut_off_between_events_says_so(
+        self, headers: list[tuple[bytes, bytes]], last: bytes, says: bool
+    ) -> None:
+        response = await ReplicaAnswer(Items((200, headers), last, ActorDiedError())).begin()  # type: ignore[arg-type]
+        chunks = []
+        with pytest.raises(ReplicaLostError):
+            async for chunk in response.aiter_raw():
+                chunks.append(chunk)  # noqa: PERF401
+        assert chunks[0] == last
+        assert [json.loads(chunk[6:])["error"]["code"] for chunk in chunks[1:]] == ["upstream_unavailable"] * says
+
+
+class TestTheTransport:
+    OK = ((200, []), b"ok")
+
+    async def send(self, handle: Handle, method: str = "POST", session: str = "topic") -> tuple[int, bytes]:
+        headers = {"x-session-id": session, "content-type": "application/json", "connection": "close"}
+        url = "http://replicas/v1/chat/completions"
+        request = httpx2.Request(method, url, headers=headers if session else {}, content=b"{}")
+        response = await ReplicaTransport(handle).handle_async_request(request)  # type: ignore[arg-type]
+        return response.status_code, b"".join([chunk async for chunk in response.aiter_raw()])
+
+    async def test_sends_a_request_to_the_replica_of_its_session(self) -> None:
+        handle = Handle(Items(*self.OK))
+        assert await self.send(handle) == (200, b"ok")
+        ((session, request),) = handle.calls
+        assert session == "topic"
+        assert (request.method, request.target, request.body) == ("POST", b"/v1/chat/completions", b"{}")
+        assert b"connection" not in dict(request.headers)
+
+    @pytest.mark.parametrize("first", [Items(ActorDiedError()), Items((503, []), b"full"), Items((502, []), b"gone")])
+    async def test_sends_it_to_any_other_if_that_takes_no_requests(self, first: Items) -> None:
+        handle = Handle(first, Items(*self.OK))
+        assert await self.send(handle) == (200, b"ok")
+        assert [session for session, _ in handle.calls] == ["topic", None]
+
+    async def test_gives_the_last_answer_after_three(self) -> None:
+        handle = Handle(*(Items((503, []), b"full %d" % number) for number in range(4)))
+        assert await self.send(handle) == (503, b"full 2")
+        handle = Handle(*(Items(ActorDiedError()) for _ in range(4)))
+        with pytest.raises(ReplicaLostError):
+            await self.send(handle)
+        assert len(handle.calls) == 3
+
+    async def test_never_sends_twice_what_may_have_had_an_effect(self) -> None:
+        handle = Handle(Items(ActorDiedError()), Items(*self.OK))
+        with pytest.raises(ReplicaLostError):
+            await self.send(handle, method="DELETE")
+        assert len(handle.calls) == 1
+
+    async def test_needs_no_session(self) -> None:
+        handle = Handle(Items(*self.OK))
+        assert await self.send(handle, session="") == (200, b"ok")
+        assert handle.calls[0][0] is None
+
+
+class TestARequest:
+    @pytest.mark.parametrize(
+        ("method", "target", "kind", "repeatable"),
+        [
+            ("POST", b"/v1/chat/completions", b"application/json", True),
+            ("POST", b"/v1/embeddings?x=1", b"application/json; charset=utf-8", True),
+            ("POST", b"/v1/audio/transcriptions", b"multipart/form-data", False),
+            ("POST", b"/reset", b"application/json", False),
+            ("DELETE", b"/v1/files/3", b"application/json", False),
+            ("GET", b"/v1/models", b"", True),
+        ],
+    )
+    def test_is_sent_again_only_if_it_has_no_effect(
+        self, method: str, target: bytes, kind: bytes, repeatable: bool
+    ) -> None:
+        assert ReplicaRequest(method, target, [(b"content-type", kind)], b"{}").repeatable is repeatable
+
+    def test_has_the_session_of_its_header(self) -> None:
+        assert ReplicaRequest("GET", b"/", [(b"x-session-id", b"abc")], b"").session == "abc"
+        assert ReplicaRequest("GET", b"/", [(b"x-session-id", b"")], b"").session is None
+        assert ReplicaRequest("GET", b"/", [], b"").session is None
+
+
+# Ray awaits it.
+@pytest.mark.filterwarnings("ignore:coroutine 'EngineReplica.__del__' was never awaited")
+class TestAReplica:
+    @pytest.fixture
+    def replica(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from types import SimpleNamespace
+
+        context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="abc"))
+        monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+        return EngineReplica
+
+    @staticmethod
+    async def ask(replica: Any, request: ReplicaRequest) -> tuple[int, dict[bytes, bytes], bytes]:
+        (status, headers), *chunks = [item async for item in replica.answer(request)]
+        return status, dict(headers), b"".join(chunks)
+
+    async def test_gives_the_request_as_it_came(self, replica: Any) -> None:
+        seen: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                seen.append((scope["method"], scope["raw_path"], scope["query_string"], (await receive())["body"]))
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"b")]})
+                await send({"type": "http.response.body", "body": b"answer"})
+
+        request = ReplicaRequest("POST", b"/v1/a%20b?c=d", [(b"content-length", b"4")], b"body")
+        status, headers, body = await self.ask(replica(lambda: app), request)
+        assert seen == [("POST", b"/v1/a%20b", b"c=d", b"body")]
+        assert (status, headers, body) == (200, {b"x-a": b"b", b"x-ragorder-replica": b"abc"}, b"answer")
+
+    async def test_says_that_its_engine_broke_off(self, replica: Any) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            raise ValueError(SECRET)
+
+        status, _, body = await self.ask(replica(lambda: app), ReplicaRequest("GET", b"/", [], b""))
+        assert (status, json.loads(body)["error"]["code"]) == (502, "engine_failed")
+        assert SECRET.encode() not in body
+
+    @pytest.mark.parametrize(("status", "healthy"), [(200, True), (404, True), (503, False)])
+    async def test_is_as_healthy_as_its_engine(self, replica: Any, status: int, healthy: bool) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                assert scope["path"] == "/ragorder/ready"
+                await send({"type": "http.response.start", "status": status, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+
+        checked = replica(lambda: app).check_health()
+        if healthy:
+            await checked
+        else:
+            with pytest.raises(RuntimeError, match="does not answer"):
+                await checked
+
+
+class TestALifespan:
+    async def test_begins_and_ends_once(self) -> None:
+        said = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            assert scope["type"] == "lifespan"
+            for _ in range(2):
+                what = (await receive())["type"]
+                said.append(what)
+                await send({"type": f"{what}.complete"})
+
+        lifespan = Lifespan(app)
+        await asyncio.gather(*(lifespan.begin() for _ in range(3)))
+        assert said == ["lifespan.startup"]
+        await lifespan.end()
+        await lifespan.end()
+        assert said == ["lifespan.startup", "lifespan.shutdown"]
+
+    async def test_is_not_needed(self) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            raise NotImplementedError
+
+        lifespan = Lifespan(app)
+        await lifespan.begin()
+        await lifespan.end()
+
+    async def test_that_cannot_begin_is_an_error(self) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": "no"})
+
+        with pytest.raises(RuntimeError, match="cannot start"):
+            await Lifespan(app).begin()

@@ -1,0 +1,296 @@
+"""Ray Serve with engines of its own: where requests go, what they find cached, and what becomes of them when a replica
+is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve")
+pytest.importorskip("aiohttp")
+
+import httpx2
+from support.ray_engines import FakeReplica, NeverEnding, ReplicaProcess, deploying, replicas_in
+from support.waiting import eventually
+
+from ragorder import Orderer
+from ragorder.adapters.http_server.app_transport import AppTransport
+from ragorder.adapters.ray import EmbeddedEngine, make_application
+from ragorder.adapters.ray.lifespan import Lifespan
+from ragorder.kernels.engine_settings import EngineSettings
+
+pytestmark = pytest.mark.merge
+
+CHAT = "/v1/chat/completions"
+TEXTS = {f"d{number}": f"document {number} is about {number * 7919 % 1000}. " * 48 for number in range(60)}
+SETS = [[f"d{3 * number + place}" for place in range(3)] for number in range(20)]
+CAPACITY = 16_384
+CERTIFICATES = httpx2.create_ssl_context()
+# Two cores hold all of them.
+SMALL = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.05}}
+FRONT = {"ray_actor_options": {"num_cpus": 0.05}}
+
+
+@pytest.fixture
+def deploy(ray_serve: str) -> Iterator[Callable[[Any], str]]:
+    with deploying(ray_serve) as deploy:
+        yield deploy
+
+
+def mirrors() -> Orderer:
+    return Orderer(capacity_tokens=CAPACITY, block_size=16, strict=True)
+
+
+@dataclass
+class Application:
+    url: str
+    engines: FakeReplica
+
+    def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
+            return client.post(self.url + path, json=body, headers=headers)
+
+    def get(self, path: str) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
+            return client.get(self.url + path)
+
+    @property
+    def replicas(self) -> dict[str, ReplicaProcess]:
+        return {each.name: each for each in replicas_in(self.engines.folder)}
+
+    @property
+    def begun(self) -> int:
+        return sum(len(each.state["begun"]) for each in self.replicas.values())
+
+
+@pytest.fixture
+def start(deploy: Callable[[Any], str], tmp_path: Path) -> Callable[..., Application]:
+    """An application of two fake engines."""
+
+    def start(choose: str, **options: Any) -> Application:
+        folder = tmp_path / f"{choose}-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        engines = FakeReplica(folder, capacity_tokens=CAPACITY)
+        options = {"replicas": SMALL, "ingress": FRONT, **options}
+        options |= {} if choose == "topic" else {"make_orderer": mirrors}
+        return Application(deploy(make_application(engines, choose=choose, **options)), engines)
+
+    return start
+
+
+def tagged(names: Sequence[str], query: str = "?", **fields: Any) -> dict[str, Any]:
+    documents = [{"id": name, "text": TEXTS[name]} for name in names]
+    return {"model": "fake", "messages": [], "ragorder": {"documents": documents, "query": query}, **fields}
+
+
+def cached_tokens(answer: httpx2.Response) -> int:
+    tokens: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def replica_of(answer: httpx2.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-ragorder-replica"]
+
+
+@dataclass
+class Streamed:
+    """A streamed answer as far as it came."""
+
+    status: int = 0
+    replica: str | None = None
+    text: str = ""
+    done: bool = False
+    error: Any = None
+    broke: bool = False
+    began: threading.Event = field(default_factory=threading.Event)
+
+
+def stream(application: Application, body: dict[str, Any], into: Streamed) -> Streamed:
+    try:
+        with (
+            httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client,
+            client.stream("POST", application.url + CHAT, json={**body, "stream": True}) as response,
+        ):
+            into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
+            if response.status_code != 200:
+                into.error = json.loads(response.read())["error"]
+                return into
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    into.done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    into.error = event.get("error", into.error)
+                    for choice in event.get("choices", ()):
+                        into.text += choice["delta"]["content"]
+                    if into.text:
+                        into.began.set()
+    except httpx2.TransportError:
+        into.broke = True
+    return into
+
+
+class TestTopics:
+    def test_documents_stay_with_their_replica(self, start: Callable[..., Application]) -> None:
+        """Whatever their order, in all processes of the ingress; and there they are found."""
+        application = start("topic", ingress=FRONT | {"num_replicas": 2})
+        rng = random.Random(0)
+        first = []
+        for names in SETS:
+            first.append(replica_of(application.post(tagged(names))))
+            again = application.post(tagged(rng.sample(names, 3), "again"))
+            assert replica_of(again) == first[-1]
+            assert cached_tokens(again) >= 700
+            assert sorted(map(int, again.headers["x-ragorder-permutation"].split(","))) == [0, 1, 2]
+        assert set(first) == set(application.replicas)
+        assert [replica_of(application.post(tagged(names[::-1]))) for names in SETS] == first
+
+    def test_requests_without_documents_go_anywhere_and_sessions_to_one(
+        self, start: Callable[..., Application]
+    ) -> None:
+        application = start("topic")
+        plain = {"model": "fake", "messages": [{"role": "user", "content": "Question: ?"}]}
+        assert {replica_of(application.post(plain)) for _ in range(40)} == set(application.replicas)
+        assert len({replica_of(application.post(plain, **{"x-session-id": "mine"})) for _ in range(10)}) == 1
+        assert application.get("/v1/models").json()["data"][0]["id"] == "fake"
+        assert application.get("/ragorder/health").json() == {"status": "ok"}
+        assert application.get("/ragorder/ready").json() == {"status": "ready"}
+
+
+@pytest.mark.parametrize("choose", ["topic", "best"])
+class TestAnswers:
+    def test_come_as_they_are_generated_and_errors_say_what_to_change(
+        self, start: Callable[..., Application], choose: str
+    ) -> None:
+        application = start(choose)
+        answer = Streamed()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(stream, application, tagged(SETS[0], pace=[0, None]), answer)
+            # The rest waits for the gate.
+            assert answer.began.wait(60) and answer.text == "a" and not answer.done
+            application.engines.open_all()
+        assert (answer.status, answer.text, answer.done) == (200, "a b c", True)
+        assert application.post(tagged(SETS[0], "then")).json()["choices"][0]["message"]["content"] == "a b c"
+        malformed = application.post({"model": "fake", "messages": [], "ragorder": {"documents": 3, "query": "?"}})
+        assert malformed.status_code == 400
+        assert malformed.json()["error"]["param"].startswith("ragorder")
+        assert application.post(tagged(SETS[0]), "/v1/embeddings").json()["error"]["code"] == "no_documents_here"
+        assert application.get("/nowhere").status_code == 404
+
+    def test_of_a_killed_replica_that_had_not_begun_come_from_another(
+        self, start: Callable[..., Application], choose: str
+    ) -> None:
+        """Half of the requests wait for their first token, half are in the middle of their answers."""
+        application = start(choose)
+        begun, waiting = [Streamed() for _ in SETS], [Streamed() for _ in SETS]
+        with ThreadPoolExecutor(64) as pool:
+            for names, each in zip(SETS, begun, strict=True):
+                pool.submit(stream, application, tagged(names, "begun", pace=[0, None]), each)
+            assert all(each.began.wait(60) for each in begun)
+            for names, each in zip(SETS, waiting, strict=True):
+                pool.submit(stream, application, tagged(names, "waiting", pace=[None, 0]), each)
+            whole = [pool.submit(application.post, tagged(names, "whole", pace=[None, 0])) for names in SETS[:10]]
+            assert eventually(lambda: application.begun == 50)
+            first = application.replicas[begun[0].replica or ""]
+            assert len(first.state["begun"]) < 50, "the other one has some"
+            first.kill()
+            application.engines.open_all()
+        assert [(each.status, each.text, each.done) for each in waiting] == [(200, "a b c", True)] * len(SETS)
+        assert first.name not in {each.replica for each in waiting}
+        assert [answer.result().status_code for answer in whole] == [200] * 10
+        for each in begun:
+            if each.replica == first.name:
+                # What had come is not sent again, and does not look whole.
+                assert each.text == "a" and not each.done and each.broke
+                assert each.error["code"] == "upstream_unavailable"
+            else:
+                assert each.done and each.text == "a b c"
+
+
+class TestTheBestReplica:
+    def test_caches_together_what_one_with_the_capacity_of_both_would(
+        self, deploy: Callable[[Any], str], model_folder: Path
+    ) -> None:
+        """The goal, on embedded engines: 0.95 of one engine's cached tokens."""
+        pytest.importorskip("transformers")
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        texts = {name: " ".join(text.split()[:24]) for name, text in TEXTS.items()}
+        total = sum(len(tokenizer.encode(text)) for text in texts.values())
+        # Less than all documents, as requests on them come by chance.
+        device_tokens = int(0.7 * total) // 16 * 16
+        sizes = {"capacity_tokens": device_tokens, "block_size": 16}
+
+        def engine(device_tokens: int) -> EmbeddedEngine:
+            settings = EngineSettings(device_tokens=device_tokens, host_bytes=0, dtype="float32", device="cpu")
+            return EmbeddedEngine(str(model_folder), settings)
+
+        rng = random.Random(0)
+        bodies = []
+        for number in range(120):
+            subject = 5 * rng.randrange(12)
+            retrieved = [f"d{each}" for each in rng.sample(range(subject, subject + 5), 3)]
+            documents = [{"id": name, "text": texts[name]} for name in retrieved]
+            bodies.append({"messages": [], "max_tokens": 1, "ragorder": {"documents": documents, "query": str(number)}})
+
+        application = make_application(
+            engine(device_tokens),
+            choose="best",
+            make_orderer=partial(Orderer, strict=True, **sizes),
+            replicas=SMALL,
+            ingress=FRONT,
+            tokenizer=tokenizer,
+            send_facts=True,
+        )
+        url = deploy(application)
+        with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
+            answers = [client.post(url + CHAT, json=body) for body in bodies]
+        assert len({replica_of(answer) for answer in answers}) == 2
+        whole = asyncio.run(alone(engine(2 * device_tokens), bodies))
+        assert whole > 0
+        assert sum(map(cached_tokens, answers)) >= 0.95 * whole
+
+
+class TestReplicas:
+    def test_are_left_by_a_client_that_has_gone(self, deploy: Callable[[Any], str], tmp_path: Path) -> None:
+        replicas = SMALL | {"num_replicas": 1}
+        url = deploy(make_application(NeverEnding(tmp_path), replicas=replicas, ingress=FRONT))
+        with (
+            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
+            client.stream("POST", url + CHAT, json=tagged(SETS[0], stream=True)) as response,
+        ):
+            assert b'"content": "a"' in next(response.iter_raw())
+            assert not (tmp_path / "cancelled").exists()
+        assert eventually((tmp_path / "cancelled").exists)
+
+    def test_are_replaced_when_their_engine_fails(self, start: Callable[..., Application]) -> None:
+        replicas = SMALL | {"num_replicas": 1, "health_check_period_s": 0.5}
+        application = start("topic", replicas=replicas)
+        first = replica_of(application.post(tagged(SETS[0])))
+        application.replicas[first].sicken()
+        assert eventually(lambda: len(application.replicas) == 2)
+        assert eventually(lambda: replica_of(application.post(tagged(SETS[0]))) != first)
+
+
+async def alone(engine: EmbeddedEngine, bodies: Sequence[Any]) -> int:
+    """The cached tokens of one engine in this process."""
+    app = engine()
+    lifespan = Lifespan(app)
+    await lifespan.begin()
+    try:
+        async with httpx2.AsyncClient(transport=AppTransport(app), base_url="http://engine", timeout=60) as client:
+            return sum([cached_tokens(await client.post(CHAT, json=body)) for body in bodies])
+    finally:
+        await lifespan.end()

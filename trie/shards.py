@@ -1,0 +1,315 @@
+"""Shards of a batch: requests that share popular documents stand in one, so that each is planned by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from math import log, sqrt
+from typing import NamedTuple, Self
+
+from ragorder.trie.plan import Planned, plan
+from ragorder.trie.tree import Key
+
+__all__ = ["PlannedRequest", "ShardPaths", "ShardRequest", "plan_in_shards", "plan_requests", "shared_documents"]
+
+_PARTS = 8
+"""Groups of this share of the mean shard are not split, so no shard is much larger than the mean."""
+
+_DEEPEST = 8
+"""Documents of a path: each costs a pass over all requests that are in large groups."""
+
+_LARGEST_EXPONENT = 0.6
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class ShardRequest(NamedTuple):
+    """A request for `ShardPaths`: distinct documents by number, not negative, their lengths in tokens, and the number
+    of its tenant."""
+
+    documents: Sequence[int]
+    tokens: Sequence[int]
+    scope: int | None = None
+
+    @classmethod
+    def of(cls, names: Iterable[str], tokens: Sequence[int], scope: str | None = None) -> Self:
+        """A request by the names of its documents and of its tenant. Their numbers have 63 bits and are the same in
+        every process; repeated documents have numbers of their own, and no tenant has another's."""
+        salt = b"" if scope is None else _digest(scope, size=blake2b.SALT_SIZE)
+        taken: dict[int, None] = {}
+        for name in names:
+            number = int.from_bytes(_digest(name, salt), "big") >> 1
+            while number in taken:
+                number = (number + 1) & (_WORD >> 1)
+            taken[number] = None
+        return cls(list(taken), tokens, int.from_bytes(salt[:8], "big") >> 1 if salt else None)
+
+
+class ShardPaths:
+    """Shards by paths of popular documents.
+
+        paths = ShardPaths.of(requests, shards=64)
+        shard = paths.shard(requests[0])
+
+    Requests are grouped by their tenant, then by the document whose requests should share most tokens; groups that are
+    too large for a shard are split by the next such document of each request, up to eight. Groups in the order of their
+    paths are packed into shards of about as many tokens each. What remains in a large group without a frequent document
+    is spread by its next document, so requests that share that one stay together.
+
+    What a request should share with the best of the others that have a document is estimated from the mean and the
+    deviation of what two consecutive ones share. So a document of one topic counts more than a frequent one that
+    requests of all topics have.
+
+    A shard depends on the request alone, and requests that were not counted have one, too: counts of a sample suffice.
+    """
+
+    def __init__(self, worth: Mapping[int, float], root: _Group, shards: int) -> None:
+        self.shards = shards
+        self._worth = worth
+        self._root = root
+
+    @classmethod
+    def of(cls, requests: Iterable[ShardRequest], shards: int, *, most_documents: int = 1 << 23) -> Self:
+        """The paths of these requests, which are iterated up to ten times.
+
+        Up to `most_documents` distinct documents are counted; of more the rarest are left out while counting (Manku and
+        Motwani 2002), and are as good as one another. Raises ValueError for less than one shard.
+        """
+        if shards < 1:
+            raise ValueError(f"shards must be at least 1, got {shards}")
+        root = _Group()
+        if shards == 1:
+            return cls({}, root, shards)
+        counted = _count(requests, most_documents)
+        paths = cls(counted.worth, root, shards)
+        fewest = max(2, counted.requests // (_PARTS * _PARTS * shards))
+        frequent = {branch for branch, count in counted.popularity.items() if count >= fewest}
+        root.size, root.requests = counted.size, counted.requests
+        paths._grow(requests, frequent, max(1, counted.size // (_PARTS * shards)))
+        paths._pack(max(1, counted.size))
+        return paths
+
+    def branch(self, request: ShardRequest) -> list[int]:
+        """The request's path: its tenant, as a negative number, then its documents, best first."""
+        worth = self._worth.get
+        ranked = sorted([(worth(document, 0.0), document) for document in request.documents], reverse=True)
+        path = [document for _, document in ranked]
+        return path if request.scope is None else [~request.scope, *path]
+
+    def shard(self, request: ShardRequest, number: int = 0) -> int:
+        """The request's shard, from 0. By its `number` requests are spread that have no document left to go by."""
+        group, cell = self._find(self.branch(request), number)
+        return group.shards[cell]
+
+    def _find(self, path: Sequence[int], number: int) -> tuple[_Group, int]:
+        group = self._root
+        for branch in path:
+            if not group.cells:
+                return group, 0
+            child = group.children.get(branch)
+            if child is None:
+                return group, _cell(branch, len(group.cells))
+            group = child
+        return group, _cell(number, len(group.cells)) if group.cells else 0
+
+    def _grow(self, requests: Iterable[ShardRequest], frequent: set[int], limit: int) -> None:
+        """Split groups level by level, each in a pass over the requests."""
+        large = [self._root]
+        for depth in range(_DEEPEST + 1):
+            for group in large:
+                group.split(max(1, -(-group.size // limit)))
+            known = frequent if depth < _DEEPEST else set[int]()
+            for number, request in enumerate(requests):
+                self._add(request, number, known)
+            children = [child for group in large for child in group.children.values()]
+            for group in large:
+                group.open = False
+            large = [child for child in children if child.size > limit and child.requests > 1]
+            if not large:
+                break
+
+    def _add(self, request: ShardRequest, number: int, frequent: set[int]) -> None:
+        path, size = self.branch(request), _size(request)
+        group = self._root
+        for branch in path:
+            if group.open:
+                child = group.children.get(branch)
+                if child is None and branch in frequent:
+                    child = group.children[branch] = _Group()
+                if child is None:
+                    group.cells[_cell(branch, len(group.cells))] += size
+                else:
+                    child.size += size
+                    child.requests += 1
+                return
+            if not group.cells:
+                return
+            below = group.children.get(branch)
+            if below is None:
+                return
+            group = below
+        if group.open:
+            group.cells[_cell(number, len(group.cells))] += size
+
+    def _pack(self, total: int) -> None:
+        before = 0
+        for group in self._root.walk():
+            for cell, size in enumerate(group.cells or [group.size]):
+                group.shards[cell] = min(self.shards - 1, (2 * before + size) * self.shards // (2 * total))
+                before += size
+
+
+class _Group:
+    """Requests of one path. A large one has a group for each frequent document that comes next, and cells for the
+    requests that have none; while it is open, these are counted."""
+
+    __slots__ = ("cells", "children", "open", "requests", "shards", "size")
+
+    def __init__(self) -> None:
+        self.size = self.requests = 0
+        self.open = False
+        self.children: dict[int, _Group] = {}
+        self.cells: list[int] = []
+        self.shards = [0]
+
+    def split(self, cells: int) -> None:
+        self.open = True
+        self.cells, self.shards = [0] * cells, [0] * cells
+
+    def walk(self) -> Iterator[_Group]:
+        """This group and all below it, depth first."""
+        yield self
+        for branch in sorted(self.children):
+            yield from self.children[branch].walk()
+
+
+class _Counted(NamedTuple):
+    popularity: dict[int, int]
+    worth: dict[int, float]
+    requests: int
+    size: int
+
+
+class _Facts:
+    """What is known of a document: its requests, the tokens that two after another share, and the last one."""
+
+    __slots__ = ("last", "requests", "shared", "squares")
+
+    def __init__(self, last: Sequence[int]) -> None:
+        self.requests = 1
+        self.shared = self.squares = 0
+        self.last = last
+
+    def worth(self) -> float:
+        pairs = self.requests - 1
+        mean = self.shared / pairs
+        deviation = sqrt(max(0.0, self.squares / pairs - mean * mean))
+        # The largest of n normal ones has an exponent of 1/2: a little more makes up for the noise of rare documents.
+        # One request of the group is the first.
+        largest: float = (2 * log(self.requests)) ** _LARGEST_EXPONENT
+        return (mean + deviation * largest) * pairs / self.requests
+
+
+def _count(requests: Iterable[ShardRequest], most: int) -> _Counted:
+    facts: dict[int, _Facts] = {}
+    scopes: Counter[int] = Counter()
+    number = size = 0
+    for request in requests:
+        number += 1
+        size += _size(request)
+        documents = request.documents
+        if request.scope is not None:
+            scopes[~request.scope] += 1
+        own = dict(zip(documents, request.tokens, strict=True))
+        for document in documents:
+            known = facts.get(document)
+            if known is None:
+                facts[document] = _Facts(documents)
+                continue
+            shared = sum([own[other] for other in known.last if other in own])
+            known.requests += 1
+            known.shared += shared
+            known.squares += shared * shared
+            known.last = documents
+        if len(facts) > most:
+            least = 1
+            while len(facts) > most // 2:
+                facts = {document: known for document, known in facts.items() if known.requests > least}
+                least += 1
+    popularity = {document: known.requests for document, known in facts.items()} | scopes
+    worth = {document: known.worth() for document, known in facts.items() if known.requests > 1}
+    return _Counted(popularity, worth, number, size)
+
+
+def _digest(name: str, salt: bytes = b"", size: int = 8) -> bytes:
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=size, salt=salt).digest()
+
+
+def _size(request: ShardRequest) -> int:
+    # A request without tokens takes a place, too.
+    return 1 + sum(request.tokens)
+
+
+def _cell(value: int, cells: int) -> int:
+    return (value * _GOLDEN & _WORD) * cells >> 64
+
+
+def plan_in_shards(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], shards: int) -> list[list[Planned]]:
+    """The `plan` of each shard: (index of the request, its documents in order) in serving order.
+
+    For engines that share nothing, or batches too large for one plan: time and memory are those of the largest shard. A
+    shard may be empty. Raises ValueError for less than one shard.
+    """
+    number: dict[Key, int] = {}
+    counted = [
+        ShardRequest([number.setdefault(key, len(number)) for key in keys], [tokens[key] for key in keys])
+        for keys in requests
+    ]
+    paths = ShardPaths.of(counted, shards)
+    members: list[list[int]] = [[] for _ in range(shards)]
+    for index, request in enumerate(counted):
+        members[paths.shard(request, index)].append(index)
+    return [
+        [(indices[place], order) for place, order in plan([requests[index] for index in indices], tokens)]
+        for indices in members
+    ]
+
+
+class PlannedRequest(NamedTuple):
+    """A request in its place: the ranks of its documents in prompt order, and what it shares with the one before."""
+
+    number: int
+    permutation: list[int]
+    shared_documents: int
+    shared_tokens: int
+
+
+def plan_requests(requests: Sequence[ShardRequest]) -> Iterator[PlannedRequest]:
+    """The `plan` of one shard, tenants one after another. Of different lengths of a document the last one counts."""
+    by_scope: dict[int | None, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_scope.setdefault(request.scope, []).append(index)
+    for members in by_scope.values():
+        tokens: dict[Key, int] = {}
+        for index in members:
+            tokens.update(zip(requests[index].documents, requests[index].tokens, strict=True))
+        before: Sequence[Key] = ()
+        for place, order in plan([requests[index].documents for index in members], tokens):
+            index = members[place]
+            ranks: dict[Key, int] = {document: rank for rank, document in enumerate(requests[index].documents)}
+            shared = shared_documents(before, order)
+            saved = sum([tokens[document] for document in order[:shared]])
+            yield PlannedRequest(index, [ranks[document] for document in order], shared, saved)
+            before = order
+
+
+def shared_documents(before: Sequence[Key], order: Sequence[Key]) -> int:
+    """Leading documents that two orders share."""
+    shared = 0
+    for document, other in zip(order, before, strict=False):
+        if document != other:
+            break
+        shared += 1
+    return shared
