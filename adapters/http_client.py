@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -84,17 +85,19 @@ class Server:
     def get_json(self, path: str) -> Any:
         return self._json(path, self._call("GET", path))
 
-    def post_json(self, path: str, body: dict[str, Any]) -> Any:
-        return self._json(path, self._call("POST", path, body))
+    def post_json(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Any:
+        return self._json(path, self._call("POST", path, body, headers))
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         httpx2, where = self._httpx2, f"{self.root}{path}"
         late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or see what keeps the server"
         deadline = time.monotonic() + self._timeout_s
         chunks: list[bytes] = []
         length = 0
         try:
-            with self._client.stream(method, where, json=body) as response:
+            with self._client.stream(method, where, json=body, headers=headers) as response:
                 if response.headers.get("content-encoding", "identity") != "identity":
                     raise ServerError(
                         f"{where} sends compressed answers that were not requested: check the proxy in front of it"

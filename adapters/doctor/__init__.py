@@ -1,9 +1,19 @@
-"""Checks of a server, its KV events and its prompts."""
+"""Checks of a server, its KV events, its prompts, and a log of requests."""
 
 from ragorder.adapters.doctor.events import Events
 from ragorder.adapters.doctor.finding import Finding, Verdict
 from ragorder.adapters.doctor.prompts import PromptSample
+from ragorder.adapters.doctor.requests import examine_requests
 from ragorder.adapters.doctor.server import examine
 from ragorder.adapters.http_client import AddressError, ServerError
 
-__all__ = ["AddressError", "Events", "Finding", "PromptSample", "ServerError", "Verdict", "examine"]
+__all__ = [
+    "AddressError",
+    "Events",
+    "Finding",
+    "PromptSample",
+    "ServerError",
+    "Verdict",
+    "examine",
+    "examine_requests",
+]

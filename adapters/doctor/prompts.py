@@ -10,7 +10,7 @@ from typing import Any
 from ragorder.adapters.doctor.finding import Finding, Verdict
 from ragorder.adapters.http_client import Server, ServerError, printable
 
-__all__ = ["PromptSample", "check_samples"]
+__all__ = ["PromptSample", "check_samples", "recognise"]
 
 PromptSample = str | Sequence[Mapping[str, Any]]
 """A prompt as text, or as chat messages."""
@@ -150,16 +150,17 @@ def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Dif
     if text == other:
         return None
     at = _common(text, other)
-    kind, remedy = _recognise(text, at)
+    kind, remedy = recognise(text, at)
     if not kind:
-        kind, remedy = _recognise(other, at)
+        kind, remedy = recognise(other, at)
     places = [text.find(marker), other.find(marker)] if marker else [-1]
     before = at < min(places) if min(places) >= 0 else None
     excerpts = (_excerpt(text, at), _excerpt(other, at))
     return _Difference(at, at < max(system, other_system), before, kind, remedy, excerpts)
 
 
-def _recognise(text: str, at: int) -> tuple[str, str]:
+def recognise(text: str, at: int) -> tuple[str, str]:
+    """The kind of volatile text at a place, and its remedy; both empty if none is known."""
     # From the beginning of the line if it is close: headers are recognised by it.
     start = max(0, at - _REACH, text.rfind("\n", max(0, at - _REACH), at) + 1)
     window = text[start : at + _REACH]

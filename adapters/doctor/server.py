@@ -5,7 +5,6 @@ A check that needs an answer sends a few blocks of random tokens and has one tok
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from ragorder.adapters.doctor.events import Events, check_events
 from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.doctor.kind import Kind, for_kind, kind_of
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
+from ragorder.adapters.doctor.sending import count_of, random_tokens, send
 from ragorder.adapters.http_client import Server, ServerError, printable
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 
@@ -26,10 +26,6 @@ _FEWEST_PROMPTS = 8
 _UNKNOWN_BLOCK = 128
 _LARGE_PIECES = 1024
 _LONGEST_PROMPT = 1 << 30
-# Ordinary tokens, or at least harmless ones, in any vocabulary.
-_TOKEN_IDS = range(100, 256)
-# Statuses of a server that lacks a route or does not take token ids.
-_OTHER_FORM = (400, 404, 405, 422, 501)
 
 _CACHING = "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache"
 _REPORTING = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
@@ -128,7 +124,7 @@ def _check_server(server: Server, model: str | None) -> tuple[str | None, int, K
             kind,
             Finding("server", "bad", f"{server.root} does not serve {name!r}, but {names}", advice),
         )
-    longest = _number(listed[name], "max_model_len") or _LONGEST_PROMPT
+    longest = count_of(listed[name], "max_model_len") or _LONGEST_PROMPT
     found = f"{server.root} serves {names}"
     if model is None and len(listed) > 1:
         found += "; asked for the first, --model takes another"
@@ -184,47 +180,24 @@ def _check_cached_tokens(config: CacheConfig | None, echo: _Echo | ServerError) 
 
 
 def _send_again_and_again(server: Server, model: str | None, tokens: int, engines: int) -> _Echo:
-    token_ids = random.choices(_TOKEN_IDS, k=tokens)
+    token_ids = random_tokens(tokens)
     prompt_tokens, cached_tokens = 0, []
     # With one request more than engines, two go to the same engine.
     for _ in range(engines + 1):
-        usage, _exact = _send(server, model, token_ids)
-        prompt_tokens = _number(usage, "prompt_tokens") or tokens
-        cached_tokens.append(_number(usage.get("prompt_tokens_details"), "cached_tokens"))
+        usage, _exact = send(server, model, token_ids)
+        prompt_tokens = count_of(usage, "prompt_tokens") or tokens
+        cached_tokens.append(count_of(usage.get("prompt_tokens_details"), "cached_tokens"))
         if cached_tokens[-1]:
             break
     return _Echo(prompt_tokens, cached_tokens)
 
 
 def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
-    token_ids = random.choices(_TOKEN_IDS, k=tokens)
-    _, exact = _send(server, model, token_ids)
+    token_ids = random_tokens(tokens)
+    _, exact = send(server, model, token_ids)
     if not exact:
         raise ServerError(f"{server.root} takes no token ids as prompt, by which its events could be recognised")
     return token_ids
-
-
-def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict[str, Any], bool]:
-    if model is None:
-        raise ServerError(f"{server.root} got no test request: no model is known")
-    text = " ".join(map(str, token_ids))
-    forms: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/completions", {"prompt": token_ids}),
-        ("/v1/completions", {"prompt": text}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
-    ]
-    refusals = []
-    for path, prompt in forms:
-        try:
-            answer = server.post_json(path, {"model": model, "max_tokens": 1, "temperature": 0, **prompt})
-        except ServerError as error:
-            if error.status not in _OTHER_FORM:
-                raise
-            refusals.append(error)
-            continue
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        return usage if isinstance(usage, dict) else {}, prompt.get("prompt") is token_ids
-    raise refusals[0]
 
 
 def _attempt(ask: Callable[[], T]) -> T | ServerError:
@@ -236,8 +209,3 @@ def _attempt(ask: Callable[[], T]) -> T | ServerError:
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
-def _number(value: object, name: str) -> int | None:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragorder.cli.doctor_memory import MEMORY_OPTIONS, memory_options, show_memory
+from ragorder.cli.doctor_requests import REQUEST_OPTIONS, checked_requests, examine_log, request_options
 from ragorder.cli.options import Command, Duration, api_key, events_address, kv_events, option, section
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
         help="Text in front of the first document in both prompts; the documents begin after it.",
     ),
 )
+@request_options()
 @memory_options()
 @option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
 @click.pass_context
@@ -79,9 +81,10 @@ def doctor(
     prompts: tuple[Path, ...],
     document_marker: str | None,
     timeout_s: float,
+    requests: Path | None,
     memory: bool,
     as_json: bool,
-    **of_memory: Any,
+    **others: Any,
 ) -> None:
     """Check whether a server and its prompts use the prefix cache.
 
@@ -89,18 +92,22 @@ def doctor(
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
     few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
 
+    With --requests and no URL, or with one: why the requests of a log find little in the cache.
+
     With --memory and no URL: what a model and an index need of this machine, and where they are best placed.
     """
+    of_requests = {name: others.pop(name) for name in REQUEST_OPTIONS}
+    of_memory = {name: others[name] for name in MEMORY_OPTIONS}
     if memory:
         if url is not None or prompts:
             raise click.UsageError("--memory examines this machine: leave out the URL and --prompt")
-        if lonely := _of_a_server(context):
+        if lonely := _given(context, but=(*MEMORY_OPTIONS, "memory", "model", "as_json")):
             raise click.UsageError(f"--memory examines this machine: leave out {lonely[0]}")
         context.exit(int(not show_memory(model, as_json, of_memory)))
-    if url is None:
+    if url is None and requests is None:
         raise click.MissingParameter(ctx=context, param_hint="'URL'", param_type="argument")
-    if lonely := [name for name in MEMORY_OPTIONS if of_memory[name] is not None]:
-        raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires --memory")
+    _check_together(context, url, requests, of_memory, of_requests)
+    how = checked_requests(url, **of_requests)
     from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
 
     if len(prompts) not in (0, 2):
@@ -110,17 +117,21 @@ def doctor(
     samples = [_read(path) for path in prompts]
     address = events_address(events_endpoint, replay_endpoint, events_topic)
     events = None if address is None else Events(*address)
+    asking: dict[str, Any] = {"model": model, "api_key": api_key, "timeout_s": timeout_s}
+    findings: list[Finding] = []
     try:
-        with Console(stderr=True).status("Examining the server"):
-            findings = examine(
-                url,
-                model=model,
-                api_key=api_key,
-                events=events,
-                samples=(samples[0], samples[1]) if samples else None,
-                document_marker=document_marker or None,
-                timeout_s=timeout_s,
-            )
+        if url is not None:
+            with Console(stderr=True).status("Examining the server"):
+                findings += examine(
+                    url,
+                    events=events,
+                    samples=(samples[0], samples[1]) if samples else None,
+                    document_marker=document_marker or None,
+                    **asking,
+                )
+        if requests is not None:
+            with Console(stderr=True).status("Examining the requests"):
+                findings += examine_log(requests, **asking, **how)
     except AddressError as error:
         raise click.UsageError(str(error)) from None
     except (ServerError, ImportError) as error:
@@ -132,14 +143,28 @@ def doctor(
     context.exit(int(any(finding.verdict == "bad" for finding in findings)))
 
 
-def _of_a_server(context: click.Context) -> list[str]:
-    """Options on the command line that are of no use with `--memory`."""
-    useful = (*MEMORY_OPTIONS, "memory", "model", "as_json")
+def _check_together(
+    context: click.Context,
+    url: str | None,
+    requests: Path | None,
+    of_memory: Mapping[str, object],
+    of_requests: Mapping[str, object],
+) -> None:
+    """Raise click.UsageError for options without the one that they belong to."""
+    for switch, options in (("--memory", of_memory), ("--requests", {} if requests else of_requests)):
+        if lonely := [name for name, value in options.items() if value is not None]:
+            raise click.UsageError(f"--{lonely[0].replace('_', '-')} requires {switch}")
+    if url is None and (lonely := _given(context, but=("requests", *REQUEST_OPTIONS, "as_json"))):
+        raise click.UsageError(f"{lonely[0]} requires the URL of a server")
+
+
+def _given(context: click.Context, *, but: Collection[str]) -> list[str]:
+    """Options on the command line, but those named."""
     return [
         each.opts[0]
         for each in context.command.params
         if each.name is not None
-        and each.name not in useful
+        and each.name not in but
         and context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE
     ]
 

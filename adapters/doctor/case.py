@@ -1,0 +1,64 @@
+"""What is known of a log of requests, for the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ragorder.adapters.doctor.beginnings import SharedBeginning, shared_beginnings
+from ragorder.adapters.doctor.chat_template import ChatTemplate
+from ragorder.adapters.doctor.finding import Verdict
+from ragorder.adapters.doctor.request_log import LoggedRequest, RequestLog
+from ragorder.adapters.doctor.turns import Turn, later_turns
+
+__all__ = ["Case", "counted", "graded"]
+
+
+@dataclass
+class Case:
+    """`block_size`: tokens, None: unknown. `template` renders chats as the engine does. `probe` sends the same prompt
+    several times with the same topic in the header `topic_header`, and returns the cached tokens of each time but the
+    first (None: not reported)."""
+
+    log: RequestLog
+    block_size: int | None = None
+    template: ChatTemplate | None = None
+    topic_header: str | None = None
+    probe: Callable[[], Sequence[int | None]] | None = None
+
+    @cached_property
+    def beginnings(self) -> list[tuple[LoggedRequest, SharedBeginning]]:
+        """All requests but the first of each scope, and what they share with an earlier one."""
+        shared = shared_beginnings(self.log.requests)
+        return [(each, found) for each, found in zip(self.log.requests, shared, strict=True) if found.earlier]
+
+    @cached_property
+    def turns(self) -> list[Turn]:
+        return later_turns(self.log.requests)
+
+    def tokens(self, characters: float) -> int:
+        """Estimated by the prompts' reported lengths."""
+        return round(characters * self._tokens_per_character)
+
+    @cached_property
+    def _tokens_per_character(self) -> float:
+        return self.log.tokens_per_character()
+
+    def length(self, request: LoggedRequest) -> int:
+        """Of its prompt, in tokens."""
+        return request.prompt_tokens or self.tokens(len(request.text))
+
+
+def graded(part: int, whole: int, *, bad: float = 0.5, warning: float = 0.1) -> Verdict:
+    """By the share of requests that something is wrong with."""
+    if not whole or part < warning * whole:
+        return "good"
+    return "bad" if part >= bad * whole else "warning"
+
+
+def counted(kinds: Mapping[str, int]) -> str:
+    """Kinds with their counts, most frequent first."""
+    return ", ".join(
+        f"{name} ({count:,})" for name, count in sorted(kinds.items(), key=lambda each: (-each[1], each[0]))
+    )

@@ -1,0 +1,109 @@
+"""Checks of a log of requests."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ragorder.adapters.doctor.case import Case
+from ragorder.adapters.doctor.chat_template import LocalTemplate, ServerTemplate
+from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.request_log import EXAMPLE, read_log
+from ragorder.adapters.doctor.rules import all_rules
+from ragorder.adapters.doctor.sending import probe_topic
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.vllm.cache_config import cache_config
+
+__all__ = ["examine_requests"]
+
+_CHECK = "requests"
+_LEAST_SHARE = 0.02
+_REPORTING = (
+    "log the usage of each answer (streams have it with stream_options.include_usage), and start vLLM with "
+    "--enable-prompt-tokens-details, SGLang with --enable-cache-report"
+)
+_NOTHING_IN_COMMON = (
+    "no cache can help requests that begin differently: see the findings below, and order the documents of each request"
+)
+_LOST = (
+    "see the findings below; if all of them are good, the cache is too small for the time between two such requests, "
+    "or several replicas share them"
+)
+
+
+def examine_requests(
+    path: Path,
+    *,
+    base_url: str | None = None,
+    model: str | None = None,
+    api_key: str | None = None,
+    timeout_s: float = 30.0,
+    tokenizer: Any = None,
+    block_size: int | None = None,
+    topic_header: str | None = None,
+) -> list[Finding]:
+    """What keeps the requests of a log from being cached, by the rules in `rules/`.
+
+    for finding in examine_requests(Path("requests.jsonl"), base_url="http://host:8000"):
+        print(finding.verdict, finding.check, finding.found)
+
+    The server at `base_url` gives the size of its blocks and renders chats, which `block_size` (in tokens) and
+    `tokenizer` (transformers) do without it; with `topic_header` it gets eight test requests. Findings quote nothing of
+    a request. Raises JSONLinesError for a log that cannot be read, AddressError, and ImportError without ragorder[live]
+    if there is a server.
+    """
+    case = Case(read_log(path), block_size, None if tokenizer is None else LocalTemplate(tokenizer), topic_header)
+    if not case.log.requests:
+        return [Finding(_CHECK, "unknown", "the log is empty", f"log requests, a line each: {EXAMPLE}")]
+    with ExitStack() as stack:
+        if base_url is not None:
+            _ask(case, stack.enter_context(Server(base_url, timeout_s=timeout_s, api_key=api_key)), model)
+        return [_cached(case), *(rule.check(case) for rule in all_rules())]
+
+
+def _ask(case: Case, server: Server, model: str | None) -> None:
+    """Have the server say what the caller did not. Rules that need an answer which it does not give, say so."""
+    name = model or _first_model(server)
+    if case.block_size is None:
+        with suppress(ServerError):
+            case.block_size = cache_config(server).block_size
+    if case.template is None:
+        case.template = ServerTemplate(server, name)
+    if case.topic_header is not None:
+        case.probe = partial(probe_topic, server, name, case.topic_header)
+
+
+def _first_model(server: Server) -> str | None:
+    try:
+        answer = server.get_json("/v1/models")
+    except ServerError:
+        return None
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    names = (each.get("id") for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict))
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def _cached(case: Case) -> Finding:
+    """The reported share of cached tokens, against what the requests have in common."""
+    requests = case.log.requests
+    found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
+    reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}
+    if not reports:
+        return Finding(_CHECK, "warning", f"{found}, of which none reports its cached tokens", _REPORTING)
+    prompt_tokens = sum(each.prompt_tokens or 0 for each in reports.values())
+    cached_tokens = sum(each.cached_tokens or 0 for each in reports.values())
+    common_tokens = sum(
+        min(case.tokens(shared.characters), case.length(each))
+        for each, shared in case.beginnings
+        if id(each) in reports
+    )
+    cached, common = cached_tokens / prompt_tokens, common_tokens / prompt_tokens
+    found += f": {100 * cached:.1f} % of {prompt_tokens:,} prompt tokens were cached, "
+    found += f"{100 * common:.1f} % stood at the beginning of an earlier request"
+    if common < _LEAST_SHARE and cached < _LEAST_SHARE:
+        return Finding(_CHECK, "warning", found, _NOTHING_IN_COMMON)
+    if cached >= 0.8 * common:
+        return Finding(_CHECK, "good", found)
+    return Finding(_CHECK, "warning" if cached >= 0.2 * common else "bad", found, _LOST)

@@ -1,0 +1,262 @@
+"""`ragorder doctor --requests`: the command, the log, and one where all is well."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.balancer import Balancer, plain
+from support.commands import run_command
+from support.request_logs import NAMES, SYSTEM, assert_quotes_nothing, chat, examined, healthy, served, write_log
+
+from ragorder.adapters.doctor import Finding, examine_requests
+from ragorder.adapters.doctor.beginnings import common_length, shared_beginnings
+from ragorder.adapters.doctor.request_log import LoggedRequest, read_log
+from ragorder.cli import main
+from ragorder.jsonl import JSONLinesError
+
+doctor = partial(run_command, main, "doctor")
+
+
+@pytest.fixture
+def examine(tmp_path: Path) -> Callable[..., dict[str, Finding]]:
+    return partial(examined, tmp_path)
+
+
+@pytest.fixture
+def balance() -> Iterator[Callable[..., Balancer]]:
+    started: list[Balancer] = []
+
+    def balance(choose: Callable[[int, str | None], int] = lambda *_: 0, **options: Any) -> Balancer:
+        pytest.importorskip("httpx2")
+        pytest.importorskip("prometheus_client")
+        started.append(Balancer(choose, **options))
+        return started[-1].start()
+
+    yield balance
+    for each in started:
+        each.stop()
+
+
+class TestAllIsWell:
+    def test_nothing_is_bad_and_the_command_succeeds(
+        self, examine: Callable[..., dict[str, Finding]], tmp_path: Path
+    ) -> None:
+        found = examine(healthy(), block_size=16)
+        checked = {check: each.verdict for check, each in found.items()}
+        # Those two ask a server.
+        assert checked.pop("chat template") == checked.pop("topic's replica") == "unknown"
+        assert set(checked.values()) == {"good"}
+        done = doctor("--requests", tmp_path / "requests.jsonl", "--block-size", "16")
+        assert done.exit_code == 0
+        assert_quotes_nothing(done.output)
+
+    def test_is_told_in_shares(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        found = examine(healthy(), block_size=16)["requests"].found
+        assert found.startswith("30 requests: ")
+        shares = [float(part.split()[-1]) for part in found.split(" %")[:2]]
+        assert 70 < shares[0] <= shares[1] < 100
+
+    def test_steps_are_read_from_the_hits(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        assert examine(healthy())["cache granularity"].verdict == "good"
+
+
+class TestRequests:
+    def test_without_reports_that_is_what_is_missing(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        lines = [{**line, "usage": {"prompt_tokens": 100}} for line in healthy()]
+        found = examine(lines)["requests"]
+        assert found.verdict == "warning"
+        assert "--enable-prompt-tokens-details" in str(found.advice)
+
+    def test_a_cache_that_loses_all_is_bad(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        lines = healthy()
+        for line in lines:
+            line["usage"]["prompt_tokens_details"] = {"cached_tokens": 0}
+        found = examine(lines, block_size=16)
+        assert found["requests"].verdict == "bad"
+        assert "too small" in str(found["requests"].advice)
+
+    def test_nothing_in_common_is_no_fault_of_the_cache(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        lines = served(chat([name], "?", system=f"{number} {SYSTEM}") for number, name in enumerate(NAMES))
+        assert examine(lines, block_size=16)["requests"].verdict == "warning"
+
+    def test_an_empty_log_is_unknown(self, tmp_path: Path) -> None:
+        (found,) = examine_requests(write_log(tmp_path / "empty.jsonl", []))
+        assert found.verdict == "unknown"
+
+
+class TestCommand:
+    def test_a_bad_finding_is_an_exit_status(self, tmp_path: Path) -> None:
+        lines = served((chat([name], "?") for name in NAMES[:20]), step=784)
+        path = write_log(tmp_path / "requests.jsonl", lines)
+        done = doctor("--requests", path, "--block-size", "784", "--json")
+        assert done.exit_code == 1
+        found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+        assert found["cache granularity"]["verdict"] == "bad"
+        assert_quotes_nothing(done.output)
+
+    def test_a_server_is_examined_as_well(self, tmp_path: Path, balance: Callable[..., Balancer]) -> None:
+        pytest.importorskip("zmq")
+        path = write_log(tmp_path / "requests.jsonl", healthy(5))
+        balancer = balance(render=plain)
+        done = doctor(balancer.base_url, "--requests", path, "--topic-header", "x-session-id", "--json")
+        checks = [each["check"] for each in json.loads(done.stdout)["findings"]]
+        assert checks[0] == "server"
+        assert {"topic's replica", "chat template", "prefix caching"} <= set(checks)
+        assert done.exit_code == 0
+
+    def test_a_tokenizer_is_loaded(self, tmp_path: Path, model_folder: Path) -> None:
+        path = write_log(tmp_path / "requests.jsonl", healthy(5))
+        done = doctor("--requests", path, "--tokenizer", model_folder, "--json")
+        found = {each["check"]: each["verdict"] for each in json.loads(done.stdout)["findings"]}
+        assert found["chat template"] == "good"
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--block-size", "16"], "URL"),
+            (["http://127.0.0.1:9", "--block-size", "16"], "--block-size requires --requests"),
+            (["http://127.0.0.1:9", "--topic-header", "x-session-id"], "--topic-header requires --requests"),
+            (["http://127.0.0.1:9", "--tokenizer", "there"], "--tokenizer requires --requests"),
+            (["--requests", "LOG", "--topic-header", "x-session-id"], "--topic-header requires URL"),
+            (["--requests", "LOG", "--model", "qwen"], "--model requires the URL"),
+            (["http://127.0.0.1:9", "--requests", "LOG", "--topic-header", "Host"], "--topic-header: 'Host'"),
+            (["--requests", "LOG", "--tokenizer", "/nowhere/at/all"], "--tokenizer: "),
+            (["--requests", "LOG", "--memory"], "leave out --requests"),
+            (["--requests", "NOWHERE"], "--requests"),
+        ],
+    )
+    def test_options_that_do_not_go_together_are_refused(self, tmp_path: Path, arguments: list[str], says: str) -> None:
+        path = write_log(tmp_path / "requests.jsonl", healthy(2))
+        done = doctor(*(str(path) if each == "LOG" else each for each in arguments))
+        assert done.exit_code != 0
+        assert says in done.stderr
+
+    def test_a_line_that_cannot_be_read_is_named_and_not_quoted(self, tmp_path: Path) -> None:
+        path = write_log(tmp_path / "requests.jsonl", [*healthy(2), {"prompts": "alice"}])
+        done = doctor("--requests", path)
+        assert done.exit_code == 1
+        assert "requests.jsonl:3: " in done.stderr
+        assert '"messages"' in done.stderr
+        assert "alice" not in done.output
+
+
+class TestLog:
+    def read(self, tmp_path: Path, *lines: Any, **options: Any) -> Any:
+        return read_log(write_log(tmp_path / "requests.jsonl", lines), **options)
+
+    def test_bodies_of_each_api_are_read(self, tmp_path: Path) -> None:
+        log = self.read(
+            tmp_path,
+            {"prompt": "some text", "usage": {"prompt_tokens": 4}},
+            {"prompt": [1, 2, 3]},
+            {
+                "request": {"messages": [{"role": "user", "content": "hello"}]},
+                "response": {"usage": {"prompt_tokens": 7}},
+            },
+            {
+                "body": {
+                    "system": "be brief",
+                    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+                }
+            },
+            {"instructions": "be brief", "input": "hi"},
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+            {"messages": [], "ragorder": {"documents": [{"id": "a", "text": "first"}], "query": "which?"}},
+        )
+        texts = [each.text for each in log.requests]
+        assert texts[:3] == ["<prompt>\nsome text\n", "<prompt>\n1 2 3\n", "<user>\nhello\n"]
+        assert texts[3] == texts[4] == "<system>\nbe brief\n<user>\nhi\n"
+        assert texts[5:] == ["<user>\nhi\n", "<user>\n[a]\nfirst\n\nwhich?\n"]
+        assert [each.prompt_tokens for each in log.requests[:4]] == [4, None, 7, None]
+
+    def test_what_stands_in_front_is_known(self, tmp_path: Path) -> None:
+        tools = [{"type": "function", "function": {"name": "search"}}]
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        (request,) = self.read(tmp_path, {"tools": tools, "messages": messages}).requests
+        assert [each.role for each in request.messages] == ["tools", "system", "user"]
+        assert request.text[request.system_end :] == "<user>\nhi\n"
+
+    def test_tenants_and_models_share_nothing(self, tmp_path: Path) -> None:
+        body = healthy(1)[0]
+        salted = [{**body, "cache_salt": "one"}, {**body, "cache_salt": "two"}, {**body, "model": "other"}]
+        log = self.read(tmp_path, body, *salted)
+        assert [found.earlier for found in shared_beginnings(log.requests)] == [None] * 4
+
+    def test_a_log_may_be_compressed_and_is_read_to_a_bound(self, tmp_path: Path) -> None:
+        path = tmp_path / "requests.jsonl.gz"
+        path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in healthy(6)).encode()))
+        log = read_log(path, most_requests=4)
+        assert len(log.requests) == 4
+        assert log.cut
+        assert not read_log(path, most_requests=6).cut
+        assert len(read_log(path, most_characters=1).requests) == 1
+
+    @pytest.mark.parametrize(
+        "line", ['{"messages": ', "[1]", '{"answer": "alice"}', '{"messages": [' + '{"content": [' * 600]
+    )
+    def test_other_lines_are_refused_by_number(self, tmp_path: Path, line: str) -> None:
+        path = tmp_path / "requests.jsonl"
+        path.write_text(f"{json.dumps(healthy(1)[0])}\n{line}\n", "utf-8")
+        with pytest.raises(JSONLinesError, match=r"requests\.jsonl:2: ") as caught:
+            read_log(path)
+        assert "alice" not in str(caught.value)
+
+
+BASE = "".join(chr(97 + place * place % 7) for place in range(1200))
+
+
+class TestBeginnings:
+    @given(st.lists(st.tuples(st.integers(0, len(BASE)), st.text("xy", max_size=20)), min_size=1, max_size=8))
+    def test_are_the_longest_but_for_a_chunk(self, parts: list[tuple[int, str]]) -> None:
+        requests = [request_of(BASE[:cut] + tail) for cut, tail in parts]
+        for place, (request, found) in enumerate(zip(requests, shared_beginnings(requests), strict=True)):
+            longest = max((common_length(request.text, other.text) for other in requests[:place]), default=0)
+            assert longest - 256 < found.characters <= longest
+            assert (found.earlier is None) == (place == 0)
+
+    @given(st.text("ab", max_size=40), st.text("ab", max_size=40))
+    def test_common_length_is_that_of_the_common_prefix(self, one: str, other: str) -> None:
+        length = common_length(one, other)
+        assert one[:length] == other[:length]
+        assert length == min(len(one), len(other)) or one[length] != other[length]
+
+
+def request_of(text: str) -> LoggedRequest:
+    return LoggedRequest(1, "", ("", ""), (), text, 0, None, None, None, None)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5000) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text"]), inner),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.text(max_size=60) | VALUES}
+    ),
+    max_size=5,
+)
+USAGE = st.dictionaries(
+    st.sampled_from(["prompt_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens"]), VALUES
+)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries({"messages": MESSAGES | VALUES, "usage": USAGE | VALUES}, optional={"model": VALUES}),
+        max_size=6,
+    )
+)
+def test_no_log_makes_a_rule_fail(tmp_path_factory: pytest.TempPathFactory, lines: list[Any]) -> None:
+    path = write_log(tmp_path_factory.mktemp("log") / "requests.jsonl", lines)
+    for found in examine_requests(path, block_size=16):
+        assert found.verdict in ("good", "warning", "bad", "unknown")
+        assert found.verdict == "good" or found.advice
