@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ragorder.pipelining.batching.sizes import Curve, ModelSizes
+from ragorder.kernels.decoder_shape import DecoderShape, read_width
+from ragorder.pipelining.batching.sizes import ModelSizes
 
 __all__ = ["model_sizes"]
 
@@ -19,8 +20,6 @@ _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2
 _STORED |= {"F8_E4M3": 1, "F8_E5M2": 1}
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
 _STEPS = (64, 256, 1024, 4096, 8192)
-# Requests whose logits one step computes.
-_ROWS = 64
 # A safetensors file begins with the length of its header, which the format limits.
 _HEADER_BYTES = 8
 _LARGEST_HEADER = 100_000_000
@@ -42,69 +41,56 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{path} is no folder of a model: it has no config.json")
-    shape = _Shape.read(file)
-    itemsize = _ITEMSIZES[dtype] if dtype else shape.itemsize
+    parameters = _Parameters.read(file)
+    shape = parameters.shape
+    itemsize = _ITEMSIZES[dtype] if dtype else parameters.itemsize
     if path.is_dir():
-        layers, outside, stored = _of_weights(path, shape)
+        layers, outside, stored = _of_weights(path, shape.layers, tied=parameters.tied)
         # Stored weights are converted when they are loaded.
         if dtype:
             layers, outside = [size * itemsize // stored for size in layers], outside * itemsize // stored
         else:
             itemsize = stored
     else:
-        layers, outside = [shape.layer * itemsize] * shape.layers, shape.outside * itemsize
+        layers, outside = [parameters.layer * itemsize] * shape.layers, parameters.outside * itemsize
     return ModelSizes(
         layers=tuple(layers),
         outside=outside,
-        kv_token=2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize,
-        step_bytes=shape.workspaces(itemsize),
+        kv_token=shape.kv_token(itemsize),
+        step_bytes=tuple((step, shape.workspace(step, itemsize)) for step in _STEPS),
         itemsize=itemsize,
         block_tokens=block_tokens,
     )
 
 
-class _Shape:
-    """Shape of a decoder, by its configuration. `layer`, `outside`: numbers of parameters."""
+class _Parameters:
+    """Numbers of parameters of a decoder, by its configuration: of a `layer`, and `outside` the layers."""
 
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        def read(*names: str, default: int | None = None) -> int:
-            value = next((config[each] for each in names if config.get(each) is not None), default)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"{name} has no {names[0]}, or one that is no number: it is no decoder's configuration"
-                )
-            return value
-
-        self.layers = read("num_hidden_layers", "n_layer", "num_layers")
-        self.hidden = read("hidden_size", "n_embd", "d_model")
-        self.heads = read("num_attention_heads", "n_head")
-        self.kv_heads = read("num_key_value_heads", "num_kv_heads", default=self.heads)
-        self.head_dim = read("head_dim", default=max(1, self.hidden // self.heads))
-        self.vocabulary = read("vocab_size")
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.shape = shape = DecoderShape.read(config, where)
+        hidden, heads, kv_heads = shape.hidden, shape.heads, shape.kv_heads
         # GPT-2's way: two matrices with four times the hidden size between them, and learnt positions.
         plain = "n_embd" in config
-        inner = read("intermediate_size", "n_inner", default=4 * self.hidden)
-        experts = read("num_local_experts", "num_experts", "n_routed_experts", default=1)
+        inner = read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
+        experts = read_width(config, where, "num_local_experts", "num_experts", "n_routed_experts", default=1)
         if experts > 1:
-            inner = read("moe_intermediate_size", default=inner)
-        self.inner = inner * (read("num_experts_per_tok", default=1) if experts > 1 else 1)
-        tied = bool(config.get("tie_word_embeddings", plain))
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        mlp = experts * (2 if plain else 3) * self.hidden * inner + (experts * self.hidden if experts > 1 else 0)
-        norms = (4 if plain else 2) * self.hidden
+            inner = read_width(config, where, "moe_intermediate_size", default=inner)
+        attention = 2 * hidden * (heads + kv_heads) * shape.head_dim
+        mlp = experts * (2 if plain else 3) * hidden * inner + (experts * hidden if experts > 1 else 0)
+        norms = (4 if plain else 2) * hidden
         qkv_bias = plain or config.get("attention_bias") or config.get("model_type") in ("qwen2", "qwen2_moe")
-        biases = (self.heads + 2 * self.kv_heads) * self.head_dim if qkv_bias else 0
+        biases = (heads + 2 * kv_heads) * shape.head_dim if qkv_bias else 0
         if plain:
-            biases += 2 * self.hidden + inner
+            biases += 2 * hidden + inner
         self.layer = attention + mlp + norms + biases
-        positions = read("n_positions", default=1024) * self.hidden if plain else 0
-        final_norm = (2 if plain else 1) * self.hidden
-        self.outside = self.vocabulary * self.hidden * (1 if tied else 2) + positions + final_norm
-        self.tied = tied
+        positions = read_width(config, where, "n_positions", default=1024) * hidden if plain else 0
+        final_norm = (2 if plain else 1) * hidden
+        self.tied = bool(config.get("tie_word_embeddings", plain))
+        self.outside = shape.vocabulary * hidden * (1 if self.tied else 2) + positions + final_norm
         self.itemsize = _ITEMSIZES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
 
     @classmethod
-    def read(cls, file: Path) -> _Shape:
+    def read(cls, file: Path) -> _Parameters:
         try:
             config = json.loads(file.read_bytes())
         except ValueError as error:
@@ -115,14 +101,8 @@ class _Shape:
         text = config.get("text_config")
         return cls({**config, **text} if isinstance(text, dict) else config, str(file))
 
-    def workspaces(self, itemsize: int) -> Curve:
-        """Of steps, by their tokens. Norms and logits are computed in float32."""
-        attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        token = 2 * self.hidden * (itemsize + 4) + max(2 * attended, 3 * self.inner) * itemsize
-        return tuple((step, step * token + min(step, _ROWS) * self.vocabulary * (itemsize + 4)) for step in _STEPS)
 
-
-def _of_weights(folder: Path, shape: _Shape) -> tuple[list[int], int, int]:
+def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:
     """Bytes of each layer in a buffer, bytes of all else, and of a number of most weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -130,7 +110,7 @@ def _of_weights(folder: Path, shape: _Shape) -> tuple[list[int], int, int]:
     tensors: dict[str, tuple[int, int]] = {}
     for file in files:
         tensors |= _header(file)
-    if shape.tied:
+    if tied:
         # Stored twice by some, loaded once.
         tensors = {name: size for name, size in tensors.items() if not name.endswith("lm_head.weight")}
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -140,15 +120,12 @@ def _of_weights(folder: Path, shape: _Shape) -> tuple[list[int], int, int]:
         if found := _LAYER.match(name):
             # In a buffer of its own each tensor begins at such a multiple.
             lists[found[1]][int(found[2])] += -(-size // _ALIGNMENT) * _ALIGNMENT
-    decoders = [name for name, sizes in lists.items() if sorted(sizes) == list(range(shape.layers))]
+    decoders = [name for name, sizes in lists.items() if sorted(sizes) == list(range(layers))]
     if not decoders:
-        raise ValueError(
-            f"{folder} lacks weights: no list of {shape.layers} layers is among its {len(tensors)} tensors"
-        )
+        raise ValueError(f"{folder} lacks weights: no list of {layers} layers is among its {len(tensors)} tensors")
     prefix = max(decoders, key=lambda name: sum(lists[name].values()))
     outside = sum(size for name, (size, _) in tensors.items() if not name.startswith(f"{prefix}."))
-    layers = [lists[prefix][number] for number in range(shape.layers)]
-    return layers, outside, max(by_itemsize, key=by_itemsize.__getitem__)
+    return [lists[prefix][number] for number in range(layers)], outside, max(by_itemsize, key=by_itemsize.__getitem__)
 
 
 def _header(file: Path) -> dict[str, tuple[int, int]]:

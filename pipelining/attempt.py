@@ -50,9 +50,11 @@ class Attempt(Generic[Q, D, R]):
         load: EngineLoad,
         worthwhile: Callable[[], bool],
         admit: Callable[[], Admission | None] | None = None,
+        off_engine: Callable[[], object] | None = None,
     ) -> bool:
         """Algorithm 2, lines 6-10. False: try again after the next stage. `admit`: the place of one that was admitted
-        before (default: of `load`); its caller ends what is not taken."""
+        before (default: of `load`); its caller ends what is not taken. `off_engine` is called when a speculation that
+        has begun is on the engine no longer."""
         trace = self._trace
         try:
             request = self._prompts.preview(question, documents)
@@ -73,7 +75,9 @@ class Attempt(Generic[Q, D, R]):
             return False
         trace.speculations += 1
         trace.speculated_stage = trace.stages
-        self._speculation = Speculation(self._engine, request, load, admission, at_s=self._elapsed_s())
+        self._speculation = Speculation(
+            self._engine, request, load, admission, at_s=self._elapsed_s(), off_engine=off_engine
+        )
         return True
 
     async def abort(self) -> None:

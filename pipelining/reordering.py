@@ -172,7 +172,7 @@ class ConcurrencyLimiter(Generic[T]):
     ) -> AsyncIterator[None]:
         """A slot until the block ends. Code before the block's first `await` runs before the next choice. Raises
         QueueFullError; a `patient` request waits in front of a full queue instead, in the order of arrival."""
-        if self.in_flight < self.limit and not self.queue and not self._patient:
+        if self.has_room:
             self.in_flight += 1
         else:
             await self._wait(_Arrival(item, lengths, asyncio.get_running_loop().create_future()), patient=patient)
@@ -180,6 +180,11 @@ class ConcurrencyLimiter(Generic[T]):
             yield
         finally:
             self._release()
+
+    @property
+    def has_room(self) -> bool:
+        """A request would be admitted at once."""
+        return self.in_flight < self.limit and not self.queue and not self._patient
 
     async def _wait(self, arrival: _Arrival[T], *, patient: bool) -> None:
         if not self._full:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Generic, TypeVar
@@ -30,10 +30,18 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A request sent ahead of need, in the place of its `admission`."""
+    """A request sent ahead of need, in the place of its `admission`. `off_engine` is called when it is on the engine no
+    longer."""
 
     def __init__(
-        self, engine: StreamingEngine[R], request: R, load: EngineLoad, admission: Admission, *, at_s: float
+        self,
+        engine: StreamingEngine[R],
+        request: R,
+        load: EngineLoad,
+        admission: Admission,
+        *,
+        at_s: float,
+        off_engine: Callable[[], object] | None = None,
     ) -> None:
         self.request = request
         self.at_s = at_s
@@ -42,6 +50,8 @@ class Speculation(Generic[R]):
         self._task = asyncio.create_task(self._generate(engine, load, admission))
         # A task that is cancelled at once never begins.
         self._task.add_done_callback(lambda _: admission.end())
+        if off_engine is not None:
+            self._task.add_done_callback(lambda _: off_engine())
 
     @property
     def failed(self) -> bool:

@@ -8,29 +8,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ragorder.kernels.decoder_shape import ROWS, DecoderShape
 from ragorder.kernels.unsupported import UnsupportedModelError
 
 __all__ = ["Footprint", "decoder_layers", "footprint", "skeleton"]
-
-# Requests whose logits are computed in one step, unless the caller says.
-_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes of weights: of each decoder layer, of the embedding, of the head (0 if it is the embedding), and of what
-    else lies outside the layers. `kv_token`: of a token's keys and values in all layers."""
+    else lies outside the layers."""
 
     layers: tuple[int, ...]
     embedding: int
     head: int
     other: int
-    kv_token: int
     itemsize: int
-    hidden: int
-    inner: int
-    attended: int
-    vocabulary: int
+    shape: DecoderShape
 
     @property
     def outside(self) -> int:
@@ -41,16 +35,14 @@ class Footprint:
     def weights(self) -> int:
         return sum(self.layers) + self.outside
 
-    def workspace(self, tokens: int, rows: int = _ROWS) -> int:
-        """Most bytes of activations while a step of `tokens` tokens is computed, `rows` of them with logits (RAGDoll
-        4.2).
+    @property
+    def kv_token(self) -> int:
+        """Of a token's keys and values in all layers."""
+        return self.shape.kv_token(self.itemsize)
 
-        A step holds its hidden states twice; beside them the larger of attention's queries, keys, values and output,
-        and of the MLP's three inner products. Norms and logits are computed in fp32."""
-        states = 2 * self.hidden * self.itemsize + 2 * self.hidden * 4
-        widest = max(2 * self.attended, 3 * self.inner) * self.itemsize
-        logits = min(rows, tokens) * self.vocabulary * (self.itemsize + 4)
-        return tokens * (states + widest) + logits
+    def workspace(self, tokens: int, rows: int = ROWS) -> int:
+        """See `DecoderShape.workspace`."""
+        return self.shape.workspace(tokens, self.itemsize, rows)
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -98,29 +90,14 @@ def footprint(config: Any, dtype: torch.dtype | str | None = None) -> Footprint:
         if not name.startswith(f"{prefix}.") and id(each) not in counted
     }
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    itemsize = int(kind.itemsize)
     return Footprint(
         layers=sizes,
         embedding=_bytes(embedding),
         head=0 if head is None else _bytes(head),
         other=sum(map(_bytes, rest.values())),
-        kv_token=len(sizes) * 2 * kv_heads * head_dim * itemsize,
-        itemsize=itemsize,
-        hidden=text.hidden_size,
-        inner=_inner(text),
-        attended=(2 * heads + 2 * kv_heads) * head_dim,
-        vocabulary=text.vocab_size,
+        itemsize=int(kind.itemsize),
+        shape=DecoderShape.read(text.to_dict(), type(text).__name__),
     )
-
-
-def _inner(config: Any) -> int:
-    """Inner numbers that a token's MLP computes, over all experts that it is sent to."""
-    dense = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    experts = int(getattr(config, "num_experts_per_tok", None) or 0)
-    return max(dense, experts * int(getattr(config, "moe_intermediate_size", None) or dense))
 
 
 def _bytes(tensor: Any) -> int:

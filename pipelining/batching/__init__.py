@@ -14,7 +14,13 @@ from ragorder.pipelining.batching.placement_profile import PlacementProfile
 from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
 from ragorder.pipelining.batching.power_law import PowerLaw
 from ragorder.pipelining.batching.requests import AnswerChangedError, BatchedAnswer
-from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRetrieval, PartitionedRetrieval, SearchTask
+from ragorder.pipelining.batching.retrieval import (
+    BatchRetrieval,
+    ConcurrentRetrieval,
+    JoinableRetrieval,
+    PartitionedRetrieval,
+    SearchTask,
+)
 from ragorder.pipelining.batching.server import BatchedStream, DecoupledServer, ServingPlacement
 from ragorder.pipelining.batching.shared_tokens import shared_tokens
 from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes, Workload
@@ -37,6 +43,7 @@ __all__ = [
     "EstimatedCosts",
     "Footprint",
     "IndexSizes",
+    "JoinableRetrieval",
     "KVTokens",
     "ModelSizes",
     "PartitionedRetrieval",

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.batching.batchers.base import Backlog
 from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
+from ragorder.pipelining.batching.occupancy import Occupancy
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.worker import Worker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
@@ -153,10 +154,7 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Requests that ran, summed up over time.
-        self._area = 0.0
-        self._counted_s = self._clock()
-        self._began: dict[BatchedRequest[Q, D], tuple[float, float]] = {}
+        self._occupancy: Occupancy[BatchedRequest[Q, D]] = Occupancy(self._clock)
 
     async def _serve(self) -> bool:
         if self._hooks:
@@ -175,9 +173,7 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
             return False
         if self.running and not self._fits((*self.running, request)):
             return False
-        self._count()
-        self._take(ticket)
-        self._began[request] = self._counted_s, self._area
+        self._occupancy.begin(self._take(ticket))
         self._start_request(request)
         self._event("began")
         # The next choice comes after what this request puts into the cache, and other tasks have their turn.
@@ -185,19 +181,12 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
         return True
 
     def _ended(self, request: BatchedRequest[Q, D], error: BaseException | None) -> None:
-        self._count(1)
         seconds: float | None = None
-        if (began := self._began.pop(request, None)) is not None:
-            began_s, area = began
-            seconds = self._counted_s - began_s
+        if (ran := self._occupancy.end(request)) is not None:
+            running, seconds = ran
             if error is None and not request.abandoned and seconds > 0:
-                self._learn(max(1, round((self._area - area) / seconds)), seconds)
+                self._learn(running, seconds)
         self._event("ended" if error is None else "failed", seconds)
-
-    def _count(self, just_ended: int = 0) -> None:
-        now_s = self._clock()
-        self._area += (len(self.running) + just_ended) * (now_s - self._counted_s)
-        self._counted_s = now_s
 
 
 class StaticGenerationWorker(GenerationWorker[Q, D, R]):

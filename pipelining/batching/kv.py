@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ragorder.trie.plan import plan
+from ragorder.pipelining.batching.running_trie import RunningTrie
 
 __all__ = ["Context", "KVTokens", "TrieKV", "largest_prefix"]
 
@@ -26,13 +26,16 @@ class KVTokens(Protocol[Q, D]):
 
 
 class TrieKV(Generic[Q, D]):
-    """Tokens of a batch laid on the trie of `trie.plan`: what its requests share at the beginning counts once.
+    """Tokens of a batch laid on a trie: what its requests share at the beginning counts once.
 
         TrieKV(key=lambda document: document.key, tokens=builder.document_tokens, own_tokens=lambda question: 300)
 
     - `key`, `tokens`: of a document; equal keys have equal KV behind equal documents
     - `own_tokens`: of a request alone: question and answer; `prefix_tokens`: of the system prompt
     - `scope`: requests of different scopes share nothing
+
+    A batch is planned (`trie.plan`); the trie is kept, and a request that joins it alone is laid on it as it stands.
+    Requests are told apart by the objects of their question and documents, which are read once while they run.
     """
 
     def __init__(
@@ -49,38 +52,44 @@ class TrieKV(Generic[Q, D]):
         self._own_tokens = own_tokens
         self._prefix_tokens = prefix_tokens
         self._scope = scope
+        self._held: dict[Hashable, _Held] = {}
+        self._tries: dict[Hashable, RunningTrie] = {}
 
     def __call__(self, contexts: Sequence[Context[Q, D]], /) -> int:
-        scopes: dict[Hashable, list[Context[Q, D]]] = {}
+        held: dict[Hashable, _Held] = {}
         for context in contexts:
-            scopes.setdefault(self._scope(context.question), []).append(context)
-        own = sum(self._own_tokens(context.question) for context in contexts)
-        return own + sum(self._prefix_tokens + self._trie_tokens(group) for group in scopes.values())
+            # Objects that are held have their ids for themselves.
+            question, documents, number = id(context.question), id(context.documents), 0
+            while (question, documents, number) in held:
+                number += 1
+            request = (question, documents, number)
+            held[request] = self._held.get(request) or self._read(context)
+        self._held = held
+        scopes: dict[Hashable, dict[Hashable, Mapping[Hashable, int]]] = {}
+        for name, of in held.items():
+            scopes.setdefault(of.scope, {})[name] = of.documents
+        self._tries = {scope: self._tries.get(scope) or RunningTrie() for scope in scopes}
+        for scope, requests in scopes.items():
+            self._tries[scope].hold(requests)
+        own = sum(of.own_tokens for of in held.values())
+        return own + sum(self._prefix_tokens + trie.tokens for trie in self._tries.values())
 
-    def _trie_tokens(self, contexts: Sequence[Context[Q, D]]) -> int:
-        tokens: dict[Hashable, int] = {}
-        requests = [list(self._keys(context.documents, tokens)) for context in contexts]
-        # A trie served depth first: what a request shares with the one before it is held already.
-        total, before = 0, list[Hashable]()
-        for _, order in plan(requests, tokens):
-            shared = next(
-                (place for place, (one, other) in enumerate(zip(order, before, strict=False)) if one != other),
-                min(len(order), len(before)),
-            )
-            total += sum(tokens[key] for key in order[shared:])
-            before = order
-        return total
-
-    def _keys(self, documents: Sequence[D], tokens: dict[Hashable, int]) -> Iterator[Hashable]:
+    def _read(self, context: Context[Q, D]) -> _Held:
         seen: dict[Hashable, int] = {}
-        for document in documents:
+        documents: dict[Hashable, int] = {}
+        for document in context.documents:
             key = self._key(document)
             # A document that occurs twice in a prompt has KV twice.
             number = seen[key] = seen.get(key, -1) + 1
-            numbered = (key, number)
-            if numbered not in tokens:
-                tokens[numbered] = self._tokens(document)
-            yield numbered
+            documents[key, number] = self._tokens(document)
+        return _Held(context, self._scope(context.question), self._own_tokens(context.question), documents)
+
+
+class _Held(NamedTuple):
+    context: Context[Any, Any]
+    scope: Hashable
+    own_tokens: int
+    documents: Mapping[Hashable, int]
 
 
 def largest_prefix(count: int, fits: Callable[[int], bool]) -> int:

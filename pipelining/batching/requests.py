@@ -38,7 +38,7 @@ class BatchedRequest(Generic[Q, D]):
 
     `checkpoint` is what a search has found so far, and left to the next one by its retrieval. `most`: the largest batch
     in which it may run, smaller after each failure; `alone`: failures in a batch of its own; `peak`: the most requests
-    that ran beside this generation; `sent`: its documents have been ordered.
+    that ran beside it in its worker, itself included; `sent`: its documents have been ordered.
     """
 
     question: Q

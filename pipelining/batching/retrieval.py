@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ragorder.pipelining.search import PartitionedPass, PartitionedSearch
     from ragorder.pipelining.search.pass_rows import PassRows
 
-__all__ = ["BatchRetrieval", "ConcurrentRetrieval", "PartitionedRetrieval", "SearchTask"]
+__all__ = ["BatchRetrieval", "ConcurrentRetrieval", "JoinableRetrieval", "PartitionedRetrieval", "SearchTask"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
@@ -42,6 +42,16 @@ class BatchRetrieval(Protocol[Q_contra, D_co]):
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
         """(place of the task, documents in rank order or its own error), as soon as each is final. An error that is
         raised is one of all tasks without a result so far."""
+
+
+class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]):
+    """A retrieval whose batches others may join while they are searched for."""
+
+    def search_joined(
+        self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
+        """As `search_batch`. `more` is called in the event loop, whenever others may join, and gives those that do:
+        their places follow those of all before them."""
 
 
 class ConcurrentRetrieval(Generic[Q, D]):
@@ -79,7 +89,8 @@ class ConcurrentRetrieval(Generic[Q, D]):
 
 
 class PartitionedRetrieval(Generic[Q, D]):
-    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2).
+    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2). Others join it at
+    the next partition, and go around until they have passed over all.
 
         PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
 
@@ -118,39 +129,73 @@ class PartitionedRetrieval(Generic[Q, D]):
     def relieve(self) -> bool:
         return self.index.relieve()
 
-    async def search_batch(
+    def search_batch(
         self, tasks: Sequence[SearchTask[Q]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        # Read once: a request that is cancelled meanwhile has no checkpoint any more.
-        begun = {place: task.checkpoint for place, task in enumerate(tasks) if task.checkpoint is not None}
-        new = [place for place in range(len(tasks)) if place not in begun]
-        passing = await asyncio.to_thread(self._begin, list(begun.values()), [tasks[place].question for place in new])
-        places = [*begun, *new]
-        stages = 0
+        return self.search_joined(tasks, tuple)
+
+    async def search_joined(
+        self, tasks: Sequence[SearchTask[Q]], more: Callable[[], Sequence[SearchTask[Q]]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
+        entries = sorted((_Entry(place, task) for place, task in enumerate(tasks)), key=_Entry.is_new)
+        passing = self.index.resume(await asyncio.to_thread(self._begin, entries))
+        count = len(tasks)
         try:
-            while places:
-                found, left = await asyncio.to_thread(self._advance, passing, [not tasks[p].abandoned for p in places])
-                stages += 1
+            while entries:
+                wanted = [not entry.task.abandoned for entry in entries]
+                found, left = await asyncio.to_thread(self._advance, passing, wanted)
+                for entry in entries:
+                    entry.stages += 1
                 for row, documents in found:
-                    yield places[row], documents
-                places = [places[row] for row in left]
+                    yield entries[row].place, documents
+                entries = [entries[row] for row in left]
+                if not entries or not passing.joinable or not (joining := more()):
+                    continue
+                joined = [_Entry(count + number, task) for number, task in enumerate(joining)]
+                count += len(joined)
+                begun, failed = await asyncio.to_thread(self._join, passing, joined)
+                entries += begun
+                for entry, error in failed:
+                    yield entry.place, error
         except Exception:
-            for row, place in enumerate(places):
+            for row, entry in enumerate(entries):
                 # Another object means that more has been found.
-                if stages or place not in begun:
-                    tasks[place].checkpoint = passing.rows.part([row])
+                if entry.stages or entry.is_new():
+                    entry.task.checkpoint = passing.rows.part([row])
             raise
         finally:
             passing.close()
 
-    def _begin(self, begun: list[PassRows], new: list[Q]) -> PartitionedPass:
-        """A pass of queries that have been searched for in part, and then of new ones."""
-        if new:
+    def _begin(self, entries: Sequence[_Entry[Q]]) -> list[PassRows]:
+        """Rows of entries of which those that have been searched for in part come first."""
+        parts = [entry.begun for entry in entries if entry.begun is not None]
+        if new := [entry.task.question for entry in entries if entry.is_new()]:
             vectors = self._embed(new)
             if len(vectors) != len(new):
                 raise ValueError(f"embed returned {len(vectors)} vectors for {len(new)} questions")
-            begun.append(self.index.search(vectors, self._top_k).rows)
-        return self.index.resume(begun)
+            parts.append(self.index.search(vectors, self._top_k).rows)
+        return parts
+
+    def _join(
+        self, passing: PartitionedPass, entries: Sequence[_Entry[Q]]
+    ) -> tuple[Sequence[_Entry[Q]], list[tuple[_Entry[Q], Exception]]]:
+        """Those that have joined, in the order of their rows, and the others with their own errors."""
+        begun = sorted(entries, key=_Entry.is_new)
+        failed: list[tuple[_Entry[Q], Exception]] = []
+        try:
+            parts = self._begin(begun)
+        except Exception:
+            # One of them may be at fault.
+            parts, ordered, begun = [], begun, []
+            for entry in ordered:
+                try:
+                    parts += self._begin([entry])
+                    begun.append(entry)
+                except Exception as error:
+                    failed.append((entry, error))
+        if parts:
+            passing.join(parts)
+        return begun, failed
 
     def _advance(
         self, passing: PartitionedPass, wanted: Sequence[bool]
@@ -169,6 +214,22 @@ class PartitionedRetrieval(Generic[Q, D]):
             return [self._document(id) for id in ids.tolist() if id >= 0]
         except Exception as error:
             return error
+
+
+class _Entry(Generic[Q]):
+    """A task of a pass. `begun`: what earlier ones have found for it; `stages` of this one, with it."""
+
+    __slots__ = ("begun", "place", "stages", "task")
+
+    def __init__(self, place: int, task: SearchTask[Q]) -> None:
+        self.place = place
+        self.task = task
+        self.stages = 0
+        # Read once: a request that is cancelled meanwhile has no checkpoint any more.
+        self.begun: PassRows | None = task.checkpoint
+
+    def is_new(self) -> bool:
+        return self.begun is None
 
 
 def _outcome(search: asyncio.Task[Sequence[D]]) -> Sequence[D] | Exception:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ragorder.pipelining.batching.batchers.base import Backlog
+from ragorder.pipelining.batching.occupancy import Occupancy
 from ragorder.pipelining.batching.requests import BatchedRequest
-from ragorder.pipelining.batching.retrieval import BatchRetrieval
+from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
 from ragorder.pipelining.batching.worker import Worker, is_being_cancelled
 from ragorder.pipelining.running_mean import RunningMean
 
@@ -20,8 +21,9 @@ D = TypeVar("D")
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
-    """Searches for a batch of requests at a time; each goes to `found` once its documents are final. At most `room()`
-    requests are searched for at once: the next queue is bounded."""
+    """Searches for a batch of requests at a time; each goes to `found` once its documents are final. Others join the
+    batch if the retrieval lets them (`JoinableRetrieval`), and no hook waits for its end. At most `room()` requests are
+    searched for at once: the next queue is bounded."""
 
     name = "retrieval"
 
@@ -34,30 +36,36 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
     ) -> None:
         super().__init__(**options)
         self._retrieval = retrieval
+        self._joinable = callable(getattr(retrieval, "search_joined", None))
         self._found = found
         self._room = room
-        self._batch_s = RunningMean(arithmetic_start=True)
-        self._began_s = 0.0
+        # Of a batch, or of a request where others join.
+        self._search_s = RunningMean(arithmetic_start=True)
+        self._occupancy: Occupancy[BatchedRequest[Q, D]] = Occupancy(self._clock)
 
     def expected_s(self) -> Sequence[float]:
-        """In how many seconds the requests of the running batch are expected to have their documents."""
-        if self._batch_s.value is None or not self.running:
+        """In how many seconds the running requests are expected to have their documents."""
+        mean_s = self._search_s.value
+        if mean_s is None:
             return ()
-        left_s = max(0.0, self._began_s + self._batch_s.value - self._clock())
-        return [left_s] * len(self.running)
+        now_s = self._clock()
+        began_s = (request.trace.retrieval_began_s for request in self.running)
+        return [max(0.0, each + mean_s - now_s) for each in began_s if each is not None]
 
     async def _serve(self) -> bool:
-        batch = self._next_batch()
-        if not batch:
+        batch = _Batch[Q, D](self._next_requests())
+        if not batch.left:
             return False
         try:
             await self._search(batch)
         except Exception as error:
             # None of them may wait for ever, whatever fails.
-            for request in [each for each in batch if each in self.running]:
+            for request in [each for each in batch.left.values() if each in self.running]:
                 self._drop(request)
                 request.fail(error, self._clock())
             self._warn("the retrieval worker", error)
+        finally:
+            self._occupancy.clear()
         return True
 
     async def _end_running(self) -> None:
@@ -65,86 +73,139 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         self.running.clear()
 
     def _policy_size(self) -> int:
-        return self.batcher.size(Backlog(self.waiting))
+        return self.batcher.size(Backlog(self.waiting, len(self.running)))
 
     def _partitions(self) -> int | None:
         held = getattr(self._retrieval, "partitions", None)
         return held if isinstance(held, int) else None
 
-    def _next_batch(self) -> list[BatchedRequest[Q, D]]:
-        size = self._choose(self._room())
-        batch: list[BatchedRequest[Q, D]] = []
-        while self._queue and len(batch) < size:
+    def _next_requests(self) -> list[BatchedRequest[Q, D]]:
+        """Those of the queue that may run now, beside those that do."""
+        if not self._queue:
+            return []
+        size = min([self._choose(self._room()), *(each.most for each in self.running)])
+        chosen: list[BatchedRequest[Q, D]] = []
+        while self._queue and len(self.running) < size:
             ticket = self._queue.peek()
             size = min(size, ticket.item.most)
-            if len(batch) >= size:
+            if len(self.running) >= size:
                 break
-            batch.append(self._take(ticket))
-        self._size = max(1, size) if batch else self._size
-        return batch
+            chosen.append(self._take(ticket))
+        if chosen:
+            self._size = max(1, size)
+            self._begin(chosen)
+        return chosen
 
-    async def _search(self, batch: list[BatchedRequest[Q, D]]) -> None:
-        self._began_s = began_s = self._clock()
-        before = {request: request.checkpoint for request in batch}
-        for request in batch:
-            request.trace.retrieval_began_s = began_s
-            request.trace.retrieval_batch = max(request.trace.retrieval_batch, len(batch))
+    def _begin(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
+        now_s = self._clock()
+        for request in requests:
+            request.trace.retrieval_began_s = now_s
+            request.peak = 0
+            self._occupancy.begin(request)
+        for request in self.running:
+            request.peak = max(request.peak, len(self.running))
+            request.trace.retrieval_batch = max(request.trace.retrieval_batch, len(self.running))
         self._event("began")
-        left = dict(enumerate(batch))
-        own_errors: list[tuple[BatchedRequest[Q, D], Exception]] = []
+
+    async def _search(self, batch: _Batch[Q, D]) -> None:
+        began_s, size = self._clock(), len(batch.left)
         error: Exception | None = None
         try:
-            async with aclosing(self._retrieval.search_batch(batch)) as results:
+            async with aclosing(self._results(batch)) as results:
                 async for place, result in results:
                     # Each place once, whatever the retrieval yields.
-                    if place not in left:
+                    if (request := batch.left.get(place)) is None:
                         continue
-                    request = left.pop(place)
                     if isinstance(result, Exception):
-                        own_errors.append((request, result))
+                        self._occupancy.end(request)
+                        await self._fail(request, result, shared=False)
                     else:
-                        self._pass_on(request, result, len(batch))
+                        self._pass_on(request, result)
+                    del batch.left[place]
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
             error = RuntimeError("the retrieval was cancelled")
         except Exception as raised:
             error = raised
-        missing = [request for request in left.values() if not request.abandoned]
+        missing = [request for request in batch.left.values() if not request.abandoned]
         if missing and error is None:
             error = RuntimeError("the retrieval ended without documents for a question")
         seconds = self._clock() - began_s
-        if error is None:
-            self._batch_s.add(seconds)
-            self._learn(len(batch), seconds)
-        for request, own in own_errors:
-            await self._fail(request, len(batch), own, shared=False)
-        for request in left.values():
+        if error is None and not self._joinable:
+            self._search_s.add(seconds)
+            self._learn(size, seconds)
+        for request, before in batch.checkpoints():
             if error is None or request.abandoned:
                 self._drop(request)
             else:
-                progress = request.checkpoint is not before[request]
-                await self._fail(request, len(batch), error, shared=True, progress=progress)
+                await self._fail(request, error, shared=True, progress=request.checkpoint is not before)
         self._event("ended" if error is None else "failed", seconds)
         # Other tasks have their turn, even if the retrieval never waits.
         await asyncio.sleep(0)
 
-    def _pass_on(self, request: BatchedRequest[Q, D], documents: Sequence[D], size: int) -> None:
+    def _results(self, batch: _Batch[Q, D]) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
+        first = list(batch.left.values())
+        if not self._joinable:
+            return self._retrieval.search_batch(first)
+
+        def more() -> Sequence[BatchedRequest[Q, D]]:
+            for request in batch.drop_abandoned():
+                self._occupancy.end(request)
+                self._drop(request)
+            joining = [] if self._hooks else self._next_requests()
+            batch.add(joining)
+            return joining
+
+        return cast("JoinableRetrieval[Q, D]", self._retrieval).search_joined(first, more)
+
+    def _pass_on(self, request: BatchedRequest[Q, D], documents: Sequence[D]) -> None:
         self._drop(request)
+        ran = self._occupancy.end(request)
         if request.abandoned:
             return
+        if self._joinable and ran is not None:
+            running, seconds = ran
+            self._search_s.add(seconds)
+            self._learn(running, seconds)
         request.documents, request.checkpoint, request.cancel_search = documents, None, None
         request.lift_limits()
         request.trace.found_s = self._clock()
-        self.degradation.succeeded(size)
+        self.degradation.succeeded(request.peak)
         self._found(request)
 
     async def _fail(
-        self, request: BatchedRequest[Q, D], size: int, error: Exception, *, shared: bool, progress: bool = False
+        self, request: BatchedRequest[Q, D], error: Exception, *, shared: bool, progress: bool = False
     ) -> None:
-        if await self.degradation.retries(request, size, error, shared=shared, progress=progress):
+        if await self.degradation.retries(request, request.peak, error, shared=shared, progress=progress):
             self._put_back(request)
         else:
             self._drop(request)
             if not request.abandoned:
                 request.fail(error, self._clock())
+
+
+class _Batch(Generic[Q, D]):
+    """Requests that are searched for together, by their places; those that have an outcome are left out."""
+
+    def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
+        self.left: dict[int, BatchedRequest[Q, D]] = {}
+        self._count = 0
+        self._before: dict[int, Any] = {}
+        self.add(requests)
+
+    def add(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
+        for request in requests:
+            self.left[self._count] = request
+            self._before[self._count] = request.checkpoint
+            self._count += 1
+
+    def drop_abandoned(self) -> Sequence[BatchedRequest[Q, D]]:
+        dropped = {place: request for place, request in self.left.items() if request.abandoned}
+        for place in dropped:
+            del self.left[place]
+        return list(dropped.values())
+
+    def checkpoints(self) -> Sequence[tuple[BatchedRequest[Q, D], Any]]:
+        """Of those that are left, what each had found before."""
+        return [(request, self._before[place]) for place, request in self.left.items()]

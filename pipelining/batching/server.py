@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from ragorder.pipelining.batching.batchers import AllWaiting, BacklogAware, Batcher
@@ -22,7 +23,7 @@ from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRet
 from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
 from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
-from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, QueueFullError
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
 
 __all__ = ["BatchedStream", "DecoupledServer", "ServingPlacement"]
@@ -104,6 +105,7 @@ class DecoupledServer(Generic[Q, D, R]):
         self._observer = observer
         self._clock = clock
         self._requests: dict[BatchedRequest[Q, D], None] = {}
+        self._places: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
         self._closed = False
         self._failing = False
         if hasattr(retrieval, "search_batch"):
@@ -157,17 +159,7 @@ class DecoupledServer(Generic[Q, D, R]):
     async def run(self, question: Q) -> BatchedAnswer[D]:
         """Raises the error of its retrieval or generation, QueueFullError, and RuntimeError if the server is closed.
         Cancelling it ends its generation; a search leaves it out from the next stage on."""
-        request = self._enter(question)
-        told = False
-        try:
-            answer = await asyncio.shield(request.ended)
-            told = True
-            return answer
-        except Exception:
-            told = True
-            raise
-        finally:
-            await self._leave(request, told)
+        return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
         """The answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation that
@@ -177,16 +169,16 @@ class DecoupledServer(Generic[Q, D, R]):
     async def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
-        """(number of the question, answer or error) in the order in which they end. Half of `max_requests` are in the
-        server at a time: a question for which other callers leave no room ends with QueueFullError. `on_progress` is
-        called with how many have ended."""
+        """(number of the question, answer or error) in the order in which they end. At most half of `max_requests` are
+        in the server at a time; while it is full, they wait for a place. `on_progress` is called with how many have
+        ended."""
         numbered = enumerate(questions)
         tasks: dict[asyncio.Task[BatchedAnswer[D]], int] = {}
         most, ended = max(1, self.max_requests // 2), 0
         try:
             while True:
                 while len(tasks) < most and (item := next(numbered, None)) is not None:
-                    tasks[asyncio.create_task(self.run(item[1]))] = item[0]
+                    tasks[asyncio.create_task(self._run(item[1], patient=True))] = item[0]
                 if not tasks:
                     return
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -228,11 +220,33 @@ class DecoupledServer(Generic[Q, D, R]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _enter(self, question: Q, chunks: asyncio.Queue[str | None] | None = None) -> BatchedRequest[Q, D]:
+    async def _run(self, question: Q, *, patient: bool = False) -> BatchedAnswer[D]:
+        async with self._place(patient=patient):
+            request = self._enter(question)
+            told = False
+            try:
+                answer = await asyncio.shield(request.ended)
+                told = True
+                return answer
+            except Exception:
+                told = True
+                raise
+            finally:
+                await self._leave(request, told)
+
+    def _place(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
+        """In the server; a `patient` request waits for it."""
+        self._check_open()
+        if not patient and not self._places.has_room:
+            raise QueueFullError(f"{len(self._requests)} requests are in the server already (max_requests)")
+        return self._places.slot(None)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this server is closed")
-        if len(self._requests) >= self.max_requests:
-            raise QueueFullError(f"{len(self._requests)} requests are in the server already (max_requests)")
+
+    def _enter(self, question: Q, chunks: asyncio.Queue[str | None] | None = None) -> BatchedRequest[Q, D]:
+        self._check_open()
         ended: asyncio.Future[BatchedAnswer[D]] = asyncio.get_running_loop().create_future()
         request = BatchedRequest[Q, D](question, RequestTrace(self._clock()), ended, chunks)
         self._requests[request] = None
@@ -260,19 +274,20 @@ class DecoupledServer(Generic[Q, D, R]):
 
     async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        request = self._enter(question, chunks)
-        told = False
-        try:
-            while (text := await chunks.get()) is not None:
-                yield text
-            answer = await asyncio.shield(request.ended)
-            told = True
-            yield answer
-        except Exception:
-            told = True
-            raise
-        finally:
-            await self._leave(request, told)
+        async with self._place():
+            request = self._enter(question, chunks)
+            told = False
+            try:
+                while (text := await chunks.get()) is not None:
+                    yield text
+                answer = await asyncio.shield(request.ended)
+                told = True
+                yield answer
+            except Exception:
+                told = True
+                raise
+            finally:
+                await self._leave(request, told)
 
     def _found(self, request: BatchedRequest[Q, D]) -> None:
         lengths = self._lengths

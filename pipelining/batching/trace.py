@@ -15,7 +15,8 @@ RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """A worker's state when a batch began, ended or failed, memory was relieved, or a hook ran between two batches.
+    """A worker's state when a batch began or requests joined it, when it ended or failed, memory was relieved, or a
+    hook ran between two batches.
 
     - `at_s`: by the server's clock; `seconds`: of what has ended
     - `batch`: how many requests may run at once, as chosen; `running`: those that do; `waiting`: in the worker's queue

@@ -6,8 +6,8 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
@@ -15,13 +15,13 @@ import numpy as np
 
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.partition_file import PartitionFile, PartitionLists
+from ragorder.pipelining.search.partitioned_pass import PartitionedPass, PartitionWalk
 from ragorder.pipelining.search.pass_rows import PassRows
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
-from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import read_nprobe
 
-__all__ = ["PartitionedPass", "PartitionedSearch"]
+__all__ = ["PartitionedSearch"]
 
 # Partitions that are held stay unless another is used this much more: exchanging them saves nothing by itself.
 _STAY = 1.1
@@ -44,9 +44,10 @@ class PartitionedSearch:
     - `read_ahead`: a thread reads the next partition during the scan of one, and memory holds two beside the residents
     - `drop_pages`: what has been read leaves the operating system's cache, too
 
-    The first stage scans the residents, each other one a partition, whose memory is then given back. If a stage raises
-    OSError or MemoryError, the next call of `next` goes on with the same partition. Searches may run concurrently.
-    Raises what `PartitionFile` raises, and ValueError for settings out of range.
+    The first stage scans the residents, each other one a partition, whose memory is then given back. Between two stages
+    other queries may join (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next call of `next`
+    goes on with the same partition. Searches may run concurrently. Raises what `PartitionFile` raises, and ValueError
+    for settings out of range.
     """
 
     def __init__(
@@ -186,26 +187,28 @@ class PartitionedSearch:
     def _drop_least(self) -> None:
         del self._held[min(self._held, key=self._uses.__getitem__)]
 
-    def _advance(self, rows: PassRows, ahead: _ReadAhead) -> None:
-        """The residents that are needed, or one other partition. Whatever it raises, `rows` are as before."""
+    def _advance(self, rows: PassRows, walk: PartitionWalk) -> None:
+        """The residents that are needed, or the next other partition. Whatever it raises, `rows` are as before."""
         with self._lock:
             self._check_open()
-            needed = rows.needed.tolist()
+            needed = walk.order(rows.needed)
             chosen = {partition: self._held[partition] for partition in needed if partition in self._held}
             others = [partition for partition in needed if partition not in chosen]
+        read: int | None = None
         if not chosen:
-            first = others.pop(0)
+            read = others.pop(0)
             try:
-                chosen[first] = ahead.take(first)
+                chosen[read] = walk.take(read)
             except Exception:
                 # A file that is closed meanwhile, and a read that is cancelled, are no errors of the disk.
                 self._check_open()
                 raise
         if others:
-            ahead.begin(others[0])
+            walk.begin(others[0])
         with self._lock:
             self._check_open()
             self._scan(rows, chosen)
+            walk.go_on(read, others)
             kept = all(self._keep(partition, lists) for partition, lists in chosen.items())
             chosen.clear()
         if not kept:
@@ -248,83 +251,6 @@ class PartitionedSearch:
         lists = self._file.read(partition)
         self.read_bytes += lists.read_bytes
         return lists
-
-
-class PartitionedPass(Iterator[Stage]):
-    """The stages of one search. `rows` hold what each query has found and what it still needs: a checkpoint, also of
-    some of the queries alone (`rows.part`), after whatever a stage has raised."""
-
-    def __init__(self, search: PartitionedSearch, begin: Callable[[], PassRows]) -> None:
-        self._search = search
-        self._begin = begin
-        self._rows: PassRows | None = None
-        self._ahead = _ReadAhead(search)
-        self._number = 0
-        self._over = False
-
-    @property
-    def rows(self) -> PassRows:
-        if self._rows is None:
-            self._rows = self._begin()
-            self._search._begun()
-        return self._rows
-
-    def __next__(self) -> Stage:
-        if self._over:
-            raise StopIteration
-        rows = self.rows
-        if len(rows.needed):
-            self._search._advance(rows, self._ahead)
-        held, needed = self._search._held, rows.needed.tolist()
-        left = sum(partition not in held for partition in needed) + any(partition in held for partition in needed)
-        self._number += 1
-        self._over = not left
-        return self._stage(left)
-
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with these queries alone, whose rows are numbered anew."""
-        self._rows = self.rows.part(chosen)
-
-    def close(self) -> None:
-        """Give back what has been read ahead."""
-        self._over = True
-        self._ahead.drop()
-
-    def _stage(self, left: int) -> Stage:
-        index = self._search._file.index
-        distances, ids = self.rows.results(similarity=index.similarity)
-        return Stage(self._number, self._number + left, index.core.ids(ids), distances)
-
-
-class _ReadAhead:
-    """At most one partition of a pass, read while another is scanned."""
-
-    def __init__(self, search: PartitionedSearch) -> None:
-        self._search = search
-        self._partition = -1
-        self._reading: Future[PartitionLists] | None = None
-
-    def begin(self, partition: int) -> None:
-        if self._search._reader is None or self._partition == partition:
-            return
-        self.drop()
-        with suppress(RuntimeError):
-            # The search is being closed.
-            self._reading = self._search._reader.submit(self._search._read, partition)
-            self._partition = partition
-
-    def take(self, partition: int) -> PartitionLists:
-        """Raises what reading has raised; the next call reads anew."""
-        if self._partition != partition or self._reading is None:
-            self.drop()
-            return self._search._read(partition)
-        reading, self._reading, self._partition = self._reading, None, -1
-        return reading.result()
-
-    def drop(self) -> None:
-        reading, self._reading, self._partition = self._reading, None, -1
-        if reading is not None:
-            reading.cancel()
 
 
 def _give_back() -> None:

@@ -20,7 +20,8 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class GenerationAhead(Generic[D, R]):
-    """Speculations on one run of a generation, one at a time. `begun` and `ended` are called for their pieces."""
+    """Speculations on one run of a generation, one at a time. `begun` and `ended` are called for their pieces, and
+    `off_engine` once the engine is done with one that is still of use."""
 
     def __init__(
         self,
@@ -28,11 +29,13 @@ class GenerationAhead(Generic[D, R]):
         trace: PipelineTrace,
         begun: Callable[[Piece], None],
         ended: Callable[[Piece, Outcome], None],
+        off_engine: Callable[[Piece], None],
     ) -> None:
         self.attempt = attempt
         self._trace = trace
         self._begun = begun
         self._ended = ended
+        self._off_engine = off_engine
         self._piece: Piece | None = None
         self._next: Piece | None = None
         self._task: asyncio.Task[None] | None = None
@@ -80,7 +83,9 @@ class GenerationAhead(Generic[D, R]):
 
     async def _begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
         began = self._trace.speculations
-        kept = await self.attempt.speculate(question, documents, load, lambda: True, lambda: piece.admission)
+        kept = await self.attempt.speculate(
+            question, documents, load, lambda: True, lambda: piece.admission, lambda: self._off_engine(piece)
+        )
         self._next = None
         if self._trace.speculations > began:
             self._replace(piece, "rolled back")

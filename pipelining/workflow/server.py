@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
+from ragorder.pipelining.workflow.bounded_engine import BoundedEngine
 from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.graph import CompiledGraph
@@ -75,6 +76,8 @@ class WorkflowServer(Generic[D, R]):
         self.facts = Facts(load or EngineLoad(4, clock=clock), self.wavefront, search)
         self.cycles = 0
         searcher = Searcher(search, embed, document)
+        if max_generations is not None:
+            engine = BoundedEngine(engine, max_generations)
         self._workers = Workers(engine, prompts, searcher, self.facts, self.wavefront, clock)
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
             max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting

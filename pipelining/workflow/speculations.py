@@ -187,7 +187,9 @@ class Speculations(Generic[D, R]):
         if generation is None:
             workers, trace = self._workers, PipelineTrace()
             attempt = Attempt(workers.engine, workers.prompts, workers.facts.load, trace, self._elapsed_s)
-            generation = self._generations[place] = GenerationAhead(attempt, trace, self._begun, self._ended)
+            generation = self._generations[place] = GenerationAhead(
+                attempt, trace, self._begun, self._ended, workers.wavefront.release
+            )
         return generation
 
     def _values(self, piece: Piece) -> Mapping[str, Any]:

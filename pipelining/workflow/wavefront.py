@@ -59,9 +59,11 @@ class Piece:
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
     - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
     - `ordered`: documents in the cache's order
-    - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need
+    - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need; `released`:
+      it has been answered, and the engine is done with it
     - `at_end` is called once the piece has ended
-    - progress of a search: its latest `stage`, and the ids that are `speculated` on
+    - progress of a search: its latest `stage`, and the ids that are `speculated` on, by `ahead` generations that are on
+      the engine
     - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search
       that was foreseen from it keeps; `drift` between the last two queries that followed from it
     """
@@ -77,10 +79,12 @@ class Piece:
     ordered: bool = False
     admission: Admission | None = None
     at_end: list[Callable[[], object]] = field(default_factory=list, repr=False)
+    released: bool = False
     ended: bool = False
     stage: Stage | None = None
     text: list[str] = field(default_factory=list, repr=False)
     speculated: bytes | None = None
+    ahead: int = 0
     tokens: int = 0
     looks: int = 0
     looked: int = 0
@@ -156,17 +160,23 @@ class Wavefront:
         self._ahead.append(piece)
         self._running[piece.worker] += 1
         self._speculative[piece.worker] += 1
+        if piece.after is not None:
+            piece.after.ahead += piece.worker == "engine"
+
+    def release(self, piece: Piece) -> None:
+        """A piece ahead of need has been answered: it waits for its use, and others may run in its place."""
+        if not piece.released and not piece.ended:
+            piece.released = True
+            self._leave(piece)
 
     def end(self, piece: Piece, outcome: Outcome, now_s: float) -> None:
         if not piece.ended:
             piece.ended = True
             piece.trace.ended_s, piece.trace.outcome = now_s, outcome
-            self._running[piece.worker] -= 1
-            self._speculative[piece.worker] -= not piece.due
             for call in piece.at_end:
                 call()
-            if piece.worker == "engine" and self.queue:
-                self._changed()
+            if not piece.released:
+                self._leave(piece)
 
     def progressed(self, worker: Worker) -> Iterator[Piece]:
         """Pieces with news since the last cycle: due ones, and searches ahead of need."""
@@ -196,6 +206,14 @@ class Wavefront:
     def next_may_start(self) -> bool:
         """A due generation waits, and the engine has room: a cycle is needed once what was taken has started."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
+
+    def _leave(self, piece: Piece) -> None:
+        self._running[piece.worker] -= 1
+        self._speculative[piece.worker] -= not piece.due
+        if piece.after is not None:
+            piece.after.ahead -= piece.worker == "engine"
+        if piece.worker == "engine" and self.queue:
+            self._changed()
 
     def _waits(self, piece: Piece) -> bool:
         if self.queue.limit is None or piece.worker != "engine" or not piece.due or piece.request.has_place(piece):

@@ -8,7 +8,7 @@ import random
 import re
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,21 @@ class Load:
         asked = urllib.request.Request(f"{self._server.base_url}/v1/completions", body, headers)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             answer.read()
+
+
+class Admissions:
+    """Requests that the server has admitted since: those with a first token. One that is aborted while vLLM is about to
+    admit it runs on: its `generate` has no queue yet to abort."""
+
+    def __init__(self, server: Any) -> None:
+        self._load = Load(server)
+        self._before = self._count(self._load.read())
+
+    def reach(self, count: int) -> Callable[[], Awaitable[None]]:
+        return lambda: self._load.shows(lambda now: self._count(now) - self._before >= count)
+
+    def _count(self, now: Counter[str]) -> int:
+        return now["time_to_first_token_seconds_count"]
 
 
 def answered(counts: Counter[str]) -> float:
@@ -294,26 +309,45 @@ class TestNothingIsLeftOnTheServer:
             await one.answer("What is kept?", **LONG)
         self.is_finished(one, ledger)
 
-    async def test_after_a_retrieval_that_takes_too_long(self, client: Client, ledger: Ledger) -> None:
-        one = client(played([0], lambda: asyncio.sleep(60), [0]))
+    async def test_after_a_retrieval_that_takes_too_long(
+        self, client: Client, vllm_server: Any, ledger: Ledger
+    ) -> None:
+        async def expire() -> None:
+            limit.reschedule(asyncio.get_running_loop().time())
+            await asyncio.Event().wait()
+
+        one = client(played([0], Admissions(vllm_server).reach(1), expire, [0]))
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
+            async with asyncio.timeout(60) as limit:
                 await one.answer("What is kept?", **LONG)
         self.is_finished(one, ledger)
 
-    @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.015, 0.03, 0.06, 0.12, 0.3])
-    async def test_after_a_caller_that_cancels(self, client: Client, ledger: Ledger, after_s: float) -> None:
-        one = client(played([0], [1], [1, 2], [1, 2], [1, 2, 3]), warm_up=True)
+    @pytest.mark.parametrize("sent", range(6))
+    async def test_after_a_caller_that_cancels(
+        self, client: Client, vllm_server: Any, ledger: Ledger, sent: int
+    ) -> None:
+        """A warm-up, three speculations, two of them aborted, and the request: so many of them have been sent."""
+        reach, held = Admissions(vllm_server).reach, asyncio.Event()
+
+        async def hold() -> None:
+            held.set()
+            await asyncio.Event().wait()
+
+        stages: list[Stage] = [reach(1), [0], reach(2), [1], reach(3), [1, 2], reach(4), [1, 2], [1, 2, 3]]
+        if sent < 5:
+            stages[max(0, 2 * sent - 1) :] = [hold, [1, 2, 3]]
+        one = client(played(*stages), warm_up=True)
         task = asyncio.create_task(one.answer("What is kept?", **LONG))
-        await asyncio.sleep(after_s)
+        await (held.wait() if sent < 5 else reach(5)())
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await one.close()
         self.is_finished(one, ledger)
 
-    async def test_after_a_stream_that_is_closed_early(self, client: Client, ledger: Ledger) -> None:
-        for search in (played([0], [0]), played([0], [1])):
+    async def test_after_a_stream_that_is_closed_early(self, client: Client, vllm_server: Any, ledger: Ledger) -> None:
+        for last in (0, 1):
+            search = played([0], Admissions(vllm_server).reach(1), [last])
             one = client(search)
             async with one.stream("What is kept?", **LONG) as stream:
                 await anext(stream)

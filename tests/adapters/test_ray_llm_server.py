@@ -121,3 +121,46 @@ class TestCallsOfRaysLLMServer:
         assert server.asked == []
         # It comes to Ray's ingress from another process.
         assert pickle.loads(pickle.dumps(raised.value)).status_code == 400  # noqa: S301
+
+
+class Engine:
+    """In place of vLLM's."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def chat(self, request: Any, info: Any = None) -> AsyncIterator[Any]:
+        self.asked.append(request)
+        yield Answer(usage=TestCallsOfRaysLLMServer.USAGE)
+
+    completions = chat
+
+
+@pytest.mark.merge
+async def test_rays_own_server_orders_its_own_requests() -> None:
+    """Ray's classes, with the requests that its ingress hands on; the engine alone is none."""
+    pytest.importorskip("vllm")
+    module = pytest.importorskip("ragorder.adapters.ray.llm_server")
+    from ray.serve.llm import LLMConfig
+    from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+
+    orderer = WatchedOrderer()
+
+    class OrderedServer(module.OrderedLLMServer):  # type: ignore[misc, name-defined]
+        def make_calls(self) -> OrderedCalls:
+            return OrderedCalls(orderer)
+
+    server = OrderedServer.sync_init(LLMConfig(model_loading_config={"model_id": "m"}))
+    server.engine = Engine()
+    order_in = TestCallsOfRaysLLMServer.order_in
+    for names in ("bac", "cab"):
+        tagged = TestCallsOfRaysLLMServer.request(names).model_extra
+        request = ChatCompletionRequest(model="m", messages=[], **tagged)
+        assert [answer async for answer in await server.chat(request)] == [Answer(usage=TestCallsOfRaysLLMServer.USAGE)]
+    first, second = server.engine.asked
+    assert isinstance(first, ChatCompletionRequest) and order_in(first) == order_in(second)
+    # Ray refuses a completion without a prompt.
+    request = CompletionRequest(model="m", prompt="Answer.", **tagged)
+    assert len([answer async for answer in await server.completions(request)]) == 1
+    assert server.engine.asked[-1].prompt.startswith("Answer.") and "a a a" in server.engine.asked[-1].prompt
+    assert orderer.outcomes == [RequestOutcome(True, 0, 401, 400)] * 3

@@ -239,6 +239,8 @@ class TestARequest:
         assert ReplicaRequest("GET", b"/", [], b"").session is None
 
 
+# Ray awaits it.
+@pytest.mark.filterwarnings("ignore:coroutine 'EngineReplica.__del__' was never awaited")
 class TestAReplica:
     @pytest.fixture
     def replica(self, monkeypatch: pytest.MonkeyPatch) -> Any:

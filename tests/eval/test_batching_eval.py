@@ -263,10 +263,11 @@ class TestSystems:
         load = "steps:8@10m,16@20m"
         seconds = {
             policy: latency(served(policy, setting, steps=load))
-            for policy in ("ragdoll", "server", "ours", "ours-server")
+            for policy in ("ragdoll", "server", "ours", "ours-server", "ours+passes", "ours-server+passes")
         }
         assert seconds["server"] == pytest.approx(seconds["ragdoll"], rel=0.05)
         assert seconds["ours-server"] == pytest.approx(seconds["ours"], rel=0.1)
+        assert seconds["ours-server+passes"] == pytest.approx(seconds["ours+passes"], rel=0.1)
 
     def test_keep_no_prefix_where_nothing_is_shared(self) -> None:
         facts = served("ours", shared=False)["facts"]

@@ -17,7 +17,7 @@ from ragorder.cli import main
 from ragorder.eval.experiments.streaming.measuring import Bench
 from ragorder.eval.experiments.streaming.model import write_model
 from ragorder.eval.experiments.streaming.record import SLOTS, StreamingCell, StreamingRecord
-from ragorder.eval.experiments.streaming.source import ThrottledSource
+from ragorder.eval.experiments.streaming.source import ThrottledSource, TokenBucket
 from ragorder.kernels.offload import Checkpoint
 
 SMALL = {"layers": 6, "hidden_size": 64, "intermediate_size": 256, "budget_layers": 4, "gigabytes_s": 1.0}
@@ -72,17 +72,34 @@ class TestSource:
             source.begin()
             found = []
             for _ in range(4):
-                source._free_s = before_s = time.perf_counter() + 3600
+                source._bucket.free_s = before_s = time.perf_counter() + 3600
                 source._checkpoint = _Nothing()
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(time, "sleep", lambda _: None)
                     source.read(entry, 0, into)
-                found.append(round((source._free_s - before_s) * 1e12 / entry.length, 1))
+                found.append(round((source._bucket.free_s - before_s) * 1e12 / entry.length, 1))
             taken.append(found)
         assert taken[0] == taken[1]
         assert len(set(taken[0])) > 1
         assert all(0.4 <= share <= 1.6 for share in taken[0])
         checkpoint.close()
+
+
+class TestBucket:
+    def test_what_is_asked_for_together_passes_one_after_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
+        bucket = TokenBucket(100.0)
+        assert [bucket.take(200), bucket.take(50)] == [52.0, 52.5]
+
+    @pytest.mark.parametrize(("late_s", "ends_s"), [(0.0, 54.0), (0.5, 54.0), (2.0, 55.5)])
+    def test_a_late_reader_loses_what_is_beyond_the_burst(
+        self, late_s: float, ends_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bucket = TokenBucket(100.0, burst_s=0.5)
+        monkeypatch.setattr(time, "perf_counter", lambda: 50.5)
+        assert bucket.take(200) == 52.0
+        monkeypatch.setattr(time, "perf_counter", lambda: 52.0 + late_s)
+        assert bucket.take(200) == ends_s
 
 
 class _Nothing:

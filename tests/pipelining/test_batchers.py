@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -119,6 +121,63 @@ class TestKVTokens:
         found = trie_kv()([Context("q", documents) for documents in requests]) - 100 * len(requests)
         distinct = len({document for documents in requests for document in documents})
         assert 11 * distinct <= found <= 11 * sum(map(len, requests))
+
+    @settings(max_examples=examples(100))
+    @given(st.integers(0, 2**16))
+    def test_as_requests_come_and_go_it_is_that_of_a_trie(self, seed: int) -> None:
+        """Never less than the distinct documents need, nor more than the sum; nothing is left of those that have
+        ended."""
+        random, kv, running = Random(seed), trie_kv(), list[Context[str, str]]()
+        for number in range(120):
+            if random.random() < 0.4 and running:
+                running.pop(random.randrange(len(running)))
+            else:
+                running.append(Context(f"q{number}", random.sample("abcdefghijkl", random.randint(0, 5))))
+            found = kv(running) - 100 * len(running)
+            assert 11 * len({each for _, documents in running for each in documents}) <= found
+            assert found <= 11 * sum(len(documents) for _, documents in running)
+        while running:
+            running.pop(random.randrange(len(running)))
+            assert kv(running) == kv(running)
+        assert kv(running) == 0
+
+    def test_requests_that_join_one_by_one_share_about_as_much_as_a_plan_of_all(self) -> None:
+        """Documents of topics, some asked for much more than others."""
+        random, kv, running, shares = Random(0), trie_kv(), list[Context[str, str]](), list[float]()
+        for number in range(400):
+            if number >= 48:
+                running.pop(random.randrange(len(running)))
+            topic = min(random.randrange(12), random.randrange(12))
+            ranked = sorted(range(12), key=lambda each: random.random() * (1 + each))
+            running.append(Context(f"q{number}", [f"{topic:02}.{each:02}" for each in ranked[:5]]))
+            found = kv(running)
+            if number >= 100 and number % 10 == 0:
+                shares.append((found - 4800) / (trie_kv()(running) - 4800))
+        assert len(running) == 48 and len(shares) == 30
+        assert fmean(shares) < 1.25
+
+    def test_each_document_and_question_is_read_once(self) -> None:
+        read: Counter[str] = Counter()
+
+        def tokens(document: str) -> int:
+            read[document] += 1
+            return 10
+
+        def own_tokens(question: str) -> int:
+            read[question] += 1
+            return 100
+
+        kv: TrieKV[str, str] = TrieKV(key=str, tokens=tokens, own_tokens=own_tokens)
+        running = [Context(f"q{number}", [f"d{number}", f"e{number}"]) for number in range(40)]
+        for count in range(1, 41):
+            assert kv(running[:count]) == 120 * count
+        for count in range(40, 0, -1):
+            assert kv(running[:count]) == 120 * count
+        assert set(read.values()) == {1}
+
+    def test_the_same_request_may_run_twice(self) -> None:
+        kv, twice = trie_kv(), Context("q", ["a", "b"])
+        assert kv([twice]) == 122 and kv([twice, twice]) == 222 and kv([twice]) == 122
 
     @given(st.integers(1, 40), st.integers(0, 50))
     def test_the_most_that_fit_from_the_front(self, count: int, fitting: int) -> None:

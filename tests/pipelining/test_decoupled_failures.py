@@ -136,11 +136,20 @@ def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("joins", [True, False])
-async def test_ten_thousand_failures(joins: bool, path: Path, index: Any) -> None:
-    """And cancellations at random times, streams, reorganisations, policies and observers that fail."""
+class OnlyBatches:
+    """A retrieval whose batches no request joins."""
+
+    def __init__(self, retrieval: PartitionedRetrieval[Any, Any]) -> None:
+        self.search_batch = retrieval.search_batch
+        self.relieve = retrieval.relieve
+
+
+@pytest.mark.parametrize(("joins", "passes"), [(True, True), (False, True), (True, False)])
+async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, index: Any) -> None:
+    """And cancellations at random times, streams, reorganisations, policies and observers that fail, with engines and
+    passes that requests join or not."""
     failures, rounds = length(10_000, 600), 0
-    faults = Faults(seed=int(joins), share=0.03)
+    faults = Faults(seed=int(joins) + 2 * int(passes), share=0.03)
     random, outcomes, events, traces = faults.random, Counter[str](), list[BatchEvent](), list[RequestTrace]()
     engine, prompts = FailingEngine(faults), FailingPrompts(faults)
     expected: dict[str, tuple[list[str], str]] = {}
@@ -218,7 +227,7 @@ async def test_ten_thousand_failures(joins: bool, path: Path, index: Any) -> Non
         FailingIndex(search, faults)
         retrieval: Any = PartitionedRetrieval(search, embed, fetched, top_k=3)
         async with DecoupledServer(
-            retrieval,
+            retrieval if passes else OnlyBatches(retrieval),
             prompts,
             engine,
             joins=joins,
@@ -248,6 +257,8 @@ async def test_ten_thousand_failures(joins: bool, path: Path, index: Any) -> Non
     assert ended["failed"] == count - outcomes["answered"] - outcomes["cancelled"]
     assert sum(trace.failures for trace in traces) > count / 20
     assert {"began", "ended", "failed", "relieved", "reorganised"} == {event.event for event in events}
+    searches = Counter(event.event for event in events if event.worker == "retrieval")
+    assert (searches["began"] > searches["ended"] + searches["failed"]) == passes
 
 
 @pytest.mark.parametrize("site", ["read", "scan"])

@@ -404,6 +404,60 @@ class TestLimits:
             await asyncio.gather(*runs)
             await server.run(question())
 
+    async def test_a_batch_waits_for_places_that_others_have(self) -> None:
+        go_on = asyncio.Event()
+        async with plain_server(Busy(go_on), max_requests=2) as server:
+            others = [asyncio.create_task(server.run(question(number))) for number in (8, 9)]
+            await asyncio.sleep(0)
+            found: dict[int, Any] = {}
+
+            async def collect() -> None:
+                batch = server.batch(question(number) for number in range(5))
+                found.update({number: answer async for number, answer in batch})
+
+            collecting = asyncio.create_task(collect())
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert server.unfinished == 2 and not found
+            with pytest.raises(QueueFullError, match="max_requests"):
+                await server.run(question())
+            go_on.set()
+            await asyncio.gather(collecting, *others)
+            assert {number: answer.documents for number, answer in found.items()} == {
+                number: [f"about question {number}"] for number in range(5)
+            }
+
+    async def test_a_batch_that_is_left_while_it_waits_takes_no_place(self) -> None:
+        go_on = asyncio.Event()
+        async with plain_server(Busy(go_on), max_requests=1) as server:
+            other = asyncio.create_task(server.run(question(1)))
+            await asyncio.sleep(0)
+            batch = server.batch([question(2)])
+            waiting = asyncio.create_task(anext(batch))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            await batch.aclose()
+            go_on.set()
+            await other
+            assert server.unfinished == 0
+            assert (await server.run(question(3))).documents == ["about question 3"]
+
+    async def test_a_batch_that_waits_ends_with_the_server(self) -> None:
+        async with plain_server(Busy(asyncio.Event()), max_requests=1) as server:
+            other = asyncio.create_task(server.run(question(1)))
+            await asyncio.sleep(0)
+            batch = server.batch([question(2)])
+            waiting = asyncio.create_task(anext(batch))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            await server.close()
+            number, error = await waiting
+            assert number == 0 and isinstance(error, RuntimeError) and "closed" in str(error)
+            await batch.aclose()
+            await asyncio.gather(other, return_exceptions=True)
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

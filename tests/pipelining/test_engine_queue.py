@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ np = pytest.importorskip("numpy")
 from support.workflow_server import PlayedSearch, SlowEngine, document, eager, played_server, vector
 from support.workflows import Asked, PlainPrompts
 
-from ragorder.pipelining import CachedLengths, EngineLoad
+from ragorder.pipelining import AnswerChunk, CachedLengths, EngineLoad
 from ragorder.pipelining.workflow import END, START, Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
 from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.join import NodeRun
@@ -149,6 +150,69 @@ async def test_a_due_generation_has_the_place_of_its_speculation() -> None:
             async with asyncio.timeout(60):
                 assert (await run).state["docs"] == (f"document {last[0]}",)
             assert server.wavefront.count("engine") == 0
+
+
+async def test_a_speculation_that_has_been_answered_leaves_its_place_to_others() -> None:
+    """Its search may take long; whether it was right shows at its end."""
+    for last in ([1], [2]):
+        engine, search = SlowEngine(), PlayedSearch([1], last)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), max_generations=1) as server:
+            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+            while not search.handles:
+                await asyncio.sleep(0)
+            search.next()
+            while not engine.sent or engine.running:
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                other = await server.run(plain_graph(), "plain")
+            assert other.trace.pieces[0].outcome == "used" and not run.done()
+            assert server.wavefront.count("engine") == 0
+            search.next()
+            result = await run
+            assert result.state["docs"] == (f"document {last[0]}",)
+            outcomes = [(piece.kind, piece.outcome) for piece in result.trace.pieces if piece.worker == "engine"]
+            assert ("speculative", "used" if last == [1] else "rolled back") in outcomes
+            assert server.wavefront.count("engine") == 0
+        assert len(engine.sent) == (2 if last == [1] else 3)
+
+
+class SlowAborts(SlowEngine):
+    """Requests that are aborted stay for some turns of the event loop."""
+
+    most = 0
+
+    async def stream(self, request: Asked, /) -> Any:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            self.sent.append(request)
+            for word in self.answer(request).split():
+                await asyncio.sleep(0)
+                yield AnswerChunk(f"{word} ")
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            self.running -= 1
+
+
+async def test_the_bound_holds_while_the_engine_aborts() -> None:
+    """Wrong speculations, callers that are cancelled, and others that take their places."""
+    for limit in (1, 3):
+        engine, search = SlowAborts(), PlayedSearch([1], [2], [3])
+        options: dict[str, Any] = {"load": EngineLoad(8), "max_generations": limit}
+        async with played_server(engine, search, *eager(), **options) as server:
+            runs = [asyncio.create_task(server.run(one_shot(topk=1).compile(), f"why {n}?")) for n in range(24)]
+            async with asyncio.timeout(60):
+                for turn in itertools.count():
+                    search.next()
+                    await asyncio.sleep(0)
+                    if turn % 7 == 0 and turn < 70:
+                        runs[turn // 7].cancel()
+                    if all(run.done() for run in runs):
+                        break
+            assert server.wavefront.count("engine") == engine.running == 0
+        assert engine.most == limit
+        assert {run.result().state["docs"] for run in runs if not run.cancelled()} == {("document 3",)}
 
 
 async def test_nothing_is_speculated_on_while_a_due_generation_waits() -> None:

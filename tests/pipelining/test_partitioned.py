@@ -410,7 +410,7 @@ class TestFailures:
         with ThreadPoolExecutor(2) as pool:
             try:
                 waiting = pool.submit(next, passing)
-                while passing._ahead._reading is not None:
+                while passing._walk._reading is not None:
                     time.sleep(0.001)
                 closing = pool.submit(search.close)
                 with pytest.raises(RuntimeError, match="closed"):

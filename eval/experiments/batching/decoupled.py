@@ -13,7 +13,7 @@ from ragorder.eval.experiments.batching.generation import Moment
 from ragorder.eval.experiments.batching.line import Served
 from ragorder.eval.experiments.batching.prompts import ANSWER_TOKENS, QUESTION_TOKENS, Prompts
 from ragorder.eval.experiments.batching.retrieval import Passes
-from ragorder.eval.experiments.batching.settings import Generator
+from ragorder.eval.experiments.batching.settings import PARTITIONS, Generator
 from ragorder.eval.virtual.costs import EngineCosts
 from ragorder.eval.virtual.engine import VirtualEngine
 from ragorder.pipelining import AnswerChunk, Usage
@@ -50,6 +50,27 @@ class _Partitions:
         await self._passes.search([])
         for place, task in enumerate(tasks):
             yield place, self._documents(task.question)
+
+
+class _JoinedPartitions(_Partitions):
+    """A `JoinableRetrieval`: a pass without an end, in which each question stays for all partitions."""
+
+    async def search_joined(
+        self, tasks: Sequence[SearchTask[int]], more: Callable[[], Sequence[SearchTask[int]]], /
+    ) -> AsyncGenerator[tuple[int, Sequence[Document] | Exception], None]:
+        joined = list(tasks)
+        left = dict.fromkeys(range(len(joined)), PARTITIONS)
+        while left:
+            await self._passes.advance()
+            for place in list(left):
+                left[place] -= 1
+                if not left[place]:
+                    del left[place]
+                    yield place, self._documents(joined[place].question)
+            if left:
+                joining = more()
+                left |= dict.fromkeys(range(len(joined), len(joined) + len(joining)), PARTITIONS)
+                joined += joining
 
 
 class _BatchEngine:
@@ -119,7 +140,8 @@ class _Committed:
 class Decoupled:
     """A `DecoupledServer` on a virtual clock. Without `capacity_tokens` its batches run to their ends, after `seconds`
     of their size; with it requests join an engine with the costs of `generator` at each step, as many as the trie of
-    their KV leaves room for, documents ordered, and those that are cached go first."""
+    their KV leaves room for, documents ordered, and those that are cached go first. `joined_passes`: they join a pass
+    at each partition, too."""
 
     def __init__(
         self,
@@ -132,6 +154,7 @@ class Decoupled:
         *,
         capacity_tokens: int | None,
         request_s: float,
+        joined_passes: bool = False,
     ) -> None:
         self.batch = 1
         self.trace: list[Moment] = []
@@ -164,7 +187,7 @@ class Decoupled:
                 "lengths": _lengths(orderer),
             }
         self._server: DecoupledServer[int, Document, _TokenRequest] = DecoupledServer(
-            _Partitions(passes, prompts.documents.__getitem__),
+            (_JoinedPartitions if joined_passes else _Partitions)(passes, prompts.documents.__getitem__),
             _TokenPrompts(prompts, orderer, self._upcoming),
             self._engine,
             batching=batching,

@@ -20,6 +20,8 @@ class Passes:
         self._load_s = load_s
         self._resident = resident
         self._slowed = slowed
+        # Of a pass without an end.
+        self._place = 0
 
     async def search(self, batch: list[Served]) -> None:
         """One pass for a batch."""
@@ -43,14 +45,11 @@ class Passes:
         """Requests join at the next partition, and have their results after all partitions, in whatever order."""
         loop = asyncio.get_running_loop()
         left: dict[Served, int] = {}
-        place = 0
         while left or await line.any():
             for request in line.take(len(line)):
                 request.search_s = loop.time()
                 left[request] = PARTITIONS
-            if place >= self._resident():
-                await self._load()
-            place = (place + 1) % PARTITIONS
+            await self.advance()
             for request in list(left):
                 left[request] -= 1
                 if not left[request]:
@@ -58,6 +57,12 @@ class Passes:
                     request.found_s = loop.time()
                     found.put(request)
         found.close()
+
+    async def advance(self) -> None:
+        """The next partition, around and around."""
+        if self._place >= self._resident():
+            await self._load()
+        self._place = (self._place + 1) % PARTITIONS
 
     async def _load(self) -> None:
         seconds = self._load_s * self._slowed()

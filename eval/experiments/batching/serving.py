@@ -95,6 +95,7 @@ class _Run:
                 self._moment,
                 capacity_tokens=capacity,
                 request_s=request_s,
+                joined_passes=system.passes,
             )
             self._kept = self.product.kept
         elif system.joined:

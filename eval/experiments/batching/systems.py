@@ -44,5 +44,6 @@ SYSTEMS = {
     "ours": System("and documents are ordered (ours)", joined=True, kept="ordered"),
     "ours-server": System("the same by DecoupledServer", joined=True, kept="ordered", server=True),
     "ours+passes": System("ours, and requests join a pass", joined=True, kept="ordered", passes=True),
+    "ours-server+passes": System("the same by DecoupledServer", joined=True, kept="ordered", passes=True, server=True),
 }
 """By policy; from "joined" each adds to the one before."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from ragorder import Orderer, Ordering, PromptBuilder
@@ -16,10 +17,11 @@ from ragorder.adapters.openai.prompts import OrderedPrompts, Question
 from ragorder.document import Document
 from ragorder.eval.experiments.batching.serving import rates
 from ragorder.eval.experiments.batching.sizes import RateSizes
-from ragorder.eval.experiments.batching_live.parts import ANSWER_TOKENS, LiveParts, SlowRetrieval
+from ragorder.eval.experiments.batching_live.parts import ANSWER_TOKENS, LiveParts
+from ragorder.eval.experiments.batching_live.record import BatchingLiveCell
 from ragorder.eval.experiments.workflows.script import WordTokenizer
 from ragorder.eval.experiments.workflows_live.parts import ScriptedEngine
-from ragorder.pipelining.batching import BacklogAware
+from ragorder.pipelining.batching import BacklogAware, PartitionedRetrieval
 
 __all__ = ["POLICIES", "serve_live"]
 
@@ -47,7 +49,9 @@ async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Ma
     prompt_tokens = (
         cell.top_k * builder.document_tokens(parts.documents[0]) + builder.prefix_tokens + ANSWER_TOKENS + 16
     )
-    capacity = -(-cell.most * prompt_tokens // _BLOCK) * _BLOCK
+    most = cell.serial_most if policy == "serial" else cell.most
+    # A last block in part, and one in which a document branches off.
+    capacity = most * (-(-prompt_tokens // _BLOCK) + 1) * _BLOCK
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,
@@ -56,8 +60,14 @@ async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Ma
         suffix_tokens=ANSWER_TOKENS + 16,
     )
     latency_s = [0.0] * len(at_s)
-    most = cell.most if policy == "serial" else 4 * cell.most
-    with parts.retrieval() as retrieval, parts.engine(capacity, most) as engine:
+    prompts = OrderedPrompts(orderer, builder, "token_ids")
+    with parts.search() as search, parts.engine(capacity, _most_running(policy, cell), search) as (engine, timed):
+        retrieval = parts.retrieval(search)
+        # The first step of a process prepares kernels.
+        await _generate(engine, prompts, Question("warm-up", max_tokens=ANSWER_TOKENS), [Document("warm-up", "first")])
+        engine.prompt_tokens = engine.cached_tokens = 0
+        timed.times.clear()
+        passes = timed.passes
         start_s = time.perf_counter()
 
         async def serve_all(run: Callable[[Question], Awaitable[Any]]) -> None:
@@ -69,7 +79,6 @@ async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Ma
             await asyncio.gather(*map(ask, range(len(at_s))))
 
         if policy == "serial":
-            prompts = OrderedPrompts(orderer, builder, "token_ids")
             serial = _Serial(parts, retrieval, engine, prompts, len(at_s))
             await serve_all(serial.run)
         else:
@@ -87,7 +96,36 @@ async def serve_live(policy: str, parts: LiveParts, at_s: Sequence[float]) -> Ma
                 await serve_all(server.run)
         total_s = time.perf_counter() - start_s
         tokens = {"prompt_tokens": engine.prompt_tokens, "cached_tokens": engine.cached_tokens}
-    return {"rows": {"latency_s": [round(each, 4) for each in latency_s]}, "facts": {"total_s": total_s, **tokens}}
+        times = {
+            # Of the weights that stream, in each step.
+            "streamed": (timed.passes - passes) / max(1, len(timed.times)),
+            "pass_s": search.reading_s * search.pass_bytes / max(1, search.read_bytes),
+            "step_s": _median(seconds for seconds, beside in timed.times if not beside),
+            "beside_s": _median(seconds for seconds, beside in timed.times if beside),
+        }
+    rows = {"latency_s": [round(each, 4) for each in latency_s]}
+    return {"rows": rows, "facts": {"total_s": total_s, **times, **tokens}}
+
+
+def _most_running(policy: str, cell: BatchingLiveCell) -> int:
+    """KV that requests share makes room for others, where they are batched by their KV."""
+    return cell.serial_most if policy == "serial" else 4 * cell.most
+
+
+def _median(seconds: Iterable[float]) -> float | None:
+    found = list(seconds)
+    return median(found) if found else None
+
+
+async def _generate(
+    engine: ScriptedEngine, prompts: OrderedPrompts, question: Question, documents: Sequence[Document]
+) -> None:
+    """An answer from documents by rank."""
+    ordering = Ordering(list(documents), list(range(len(documents))))
+    request = prompts.request(question.query, ordering, None, question.all_options())
+    async with aclosing(engine.stream(request)) as chunks:
+        async for _ in chunks:
+            pass
 
 
 class _Serial:
@@ -97,7 +135,7 @@ class _Serial:
     def __init__(
         self,
         parts: LiveParts,
-        retrieval: SlowRetrieval,
+        retrieval: PartitionedRetrieval[Question, Document],
         engine: ScriptedEngine,
         prompts: OrderedPrompts,
         requests: int,
@@ -105,7 +143,7 @@ class _Serial:
         cell = parts.cell
         rate = rates(cell.arrivals.steps)
         self._start_s = time.perf_counter()
-        self._sizes = RateSizes(lambda now_s: rate(now_s * cell.scale), cell.most)
+        self._sizes = RateSizes(lambda now_s: rate(now_s * cell.scale), cell.serial_most)
         self._retrieval = retrieval
         self._engine = engine
         self._prompts = prompts
@@ -134,14 +172,11 @@ class _Serial:
                     if isinstance(found, Exception):
                         raise found
                     documents[place] = found
-            await asyncio.gather(*(self._generate(batch[place], found) for place, found in documents.items()))
+            await asyncio.gather(
+                *(
+                    _generate(self._engine, self._prompts, batch[place].question, found)
+                    for place, found in documents.items()
+                )
+            )
             for task in batch:
                 task.ended.set_result(None)
-
-    async def _generate(self, task: _Task, documents: Sequence[Document]) -> None:
-        ordering = Ordering(list(documents), list(range(len(documents))))
-        question = task.question
-        request = self._prompts.request(question.query, ordering, None, question.all_options())
-        async with aclosing(self._engine.stream(request)) as chunks:
-            async for _ in chunks:
-                pass

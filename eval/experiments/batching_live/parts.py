@@ -20,39 +20,74 @@ from ragorder.eval.experiments.batching_live.record import BatchingLiveCell
 from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.eval.experiments.streaming.model import VOCABULARY, write_model
 from ragorder.eval.experiments.streaming.record import StreamingCell
-from ragorder.eval.experiments.streaming.source import ThrottledSource
+from ragorder.eval.experiments.streaming.source import ThrottledSource, TokenBucket
 from ragorder.eval.experiments.workflows_live.parts import ScriptedEngine
 from ragorder.kernels.engine import TieredEngine
+from ragorder.kernels.engine.budgeted import StreamedModel
+from ragorder.kernels.engine.request import Update
 from ragorder.kernels.engine.streamed import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import PartitionedRetrieval
+from ragorder.pipelining.search.partition_file import PartitionLists
 from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = ["ANSWER_TOKENS", "LiveParts", "SlowRetrieval"]
+__all__ = ["ANSWER_TOKENS", "LiveParts", "SlowPartitions", "TimedEngine"]
 
 ANSWER_TOKENS = 32
 # Layers ahead of the one that computes.
 _SLOTS = 4
 _CLUSTERS = 64
+# Weights come on while the threads that ask for them wait for a processor or for Python.
+_BURST_S = 0.02
 # The layers are placed by hand.
 _PLENTY = 1 << 50
 
 
-class SlowRetrieval(PartitionedRetrieval[Question, Document]):
-    """Partitions that are read at `bytes_s`."""
+class SlowPartitions(PartitionedSearch):
+    """Partitions that are read, also ahead, at a speed at which a pass over all takes `pass_s`. `reading_s`: in which
+    one was read; `reading`: one is."""
 
-    def __init__(self, *arguments: Any, bytes_s: float, **options: Any) -> None:
+    def __init__(self, *arguments: Any, pass_s: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._bytes_s = bytes_s
+        self.pass_bytes = sum(self.partition_bytes)
+        self.reading = False
+        self.reading_s = 0.0
+        self._bucket = TokenBucket(self.pass_bytes / pass_s)
 
-    def _advance(self, *arguments: Any) -> Any:
-        started_s, before = time.perf_counter(), self.index.read_bytes
-        found = super()._advance(*arguments)
-        due_s = started_s + (self.index.read_bytes - before) / self._bytes_s
-        time.sleep(max(0.0, due_s - time.perf_counter()))
-        return found
+    def _read(self, partition: int) -> PartitionLists:
+        began_s, self.reading = time.perf_counter(), True
+        try:
+            until_s = self._bucket.take(self.partition_bytes[partition])
+            lists = super()._read(partition)
+            time.sleep(max(0.0, until_s - time.perf_counter()))
+        finally:
+            self.reading = False
+            self.reading_s += time.perf_counter() - began_s
+        return lists
+
+
+class TimedEngine(TieredEngine):
+    """`times`: seconds of each step, and whether a partition was being read when it began; `passes`: how often all
+    layers have been read."""
+
+    def __init__(self, model: StreamedModel, settings: EngineSettings, search: SlowPartitions) -> None:
+        super().__init__(model, None, settings)
+        self.times: list[tuple[float, bool]] = []
+        self._search = search
+        self._layer_bytes = sum(model.weights.layers)
+
+    @property
+    def passes(self) -> float:
+        stream = self.stats().stream
+        return 0.0 if stream is None else stream.bytes / self._layer_bytes
+
+    def step(self) -> list[Update]:
+        began_s, beside = time.perf_counter(), self._search.reading
+        updates = super().step()
+        self.times.append((time.perf_counter() - began_s, beside))
+        return updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +128,19 @@ class LiveParts:
         return self.documents[id % len(self.documents)]
 
     @contextmanager
-    def retrieval(self) -> Iterator[SlowRetrieval]:
+    def search(self) -> Iterator[SlowPartitions]:
         cell = self.cell
-        with PartitionedSearch(self.folder / "index.faiss", cell.partitions, cores=1) as search:
-            bytes_s = sum(search.partition_bytes) * cell.scale / cell.pass_s
-            yield SlowRetrieval(search, self._embed, self.document, top_k=cell.top_k, bytes_s=bytes_s)
+        pass_s = cell.pass_s / cell.scale
+        with SlowPartitions(self.folder / "index.faiss", cell.partitions, cores=1, pass_s=pass_s) as search:
+            yield search
+
+    def retrieval(self, search: SlowPartitions) -> PartitionedRetrieval[Question, Document]:
+        return PartitionedRetrieval(search, self._embed, self.document, top_k=self.cell.top_k)
 
     @contextmanager
-    def engine(self, capacity_tokens: int, max_requests: int) -> Iterator[ScriptedEngine]:
+    def engine(
+        self, capacity_tokens: int, max_requests: int, search: SlowPartitions
+    ) -> Iterator[tuple[ScriptedEngine, TimedEngine]]:
         cell = self.cell
         settings = EngineSettings(
             device_bytes=_PLENTY,
@@ -115,15 +155,19 @@ class LiveParts:
         streamed = load_streamed(
             self.folder / "model",
             settings,
-            source=lambda checkpoint: ThrottledSource(checkpoint, size * cell.scale / cell.step_s, 0.0, self.seed),
+            source=lambda checkpoint: ThrottledSource(
+                checkpoint, size * cell.scale / cell.step_s, 0.0, self.seed, burst_s=_BURST_S
+            ),
         )
-        engine = TieredEngine(streamed, None, settings)
-        streamed.streamer.move(Residency.spread(cell.layers, 0))
+        engine = TimedEngine(streamed, settings, search)
+        # Moved behind its back, layers come back to the engine's plan: all in memory.
+        engine.move_layers(Residency.spread(cell.layers, 0))
         streamed.streamer.resize(_SLOTS)
         worker = EngineWorker(engine)
         try:
             answer = ("word",) * ANSWER_TOKENS
-            yield ScriptedEngine(EmbeddedStreams(worker), lambda _: answer, VOCABULARY, {"ignore_eos": True})
+            streams = EmbeddedStreams(worker)
+            yield ScriptedEngine(streams, lambda _: answer, VOCABULARY, {"ignore_eos": True}), engine
         finally:
             worker.close()
 

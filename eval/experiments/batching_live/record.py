@@ -17,13 +17,14 @@ __all__ = ["BatchingLiveCell", "BatchingLiveRecord"]
 class BatchingLiveCell(SuiteCell):
     """Requests that arrive in `steps`, played `scale` times as fast as the paper's. A step streams the weights of
     `layers` in `step_s`, a pass over `partitions` of `vectors` reads them in `pass_s`: seconds of the paper's scale. KV
-    has room for `most` requests if nothing is shared."""
+    has room for `most` requests if nothing is shared, and for `serial_most` where no partitions lie beside it."""
 
     steps: Annotated[str, AfterValidator(checked_steps)] = "steps:4@20m,8@20m,12@20m,16@20m"
     scale: float = Field(60.0, gt=0)
     step_s: float = Field(6.9, gt=0)
     pass_s: float = Field(303.0, gt=0)
     most: int = Field(48, ge=1)
+    serial_most: int = Field(64, ge=1)
     layers: int = Field(8, ge=2)
     hidden_size: int = Field(128, ge=64, multiple_of=64)
     partitions: int = Field(32, ge=1)
@@ -39,8 +40,9 @@ class BatchingLiveCell(SuiteCell):
 
 
 class BatchingLiveRecord(Record):
-    """`rows`: seconds from each request's arrival to its answer. Facts: seconds until the last, steps of the engine,
-    prompt tokens and cached ones."""
+    """`rows`: seconds from each request's arrival to its answer. Facts: seconds until the last; share of the layers
+    that a step read; seconds of a pass as it was read; of a step, and of one beside reading (medians; None: no such
+    step); prompt tokens and cached ones."""
 
     called: ClassVar[str] = "a run within a memory budget, in real time"
     facts_needed: ClassVar[tuple[str, ...]] = ("total_s", "prompt_tokens", "cached_tokens")

@@ -15,6 +15,13 @@ from ragorder.eval.running.suite import Suite
 __all__ = ["make_part"]
 
 _WORDS = {"serial": "serial static batches", "decoupled": "DecoupledServer, ordered"}
+# Both systems are to have the same cores, engine and disk: facts that show it.
+_FACTS = {
+    "streamed": "layers read a step",
+    "pass_s": "a pass as read, s",
+    "step_s": "a step, s",
+    "beside_s": "beside reading, s",
+}
 
 
 def make_part(suite: Suite, results: Results) -> Part:
@@ -24,7 +31,9 @@ def make_part(suite: Suite, results: Results) -> Part:
 def _table(group: RecordGroup[BatchingLiveRecord]) -> Table:
     cell = BatchingLiveCell.read(group.cell, "doll-live")
     title = f"Mean latency, {cell.arrivals.count:,} requests, {cell.scale:g} times as fast"
-    table = Table(title, ["", "mean, s", "times shorter", "longest, s", "last answer, s", "cached, %"])
+    table = Table(
+        title, ["", "mean, s", "times shorter", "longest, s", "last answer, s", "cached, %", *_FACTS.values()]
+    )
     base = _mean(group.runs("serial"))
     for policy in group.policies:
         runs = group.runs(policy)
@@ -37,6 +46,7 @@ def _table(group: RecordGroup[BatchingLiveRecord]) -> Table:
             format_number(max(max(run.rows["latency_s"]) for run in runs)),
             format_number(fmean(run.facts["total_s"] for run in runs)),
             format_number(100 * cached),
+            *(format_number(_fact(runs, name), 3) for name in _FACTS),
         )
     step_s, pass_s = cell.step_s / cell.scale, cell.pass_s / cell.scale
     table.note = (
@@ -48,3 +58,8 @@ def _table(group: RecordGroup[BatchingLiveRecord]) -> Table:
 
 def _mean(runs: list[BatchingLiveRecord]) -> float | None:
     return fmean(fmean(run.rows["latency_s"]) for run in runs) if runs else None
+
+
+def _fact(runs: list[BatchingLiveRecord], name: str) -> float | None:
+    known = [value for run in runs if (value := run.facts.get(name)) is not None]
+    return fmean(known) if known else None

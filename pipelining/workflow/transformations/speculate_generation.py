@@ -41,7 +41,7 @@ class SpeculateGeneration:
         for search in sorted(searches, key=lambda piece: (not piece.due, _distance(piece, facts))):
             request = search.request
             # A speculation takes the place of the search's last one.
-            replaced = search.speculated is not None
+            replaced = search.speculated is not None and search.ahead > 0
             if not self._has_room(wavefront, facts, int(replaced)):
                 request.trace.refused += 1
                 continue

@@ -1,0 +1,361 @@
+"""Queries join a pass over partitions where it stands, go around, and find what FAISS finds."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rings import examples
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from support.workflow_server import SlowEngine, document, long_answer, small_index, vector
+from support.workflows import Asked, PlainPrompts
+
+from ragorder.pipelining import PartitionedSearch
+from ragorder.pipelining.batching import DecoupledServer, PartitionedRetrieval, StaticBatch
+from ragorder.pipelining.workflow import NodeQuestion
+
+L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
+PARTITIONS, CLUSTERS = 5, 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def index() -> Any:
+    """Each search needs all clusters."""
+    index = small_index()
+    index.nprobe = CLUSTERS
+    return index
+
+
+@pytest.fixture(scope="module")
+def path(index: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("index") / "index.faiss"
+    faiss.write_index(index, str(path))
+    return path
+
+
+def question(number: int) -> NodeQuestion:
+    return NodeQuestion(f"question {number}")
+
+
+def vectors(*numbers: int) -> Any:
+    return np.stack([vector(question(number).text) for number in numbers])
+
+
+def note_reads(search: PartitionedSearch) -> list[int]:
+    read, reads = search._file.read, []
+
+    def noted(partition: int) -> Any:
+        reads.append(partition)
+        return read(partition)
+
+    search._file.read = noted  # type: ignore[method-assign]
+    return reads
+
+
+class TestResults:
+    @settings(max_examples=examples(400))
+    @given(
+        metric=st.sampled_from([L2, IP]),
+        nlist=st.integers(1, 12),
+        k=st.integers(1, 12),
+        read_ahead=st.booleans(),
+        shares=st.tuples(*[st.sampled_from([0.0, 0.1, 0.3])] * 3),
+        seed=st.integers(0, 2**16),
+    )
+    def test_are_those_of_faiss_whoever_joins_and_leaves(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        metric: int,
+        nlist: int,
+        k: int,
+        read_ahead: bool,
+        shares: tuple[float, float, float],
+        seed: int,
+    ) -> None:
+        """Most distances are tied. Queries leave for ever, or with a checkpoint and come back; reads fail."""
+        rng, random = np.random.default_rng(seed), Random(seed)
+        quantizer = faiss.IndexFlat(3, metric)
+        quantizer.add(rng.integers(0, 4, (nlist, 3)).astype(np.float32))
+        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
+        index.add_with_ids(rng.integers(0, 4, (100, 3)).astype(np.float32), rng.permutation(100))
+        index.nprobe = random.randint(1, nlist)
+        queries = rng.integers(0, 4, (12, 3)).astype(np.float32)
+        partitions = random.randint(1, nlist)
+        path = tmp_path_factory.mktemp("tied") / "index.faiss"
+        faiss.write_index(index, str(path))
+        try:
+            with PartitionedSearch(
+                path, partitions, resident=random.randint(0, partitions), cores=1, read_ahead=read_ahead
+            ) as search:
+                found, gone = walk(search, queries, k, random, *shares)
+        finally:
+            shutil.rmtree(path.parent)
+        distances, ids = index.search(queries, k)
+        assert found.keys() | gone == set(range(12)) and not found.keys() & gone
+        for query, (best, best_ids) in found.items():
+            np.testing.assert_array_equal(best, distances[query])
+            np.testing.assert_array_equal(best_ids, ids[query])
+
+    @pytest.mark.parametrize("read_ahead", [True, False])
+    def test_each_reads_no_partition_twice(self, index: Any, path: Path, read_ahead: bool) -> None:
+        with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=read_ahead) as search:
+            reads = note_reads(search)
+            passing = search.search(vectors(0), 3)
+            for _ in range(3):
+                next(passing)
+            passing.join([search.search(vectors(1, 2), 3).rows])
+            stages = list(passing)
+            assert reads == [0, 1, 2, 3, 4, 0, 1, 2]
+            assert len(stages) == 5 and [stage.final for stage in stages] == [False] * 4 + [True]
+            distances, ids = index.search(vectors(0, 1, 2), 3)
+            np.testing.assert_array_equal(stages[-1].ids, ids)
+            np.testing.assert_array_equal(stages[-1].distances, distances)
+            # The first one had passed over all of them before the others had.
+            np.testing.assert_array_equal(stages[1].ids[0], ids[0])
+
+    def test_a_pass_that_has_ended_goes_on(self, index: Any, path: Path) -> None:
+        with PartitionedSearch(path, PARTITIONS, cores=1) as search:
+            passing = search.search(vectors(0), 3)
+            assert [stage.final for stage in passing][-1] and next(passing, None) is None
+            passing.join([search.search(vectors(1), 3).rows])
+            np.testing.assert_array_equal([*passing][-1].ids, index.search(vectors(0, 1), 3)[1])
+
+    def test_those_that_join_all_the_time_hold_up_no_other(self, path: Path) -> None:
+        with PartitionedSearch(path, PARTITIONS, resident=2, cores=1) as search:
+            list(search.search(vectors(0), 3))
+            assert len(search.held) == 2
+            passing, stages = search.search(vectors(0), 3), 0
+            while not passing.rows.ended[0]:
+                next(passing)
+                stages += 1
+                if passing.joinable:
+                    passing.join([search.search(vectors(stages), 3).rows])
+                    assert not passing.joinable
+            # The residents of those that have joined, and then a partition, over and over.
+            assert stages <= 2 * (PARTITIONS - 2) + 1
+            passing.close()
+
+    def test_another_k_is_refused_and_the_pass_goes_on(self, index: Any, path: Path) -> None:
+        with PartitionedSearch(path, PARTITIONS, cores=1) as search:
+            passing = search.search(vectors(0), 3)
+            next(passing)
+            with pytest.raises(ValueError, match="same k"):
+                passing.join([search.search(vectors(1), 4).rows])
+            np.testing.assert_array_equal([*passing][-1].ids, index.search(vectors(0), 3)[1])
+
+
+def walk(
+    search: PartitionedSearch, queries: Any, k: int, random: Random, go: float, pause: float, fail: float
+) -> tuple[dict[int, tuple[Any, Any]], set[int]]:
+    """Results by query, and the queries that are gone."""
+    read = search._file.read
+
+    def failing(partition: int) -> Any:
+        if random.random() < fail:
+            raise OSError("the disk")
+        return read(partition)
+
+    search._file.read = failing  # type: ignore[method-assign]
+    waiting: list[tuple[int, Any]] = [(query, None) for query in range(len(queries))]
+    random.shuffle(waiting)
+    found: dict[int, tuple[Any, Any]] = {}
+    gone: set[int] = set()
+
+    def begin() -> tuple[list[int], list[Any]]:
+        """The next ones: those that have left with a checkpoint, too."""
+        chosen = [waiting.pop(random.randrange(len(waiting))) for _ in range(random.randint(1, min(3, len(waiting))))]
+        parts = [search.search(queries[[query]], k).rows if rows is None else rows for query, rows in chosen]
+        return [query for query, _ in chosen], parts
+
+    while waiting:
+        rows, parts = begin()
+        passing = search.resume(parts)
+        while rows:
+            try:
+                stage = next(passing)
+            except OSError:
+                continue
+            left = []
+            for row, ended in enumerate(passing.rows.ended.tolist()):
+                if ended:
+                    found[rows[row]] = stage.distances[row], stage.ids[row]
+                elif random.random() < go:
+                    gone.add(rows[row])
+                elif random.random() < pause:
+                    waiting.append((rows[row], passing.rows.part([row])))
+                else:
+                    left.append(row)
+            if left and len(left) < len(rows):
+                passing.keep(left)
+            rows = [rows[row] for row in left]
+            if rows and waiting and random.random() < 0.5:
+                joining, parts = begin()
+                passing.join(parts)
+                rows += joining
+        passing.close()
+    return found, gone
+
+
+class Gate:
+    """Reads of partitions that wait until they are let through. `asked`: those that have come to it."""
+
+    def __init__(self, search: PartitionedSearch) -> None:
+        self.asked: list[int] = []
+        self._open = threading.Semaphore(0)
+        read = search._file.read
+
+        def gated(partition: int) -> Any:
+            self.asked.append(partition)
+            self._open.acquire()
+            return read(partition)
+
+        search._file.read = gated  # type: ignore[method-assign]
+
+    def let_through(self, count: int = 1) -> None:
+        self._open.release(count)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def embed(questions: Sequence[NodeQuestion]) -> Any:
+    if any("13" in each.text for each in questions):
+        raise ValueError("not a number")
+    return np.stack([vector(each.text) for each in questions])
+
+
+@asynccontextmanager
+async def gated_server(path: Path, **options: Any) -> AsyncIterator[tuple[DecoupledServer[Any, Any, Any], Gate]]:
+    with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=False) as search:
+        gate = Gate(search)
+        retrieval = PartitionedRetrieval(search, embed, document, top_k=3)
+        try:
+            async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine(), **options) as server:
+                yield server, gate
+        finally:
+            gate.let_through(1000)
+
+
+def expected(index: Any, number: int) -> str:
+    asked = question(number)
+    found = [document(id) for id in index.search(vector(asked.text)[None], 3)[1][0].tolist()]
+    return long_answer(Asked(asked, tuple(found)))
+
+
+class TestServer:
+    async def test_a_request_that_comes_during_a_pass_joins_it(self, path: Path, index: Any) -> None:
+        async with gated_server(path) as (server, gate):
+            runs = [asyncio.create_task(server.run(question(0)))]
+            gate.let_through(2)
+            await until(lambda: gate.asked == [0, 1, 2])
+            runs += [asyncio.create_task(server.run(question(number))) for number in (1, 2)]
+            await until(lambda: server.retrieving.waiting == 2)
+            gate.let_through(100)
+            answers = await asyncio.gather(*runs)
+            assert gate.asked == [0, 1, 2, 3, 4, 0, 1, 2]
+            assert [answer.text for answer in answers] == [expected(index, number) for number in range(3)]
+            assert [answer.trace.retrieval_batch for answer in answers] == [3, 3, 3]
+            began = [each.running for each in server.trace if (each.worker, each.event) == ("retrieval", "began")]
+            assert began == [1, 3]
+            assert not server.retrieving.running and server.unfinished == 0
+
+    async def test_a_batch_is_no_larger_than_its_policy_says(self, path: Path, index: Any) -> None:
+        async with gated_server(path, searching=StaticBatch(2)) as (server, gate):
+            runs = [asyncio.create_task(server.run(question(number))) for number in range(5)]
+            gate.let_through(100)
+            answers = await asyncio.gather(*runs)
+            assert [answer.text for answer in answers] == [expected(index, number) for number in range(5)]
+            assert max(answer.trace.retrieval_batch for answer in answers) == 2
+
+    async def test_a_hook_waits_for_those_that_run_and_for_no_others(self, path: Path) -> None:
+        async with gated_server(path) as (server, gate):
+            runs = [asyncio.create_task(server.run(question(0)))]
+            gate.let_through(2)
+            await until(lambda: gate.asked == [0, 1, 2])
+            hook = asyncio.create_task(server.retrieving.between_batches(lambda: list(gate.asked)))
+            await asyncio.sleep(0)
+            runs.append(asyncio.create_task(server.run(question(1))))
+            await until(lambda: server.retrieving.waiting == 1)
+            gate.let_through(100)
+            assert await hook == [0, 1, 2, 3, 4]
+            await asyncio.gather(*runs)
+            assert gate.asked == [0, 1, 2, 3, 4] * 2
+
+    async def test_a_request_that_is_cancelled_leaves_the_pass_at_the_next_partition(
+        self, path: Path, index: Any
+    ) -> None:
+        async with gated_server(path) as (server, gate):
+            runs = [asyncio.create_task(server.run(question(number))) for number in range(2)]
+            await until(lambda: gate.asked == [0])
+            assert len(server.retrieving.running) == 2
+            runs[1].cancel()
+            await asyncio.wait((runs[1],))
+            gate.let_through()
+            await until(lambda: gate.asked == [0, 1])
+            assert len(server.retrieving.running) == 1
+            gate.let_through(100)
+            assert (await runs[0]).text == expected(index, 0)
+
+    async def test_a_question_that_cannot_join_ends_alone(self, path: Path, index: Any) -> None:
+        async with gated_server(path) as (server, gate):
+            runs = [asyncio.create_task(server.run(question(0)))]
+            gate.let_through(2)
+            await until(lambda: gate.asked == [0, 1, 2])
+            runs += [asyncio.create_task(server.run(question(number))) for number in (1, 13, 2)]
+            await until(lambda: server.retrieving.waiting == 3)
+            gate.let_through(100)
+            outcomes = await asyncio.gather(*runs, return_exceptions=True)
+            assert isinstance(outcomes[2], ValueError)
+            for number, outcome in zip((0, 1, 2), (outcomes[0], outcomes[1], outcomes[3]), strict=True):
+                assert not isinstance(outcome, BaseException) and outcome.text == expected(index, number)
+            assert gate.asked == [0, 1, 2, 3, 4, 0, 1, 2]
+
+    async def test_a_disk_that_fails_sets_back_no_request(self, path: Path, index: Any) -> None:
+        with PartitionedSearch(path, PARTITIONS, cores=1, read_ahead=False) as search:
+            gate = Gate(search)
+            gated, failures = search._file.read, [3]
+
+            def failing(partition: int) -> Any:
+                lists = gated(partition)
+                if partition in failures:
+                    failures.remove(partition)
+                    raise OSError("the disk")
+                return lists
+
+            search._file.read = failing  # type: ignore[method-assign]
+            retrieval = PartitionedRetrieval(search, embed, document, top_k=3)
+            async with DecoupledServer(retrieval, PlainPrompts(), SlowEngine()) as server:
+                first = asyncio.create_task(server.run(question(0)))
+                gate.let_through(2)
+                await until(lambda: gate.asked == [0, 1, 2])
+                second = asyncio.create_task(server.run(question(1)))
+                await until(lambda: server.retrieving.waiting == 1)
+                gate.let_through(100)
+                assert [(await run).text for run in (first, second)] == [expected(index, 0), expected(index, 1)]
+                assert (await first).trace.failures == (await second).trace.failures == 1
+            # The failed batch of two is taken up by one request after another, or by joining: none begins anew.
+            assert gate.asked[:4] == [0, 1, 2, 3] and len(gate.asked) <= 4 + 2 + 5
