@@ -96,6 +96,39 @@ def test_objects_keep_their_fields_and_tenants_stand_together() -> None:
             assert [dict(each) for each in row["documents"]] == [given[rank] for rank in row["permutation"]]
 
 
+def test_rows_without_documents_and_with_repeated_ones_stay() -> None:
+    given = [["a", "b"], [], ["b", "a", "b"], ["a"]] * 5
+    found = in_shards(plan_dataset(dataset(given), 1))
+    rows = {int(row["id"][1:]): list(row["documents"]) for row in found[0]}
+    assert {number: sorted(documents) for number, documents in rows.items()} == {
+        number: sorted(documents) for number, documents in enumerate(given)
+    }
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "said"),
+    [
+        ([["a"]], {"documents": "passages"}, "passages"),
+        ([[{"name": "a"}]], {}, "must have lists of ids, or of objects"),
+        ([["a"]], {"scope": "tenant"}, "tenant"),
+    ],
+    ids=["column", "documents", "scope"],
+)
+def test_what_cannot_be_read_is_said(documents: list[list[Any]], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        plan_dataset(dataset(documents), 2, **options).take_all()
+
+
+def test_a_column_that_the_plan_adds_is_not_overwritten() -> None:
+    with pytest.raises(Exception, match="rename it"):
+        plan_dataset(dataset([["a"]], shard=lambda number: number), 2).take_all()
+
+
+def test_less_than_one_shard_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_dataset(dataset([["a"]]), 0)
+
+
 def test_without_ray_the_extra_is_named(python: Any) -> None:
     script = "from ragorder.adapters.ray_data import plan_dataset\nplan_dataset(None, 2)"
     done = python("-c", script, blocked=("ray",))
