@@ -146,7 +146,7 @@ endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
 	@echo "Installing what the tests need (some minutes, silently)"
-	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,dev]' -c requirements/dev.txt $(QUIET)
+	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt $(QUIET)
 	@touch $@
 
 # A browser looks at the proxy's page. Where none can be installed, that test is skipped, and says so.

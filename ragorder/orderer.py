@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
+from os import PathLike
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from ragorder import _deferred, _fork
 from ragorder._batch_plan import plan_batch
+from ragorder._cloud_scope import CloudCache, CloudScopes, cloud_settings
 from ragorder._deferred import DeferringLock
 from ragorder._request import OrderRequest, RequestReader, read_length
 from ragorder._scope import EngineContents, Scope
@@ -16,6 +19,7 @@ from ragorder._scopes import Scopes
 from ragorder._tiers import EngineTiers
 from ragorder._turns import TurnScope
 from ragorder.batch import Batch
+from ragorder.clouds import CacheRules, Prices, Provider
 from ragorder.degraded import Degradations
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
@@ -129,12 +133,19 @@ class Orderer:
         prefix_ids: Sequence[int] = (),
         blocks: EngineBlocks | None = None,
         topics: Topics | None = None,
+        cloud: CloudCache | None = None,
         **options: Unpack[OrdererOptions],
     ) -> None:
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         self.settings = settings if settings is not None else Settings(**options)
-        self._callables: dict[str, Any] = {"key": key, "tokens": tokens, "group": group, "topics": topics}
+        self._callables: dict[str, Any] = {
+            "key": key,
+            "tokens": tokens,
+            "group": group,
+            "topics": topics,
+            "cloud": cloud,
+        }
         self.fallbacks = 0
         self._degradations = Degradations()
         follows = token_ids if blocks is not None else None
@@ -145,6 +156,7 @@ class Orderer:
         self._topics = topics
         self._lengths = LearnedLengths()
         self._tiers = EngineTiers(self.settings)
+        self._clouds = CloudScopes(cloud) if cloud is not None else None
         self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, self._report, blocks)
         if self._tiers.unpriced:
             self.degrade(
@@ -177,6 +189,38 @@ class Orderer:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
 
+    @classmethod
+    def for_cloud(
+        cls,
+        provider: Provider | None = None,
+        *,
+        model: str | None = None,
+        ttl: str | None = None,
+        rules: CacheRules | None = None,
+        prices: Prices | str | PathLike[str] | None = None,
+        builder: PromptBuilder | None = None,
+        key: Callable[[Any], Hashable] | None = None,
+        tokens: Callable[[Any], int] | None = None,
+        group: Callable[[Any], Hashable | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        settings: Settings | None = None,
+        **options: Unpack[OrdererOptions],
+    ) -> Self:
+        """An orderer for a cloud, whose cache resumes a prompt only where an earlier one had a mark:
+        `ordering.breakpoints` says which marks to set (`ragorder.clouds`, docs/clouds.md).
+
+        `provider`, `model` and `ttl` ("5m", "1h") name a table of rules; `rules` replace it. `builder` has the lengths
+        of documents and system prompt. `prices` of money, or the path of a file of them. Raises ValueError for what no
+        table has, and for settings of other engines, OSError for a file of prices that cannot be read.
+        """
+        if settings is not None and options:
+            raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
+        cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
+        if tokens is None and builder is not None:
+            tokens = builder.document_tokens
+        settings = cloud_settings(settings, options, None if builder is None else builder.prefix_tokens)
+        return cls(settings, key=key, tokens=tokens, group=group, cloud=cache)
+
     def __repr__(self) -> str:
         settings = self.settings
         capacity = "unlimited" if settings.capacity_tokens is None else settings.capacity_tokens
@@ -188,6 +232,8 @@ class Orderer:
 
     @property
     def _residency(self) -> str:
+        if self._clouds is not None:
+            return f"marks ({self._clouds.cache.model.rules.name})"
         if self.settings.residency == "none":
             return "none"
         if self._contents is not None:
@@ -498,6 +544,8 @@ class Orderer:
         settings = self.settings
         if prefix_tokens is not None:
             settings = settings.model_copy(update={"prefix_tokens": prefix_tokens})
+        if self._clouds is not None:
+            return self._clouds.make(name, settings, self._scopes, pool, self._lengths.of(name))
         return TurnScope(name, settings, self._scopes, pool, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
+from ragorder.clouds import CloudRequest, Cost
 from ragorder.trie.residency import Lease
 
 __all__ = ["Forecast", "Ordering", "RequestOutcome", "Reuse"]
@@ -48,6 +49,7 @@ class Ordering(Generic[D]):
     - `fused`: places of the documents to be taken over from elsewhere (`reuse="fused"`)
     - `exact_documents`: leading documents that the engine computes exactly even if it could take them over
     - `fallback`: an internal error left retrieval order
+    - `cloud`: marks of a request to a cloud (`Orderer.for_cloud`)
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Ordering(Generic[D]):
         "_lease",
         "_observers",
         "cached_tokens",
+        "cloud",
         "disk_tokens",
         "documents",
         "documents_end",
@@ -96,6 +99,7 @@ class Ordering(Generic[D]):
         self.host_tokens = self.disk_tokens = 0
         self.fused: Sequence[int] = ()
         self.exact_documents = 0
+        self.cloud: CloudRequest | None = None
         self.index = 0
         self.fallback = False
         # Of the same request at other orderers, for comparison.
@@ -136,6 +140,16 @@ class Ordering(Generic[D]):
         return kinds
 
     @property
+    def breakpoints(self) -> Sequence[int]:
+        """For a cloud, the documents in front of each mark to be set; 0: behind the system prompt."""
+        return self.cloud.breakpoints if self.cloud is not None else ()
+
+    @property
+    def cost(self) -> Cost | None:
+        """What the prompt costs at a cloud: as predicted, and once it is confirmed as reported. None elsewhere."""
+        return self.cloud.cost if self.cloud is not None else None
+
+    @property
     def displacement(self) -> float:
         """Mean distance of a document from its retrieval rank, in positions."""
         moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
@@ -147,10 +161,19 @@ class Ordering(Generic[D]):
         total_tokens: float | None = None,
         *,
         prompt_tokens: float | None = None,
+        written_tokens: float | None = None,
     ) -> None:
         """The engine served the request. As far as reported: `cached_tokens` reused, `total_tokens` of prompt and
-        answer, `prompt_tokens`."""
+        answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache."""
+        if self.cloud is not None and self._finish is not None:
+            self.cloud.report(cached_tokens, written_tokens, prompt_tokens)
         self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
+
+    def readable(self) -> None:
+        """The answer's first token is there: from now on others can read what this request writes into a cloud's cache.
+        Without effect elsewhere, and not needed before `confirm`."""
+        if self.cloud is not None:
+            self.cloud.readable()
 
     def discard(self) -> None:
         """The request failed or was never sent."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from string import Formatter
 from typing import Any, NamedTuple
 
 from ragorder.citations import number_label
+from ragorder.clouds import PromptParts
 from ragorder.conversation import (
     REFERENCE,
     Message,
@@ -53,12 +54,28 @@ class Prompt:
 
     `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
     themselves, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` empty.
+
+    `anthropic()`, `openai()` and `bedrock()` are arguments of a cloud's client: one content part a document, and the
+    marks of an `Orderer.for_cloud`.
     """
 
     text: str
     messages: list[dict[str, str]]
     token_ids: list[int] | None
     spans: list[Span]
+    parts: PromptParts = field(default_factory=lambda: PromptParts("", [], ""), repr=False, compare=False)
+
+    def anthropic(self) -> dict[str, Any]:
+        """For `client.messages.create(model=…, max_tokens=…, **prompt.anthropic())`."""
+        return self.parts.anthropic()
+
+    def openai(self) -> dict[str, Any]:
+        """For `client.chat.completions.create(model=…, **prompt.openai())`."""
+        return self.parts.openai()
+
+    def bedrock(self) -> dict[str, Any]:
+        """For `client.converse(modelId=…, **prompt.bedrock())`."""
+        return self.parts.bedrock()
 
 
 class _Segment(NamedTuple):
@@ -173,8 +190,22 @@ class PromptBuilder:
                 spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
                 token_ids += ids
             token_ids += self._tokenizer.encode(self._question(query, ordered, ranking) + self._tail)
-        turn = self.user_message(query, ordered, ranking)
-        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
+        texts, question = list(map(self.document_text, ordered)), self._question(query, ordered, ranking)
+        turn = self._escape("".join(texts) + question)
+        parts = self._parts(texts, question, documents)
+        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans, parts)
+
+    def _parts(
+        self, texts: list[str], question: str, documents: Ordering[Document] | Sequence[Document]
+    ) -> PromptParts:
+        cloud = documents.cloud if isinstance(documents, Ordering) else None
+        if cloud is None:
+            return PromptParts(self.system, texts, question, escape=self._escape)
+        rules = cloud.model.rules
+        explicit = rules.resume == "marks"
+        return PromptParts(
+            self.system, texts, question, cloud.breakpoints, rules.ttl, explicit=explicit, escape=self._escape
+        )
 
     def turn(
         self,

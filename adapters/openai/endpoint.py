@@ -46,6 +46,8 @@ class ModelEndpoint:
                 exact_documents=request.exact_documents,
                 keep_question=request.keep_question,
             )
+        if request.extra_body:
+            options["extra_body"] = {**request.extra_body, **options["extra_body"]}
         if usage.sent:
             options["stream_options"] = {"include_usage": True}
         if request.token_ids is None:

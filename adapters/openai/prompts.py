@@ -49,9 +49,10 @@ class Question:
 class PromptRequest:
     """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
     tokens) empty. `expected_uses`, `exact_documents`: the ordering's. `prefix_tokens`: in front of the
-    documents, if the prompt is tokens. `keep_question`: a warm-up, with the question behind the system prompt."""
+    documents, if the prompt is tokens. `keep_question`: a warm-up, with the question behind the system prompt.
+    `extra_body`: what a cloud's marks need besides."""
 
-    messages: Sequence[Mapping[str, str]] | None = field(repr=False)
+    messages: Sequence[Mapping[str, Any]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
     scope: Hashable = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
@@ -62,6 +63,7 @@ class PromptRequest:
     # Compared: a speculation without it leaves other KV behind.
     exact_documents: int = field(default=0, repr=False)
     keep_question: bool = field(default=False, repr=False, compare=False)
+    extra_body: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,12 @@ class OrderedPrompts:
     ) -> PromptRequest:
         prompt = self._builder.build(query, ordering)
         length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
+        messages: Sequence[Mapping[str, Any]] | None
         messages, token_ids = (prompt.messages, None) if self._form == "messages" else (None, prompt.token_ids)
+        extra_body: dict[str, Any] = {}
+        if ordering.cloud is not None and messages is not None:
+            extra_body = prompt.openai()
+            messages = extra_body.pop("messages")
         ends = tuple(span.end for span in prompt.spans)
         # Of messages the server finds the prefix itself, in its own tokens.
         prefix_tokens = 0 if token_ids is None else self._builder.prefix_tokens
@@ -158,6 +165,7 @@ class OrderedPrompts:
             ordering.expected_uses,
             prefix_tokens,
             ordering.exact_documents,
+            extra_body=extra_body,
         )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ragorder import Document, Ordering
 from ragorder.adapters.usage import answers_something, member, read_usage
+from ragorder.clouds import read_cloud_usage
 
 __all__ = ["Answer", "Reply"]
 
@@ -18,9 +19,9 @@ __all__ = ["Answer", "Reply"]
 class Answer:
     """A server's answer.
 
-    `cached_tokens` of the `prompt_tokens` were reused from the prefix cache; counts that the server does not report, or
-    that are impossible, are None. `ttft_s`: seconds to the first token (None: there was none), with the openai client's
-    retries.
+    `cached_tokens` of the `prompt_tokens` were reused from the prefix cache, and `written_tokens` were written into a
+    cloud's; counts that the server does not report, or that are impossible, are None. `ttft_s`: seconds to the first
+    token (None: there was none), with the openai client's retries.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Answer:
     ttft_s: float | None
     ordering: Ordering[Document]
     finish_reason: str | None
+    written_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int | None:
@@ -68,6 +70,7 @@ class Reply:
             self._finish_reason = str(finish_reason)
         if self.ttft_s is None and answers_something(choice):
             self.ttft_s = time.perf_counter() - self.sent_s
+            self.ordering.readable()
         if not isinstance(text, str) or not text:
             return ""
         self.pieces.append(text)
@@ -82,7 +85,8 @@ class Reply:
             request: Any = getattr(wire, "request", None)
             raise APIConnectionError(message="The stream ended before the answer was complete.", request=request)
         counts = usage.cached_tokens, usage.prompt_tokens, usage.completion_tokens
-        return Answer("".join(self.pieces), *counts, self.ttft_s, self.ordering, self._finish_reason)
+        written = read_cloud_usage(self._usage).written_tokens if self.ordering.cloud is not None else None
+        return Answer("".join(self.pieces), *counts, self.ttft_s, self.ordering, self._finish_reason, written)
 
 
 class _TailedResponse:

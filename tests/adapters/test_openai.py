@@ -1432,3 +1432,25 @@ class TestConversation:
             connect().client.conversation(["hello"])
         with pytest.raises(ValueError, match="tools: answers of a conversation are texts"):
             connect().client.conversation().ask(QUERY, DOCUMENTS, tools=[{}])
+
+
+class TestClouds:
+    def test_marks_are_sent_and_what_was_written_is_read(self, server: ScriptedServer) -> None:
+        builder = PromptBuilder("Be brief.")
+        documents = [Document(f"d{number}", f"{number} " * 1600) for number in range(3)]
+        orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=builder, strict=True)
+        written = usage(2500, prompt_tokens_details={"cached_tokens": 0, "cache_write_tokens": 2400})
+        server.plays(Response([ROLE, chat("Hi"), STOP, written]))
+        with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60) as client:
+            rag = OrderedClient(client, model="gpt-5.6", orderer=orderer, builder=builder)
+            answer = rag.generate(QUERY, documents)
+            again = rag.generate(QUERY, documents)
+        for sent, ordering in zip(server.requests, (answer.ordering, again.ordering), strict=True):
+            assert sent["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+            parts = sent["messages"][1]["content"]
+            assert [part["text"] for part in parts[:3]] == [f"[{d.id}]\n{d.text}\n\n" for d in ordering.documents]
+            marked = [place for place, part in enumerate(parts, 1) if "prompt_cache_breakpoint" in part]
+            assert marked == [mark for mark in ordering.breakpoints if mark] != []
+        assert answer.written_tokens == 2400
+        assert answer.ordering.cost is not None and answer.ordering.cost.written_tokens == 2400
+        assert again.ordering.cached_tokens > 0

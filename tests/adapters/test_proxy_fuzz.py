@@ -28,6 +28,11 @@ from ragorder.adapters.proxy import DocumentTemplate, make_app
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+PATHS = [CHAT, COMPLETIONS, MESSAGES, RESPONSES]
+# What the proxy may change.
+CHANGED = {"ragorder", "messages", "prompt", "cache_salt", "input", "instructions", "system", "prompt_cache_key"}
 CLIENTS = 8
 BATCHES = 1250
 BODY_LIMIT = 200_000
@@ -104,6 +109,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 PLACES = ["ragorder", "documents", "query", "scope", "id", "text", "title", "tokens", "messages", "content", "prompt"]
+PLACES += ["input", "instructions", "system", "output", "type", "prompt_cache_key"]
 OTHERS = ["model", "cache_salt", "n", "max_tokens", "max_completion_tokens", "tools", "stream", "role", "x"]
 
 
@@ -188,6 +194,9 @@ def odd(rng: random.Random, client: int, body: bytes) -> bytes:
 def requests(draw: st.DrawFn, client: int) -> Sent:
     rng = random.Random(draw(st.integers(0, 2**32)))
     fields = good(rng, client)
+    path = rng.choice(PATHS)
+    if path == RESPONSES and "messages" in fields:
+        fields["input"] = fields.pop("messages")
     kind = rng.randrange(5)
     if kind == 1:
         for _ in range(rng.randrange(1, 3)):
@@ -198,7 +207,7 @@ def requests(draw: st.DrawFn, client: int) -> Sent:
     elif kind == 3:
         body = odd(rng, client, body)
     cuts = [rng.randrange(len(body) + 1) for _ in range(rng.randrange(4))]
-    sent = Sent(rng.choice([CHAT, COMPLETIONS]), body, cuts=cuts)
+    sent = Sent(path, body, cuts=cuts)
     if rng.random() < 0.2:
         sent.headers = [(b"transfer-encoding", b"chunked")]
     if rng.random() < 0.05:
@@ -219,7 +228,7 @@ def check(sent: Sent, got: Got) -> None:
     assert got.status in (200, 400, 413), got
     text = got.body.decode("utf-8", "replace")
     if got.status != 200:
-        assert set(json.loads(text)) == {"error"}
+        assert set(json.loads(text)) == ({"type", "error"} if sent.path == MESSAGES else {"error"})
         assert not markers(text), "an error quotes nothing"
         assert len(sent.body) > BODY_LIMIT or got.status == 400
         return
@@ -230,7 +239,7 @@ def check(sent: Sent, got: Got) -> None:
     assert "ragorder" not in came
     # Each client's markers are its own, but for those that the fuzzing itself has bent.
     assert markers(json.dumps(came)) == markers(json.dumps(given))
-    untouched = given.keys() - {"ragorder", "messages", "prompt", "cache_salt"}
+    untouched = given.keys() - CHANGED
     assert json.dumps({name: came[name] for name in untouched}) == json.dumps({name: given[name] for name in untouched})
 
 
@@ -280,7 +289,7 @@ class TestHostileBodies:
         assert orderer.fallbacks == 0
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", PATHS)
 class TestItsOwnSchema:
     @pytest.fixture
     def app(self) -> Any:
@@ -301,7 +310,9 @@ class TestItsOwnSchema:
             got = runner.run(ask(app, sent))
             if got.status != 200:
                 # That two fields must agree is nothing that a schema can say.
-                assert json.loads(got.body)["error"]["code"] == "conflicting_scope", got.body
+                error = json.loads(got.body)["error"]
+                assert error.get("code", "conflicting_scope") == "conflicting_scope", got.body
+                assert error["message"].startswith("ragorder.scope: "), got.body
 
         with asyncio.Runner() as runner:
             fuzz()

@@ -27,6 +27,7 @@ PACKAGES = (
     "ragorder.adapters.vllm.cache_config",
     "ragorder.adapters.vllm.kv_events",
     "ragorder.batch",
+    "ragorder.clouds",
     "ragorder.kernels.cache",
     "ragorder.kernels.engine",
     "ragorder.kernels.store",
@@ -40,6 +41,7 @@ PACKAGES = (
 RESULTS = {
     "AsyncOrderedStream",
     "Borrowed",
+    "CloudRequest",
     "Contents",
     "KVLease",
     "Node",

@@ -7,10 +7,12 @@ from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
+from ragorder.trie.residency.marks import CacheReport, MarkedFeedback, MarkPlan, MarksResidency, RequestTokens
 from ragorder.trie.residency.places import Loads, Place, Places
 from ragorder.trie.residency.pool import Pool
 
 __all__ = [
+    "CacheReport",
     "EngineBlocks",
     "EventsResidency",
     "FeedbackResidency",
@@ -19,9 +21,13 @@ __all__ = [
     "LearnedLengths",
     "Lease",
     "Loads",
+    "MarkPlan",
+    "MarkedFeedback",
+    "MarksResidency",
     "Place",
     "Places",
     "Pool",
+    "RequestTokens",
     "RequestedDocuments",
     "Residency",
     "ScopeLengths",

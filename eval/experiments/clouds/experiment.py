@@ -1,0 +1,56 @@
+"""Requests to simulated clouds: the suites of kind "clouds"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.clouds import CacheRules, cache_rules
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.experiments.clouds.measuring import serve
+from ragorder.eval.experiments.clouds.policies import POLICIES
+from ragorder.eval.experiments.clouds.record import CloudsCell, CloudsRecord
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.experiment import Experiment, Job, Line
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Clouds"]
+
+
+class Clouds(Experiment):
+    kind = "clouds"
+    record = CloudsRecord
+    cell = CloudsCell
+    policies: ClassVar[Any] = tuple(POLICIES)
+
+    @classmethod
+    def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
+        for cell in super().cells(suite, where):
+            try:
+                _rules(cell)
+            except ValueError as error:
+                raise SuiteError(f"{where}: {error}") from None
+            yield cell
+
+    def obstacle(self, suite: Suite, cell: CloudsCell, policy: str) -> str | None:
+        if self.options.engine != "sim":
+            return "clouds are simulated: run it without --engine"
+        return super().obstacle(suite, cell, policy)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: CloudsCell = job.cell
+        rules = _rules(cell)
+        rankings = make_workload(cell.workload, job.seed, requests=job.requests).rankings[: job.requests]
+        for policy in job.policies:
+            yield {
+                "policy": policy,
+                "engine": {"name": "simulated cloud", "model": cell.model},
+                "rows": serve(rankings, cell, rules, policy, job.seed, advance),
+                "facts": {"write": rules.write, "read": rules.read, "minimum": rules.minimum_tokens},
+            }
+
+
+def _rules(cell: CloudsCell) -> CacheRules:
+    return cache_rules(cell.provider, cell.model, cell.ttl)

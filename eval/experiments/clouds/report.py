@@ -1,0 +1,67 @@
+"""Tables of costs at clouds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+
+from ragorder.eval.experiments.clouds.record import WINDOW, CloudsCell, CloudsRecord
+from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Entry, Table, Tone
+from ragorder.eval.report.words import format_number, range_words
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
+
+__all__ = ["make_part"]
+
+_OURS = "ragorder"
+_MOST = 103.0
+
+_WORDS: Mapping[str, str] = {
+    "automatic": "as retrieved, the provider's automatic mark",
+    "system prompt": "any order, a mark behind the system prompt (ContextPilot's adapters)",
+    "end": "as retrieved, marks behind system prompt and documents",
+    "sorted by id, four": "sorted by id, four marks",
+    "engine order, end": "ordered as for an engine, marks behind system prompt and documents",
+    "engine order, four": "ordered as for an engine, four marks",
+    _OURS: "ragorder for the cloud",
+}
+
+
+def make_part(suite: Suite, results: Results) -> Part:
+    return Part([_table(group) for group in group_runs(results.of(CloudsRecord, suite.name))])
+
+
+def _table(group: RecordGroup[CloudsRecord]) -> Table:
+    headings = ["order and marks", "cost, %", f"worst {WINDOW:,} requests, %", "read, %", "written, %", "predicted, %"]
+    table = Table(_title(group), headings)
+    requests = 0
+    for policy in group.policies:
+        runs = group.runs(policy)
+        requests = max(requests, *(len(run.rows["prompt_tokens"]) for run in runs))
+        worst = max(100 * run.worst for run in runs)
+        tone: Tone = ("good" if worst <= _MOST else "bad") if policy == _OURS else ""
+        exact = [run.exact for run in runs if run.exact is not None]
+        table.add(
+            _WORDS.get(policy, policy),
+            Entry(
+                format_number(100 * fmean(run.cost for run in runs)),
+                note=range_words((100 * run.cost for run in runs), 1),
+            ),
+            Entry(format_number(worst), tone=tone),
+            format_number(100 * fmean(run.share("cached_tokens") for run in runs)),
+            format_number(100 * fmean(run.share("written_tokens") for run in runs)),
+            format_number(100 * fmean(exact)) if exact else "–",
+        )
+    table.note = (
+        f"Of what the prompts cost without a cache. Mean of {len(group.seeds)} seeds (in brackets their range), "
+        f"{requests:,} requests each. Predicted: requests of which the cached tokens were predicted exactly."
+    )
+    return table
+
+
+def _title(group: RecordGroup[CloudsRecord]) -> str:
+    cell = CloudsCell.model_validate(dict(group.cell))
+    ttl = f" ({cell.ttl})" if cell.ttl is not None else ""
+    return f"{cell.workload}: {cell.model}{ttl}, a request every {cell.gap_s:g} s"

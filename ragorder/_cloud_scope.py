@@ -1,0 +1,144 @@
+"""Scopes of an orderer for a cloud, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from ragorder._scope import ScopeOwner
+from ragorder._turns import TurnScope
+from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
+from ragorder.ordering import Ordering
+from ragorder.settings import OrdererOptions, Settings
+from ragorder.trie.mark_choice import MarkChoice
+from ragorder.trie.mark_rates import MarkRates, WriteBudget
+from ragorder.trie.marked_tree import MarkedTree
+from ragorder.trie.residency import Lease, MarkedFeedback, MarksResidency, Pool, ScopeLengths
+from ragorder.trie.search.marked import MarkedPathSearch
+
+__all__ = ["CloudCache", "CloudScopes", "cloud_settings"]
+
+_REFUSED = {
+    "host_tokens": 0,
+    "disk_tokens": 0,
+    "profile": None,
+    "reuse": "exact",
+    "residency": "lru",
+    "events_endpoint": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CloudCache:
+    """The cache of a cloud's model, and the clock (in seconds) by which its entries age."""
+
+    model: CloudModel
+    clock: Callable[[], float]
+
+    @classmethod
+    def of(
+        cls,
+        provider: str | None,
+        model: str | None,
+        ttl: str | None,
+        rules: CacheRules | None,
+        prices: Prices | str | PathLike[str] | None,
+        clock: Callable[[], float],
+    ) -> CloudCache:
+        """Raises OSError and ValueError."""
+        if rules is None:
+            if provider is None or model is None:
+                raise ValueError("give provider and model, or rules=CacheRules(…)")
+            rules = cache_rules(provider, model, ttl)
+        elif provider is not None or ttl is not None:
+            raise ValueError("rules=CacheRules(…) stand for themselves: leave provider and ttl out")
+        known = prices if isinstance(prices, Prices) else Prices.load(prices)
+        return cls(CloudModel(rules, model, known), clock)
+
+
+def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_tokens: int | None) -> Settings:
+    """Of an orderer for a cloud: without a capacity unless it is given, counted token by token. Raises ValueError for
+    what is of other engines."""
+    if settings is None:
+        settings = Settings(**options)
+    given = settings.model_fields_set
+    for name, usual in _REFUSED.items():
+        if name in given and getattr(settings, name) != usual:
+            raise ValueError(f"{name} is not for clouds: leave it out")
+    changes: dict[str, Any] = {"block_size": 1}
+    if "capacity_tokens" not in given:
+        changes["capacity_tokens"] = None
+    if prefix_tokens is not None and "prefix_tokens" not in given:
+        changes["prefix_tokens"] = prefix_tokens
+    return settings.model_copy(update=changes)
+
+
+class CloudScopes:
+    """Makes the scopes of one orderer: what is learnt about reads, and what may be spent on writes, is common to
+    them."""
+
+    def __init__(self, cache: CloudCache) -> None:
+        self.cache = cache
+        self._rates = MarkRates(cache.model.rules.ttl_s)
+        self._budget = WriteBudget()
+
+    def make(
+        self, name: Hashable, settings: Settings, owner: ScopeOwner, pool: Pool, lengths: ScopeLengths
+    ) -> CloudScope:
+        choice = MarkChoice(self.cache.model.rules, self._rates, self._budget)
+        return CloudScope(name, settings, owner, pool, lengths, self.cache, choice)
+
+
+class CloudScope(TurnScope):
+    """What a cloud's cache has of one model, prompt template and tenant."""
+
+    mirror: MarksResidency
+    follows_histories = False
+
+    def __init__(
+        self,
+        name: Hashable,
+        settings: Settings,
+        owner: ScopeOwner,
+        pool: Pool,
+        lengths: ScopeLengths,
+        cache: CloudCache,
+        choice: MarkChoice,
+    ) -> None:
+        super().__init__(name, settings, owner, pool, None, lengths)
+        tree = MarkedTree(settings.prefix_tokens, cache.model.rules)
+        self.tree = tree
+        self.mirror = MarksResidency(tree, pool, choice, cache.clock)
+        self.residency = MarkedFeedback(self.mirror, self._lengths) if settings.feedback else self.mirror
+        self.search = MarkedPathSearch(settings.search_budget)
+        self._model = cache.model
+
+    def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
+        ordering: Ordering[Any] = super()._begin(*arguments, **options)
+        lease: Any = ordering._lease
+        plan = self.mirror.plans.get(lease)
+        if plan is not None:
+            ordering.cloud = CloudRequest(self._model, plan, partial(self._first_token, lease))
+        return ordering
+
+    def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
+        """Without marks: messages of conversations are sent whole."""
+        ordering: Ordering[Any] = super().order_turn(*arguments, **options)
+        lease: Any = ordering._lease
+        self.mirror.forgo(lease)
+        ordering.cloud, ordering.cached_tokens, ordering.prefix_documents = None, 0, 0
+        return ordering
+
+    def _first_token(self, lease: Lease) -> None:
+        """Callable by any thread at any time; never waits."""
+        self._owner.defer(partial(self._publish, lease))
+
+    def _publish(self, lease: Lease) -> None:
+        if self.mirror.closed or not self.whole:
+            return
+        self.whole = False
+        self.mirror.publish(lease)
+        self.whole = True

@@ -1,0 +1,163 @@
+"""Content parts with marks, as the APIs of clouds take them.
+
+A mark is a number of texts: it stands behind so many of them. Empty texts, which these APIs refuse, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["PromptParts", "anthropic_content", "bedrock_content", "openai_content"]
+
+Part = dict[str, Any]
+
+
+def anthropic_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
+    """For `messages[…].content` or `system` of the Messages API."""
+    control: Part = {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}
+    return [
+        {"type": "text", "text": text, "cache_control": dict(control)} if marked else {"type": "text", "text": text}
+        for text, marked in _marked(texts, marks)
+    ]
+
+
+def openai_content(texts: Sequence[str], marks: Sequence[int] = (), type: str = "text") -> list[Part]:
+    """For `messages[…].content` of Chat Completions, or with `type="input_text"` for Responses."""
+    return [
+        {"type": type, "text": text, "prompt_cache_breakpoint": {"mode": "explicit"}}
+        if marked
+        else {"type": type, "text": text}
+        for text, marked in _marked(texts, marks)
+    ]
+
+
+def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
+    """For `messages[…].content` or `system` of Converse: marks are parts of their own."""
+    # The default life is left out: earlier versions of boto3 do not know the word.
+    point: Part = {"type": "default"} if ttl in (None, "5m") else {"type": "default", "ttl": ttl}
+    parts: list[Part] = []
+    for text, marked in _marked(texts, marks):
+        parts.append({"text": text})
+        if marked:
+            parts.append({"cachePoint": dict(point)})
+    return parts
+
+
+def _marked(texts: Sequence[str], marks: Sequence[int]) -> Iterator[tuple[str, bool]]:
+    """Texts that have anything but white space, and whether a mark stands behind each: that of an empty one stands
+    behind the last text before it."""
+    behind = set(marks)
+    pending: tuple[str, bool] | None = None
+    for number, text in enumerate(texts, 1):
+        if text.strip():
+            if pending is not None:
+                yield pending
+            pending = text, number in behind
+        elif pending is not None:
+            pending = pending[0] + text, pending[1] or number in behind
+    if pending is not None:
+        yield pending
+
+
+class PromptParts:
+    """A prompt in parts: `system`, one text a document, `question`; a mark m stands behind m documents (0: behind the
+    system prompt).
+
+        PromptParts("Answer briefly.", ["[a]\\n…", "[b]\\n…"], "Question: …", marks=[0, 2]).anthropic()
+    """
+
+    __slots__ = ("_escape", "documents", "explicit", "marks", "question", "system", "ttl")
+
+    def __init__(
+        self,
+        system: str,
+        documents: Sequence[str],
+        question: str,
+        marks: Sequence[int] = (),
+        ttl: str | None = None,
+        *,
+        explicit: bool = False,
+        escape: Callable[[str], str] | None = None,
+    ) -> None:
+        self.system = system
+        self.documents = documents
+        self.question = question
+        self.marks = marks
+        self.ttl = ttl
+        self.explicit = explicit
+        self._escape = escape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As texts: what escapes them cannot be sent to another process."""
+        *documents, question = self.texts()
+        return _made, (self.system, documents, question, tuple(self.marks), self.ttl, self.explicit)
+
+    def anthropic(self) -> dict[str, Any]:
+        """Arguments of `client.messages.create`."""
+        found = {"messages": [{"role": "user", "content": anthropic_content(self.texts(), self.behind, self.ttl)}]}
+        return found | (
+            {"system": anthropic_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
+        )
+
+    def openai(self) -> dict[str, Any]:
+        """Arguments of `client.chat.completions.create`."""
+        messages: list[dict[str, Any]] = []
+        if self.system.strip():
+            messages.append({"role": "system", "content": openai_content([self.system], self.before)})
+        messages.append({"role": "user", "content": openai_content(self.texts(), self.behind)})
+        if not self.explicit:
+            return {"messages": messages}
+        options = {"mode": "explicit"} if self.ttl is None else {"mode": "explicit", "ttl": self.ttl}
+        return {"messages": messages, "prompt_cache_options": options}
+
+    def bedrock(self) -> dict[str, Any]:
+        """Arguments of Bedrock's `converse`."""
+        found = {"messages": [{"role": "user", "content": bedrock_content(self.texts(), self.behind, self.ttl)}]}
+        return found | (
+            {"system": bedrock_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
+        )
+
+    def _with_system(self, system: list[Part], content: list[Part]) -> dict[str, Any]:
+        messages = {"messages": [{"role": "user", "content": content}]}
+        return {"system": system, **messages} if system else messages
+
+    @property
+    def before(self) -> Sequence[int]:
+        """Marks of the system prompt's parts."""
+        return [1] if 0 in self.marks else []
+
+    @property
+    def behind(self) -> Sequence[int]:
+        return [mark for mark in self.marks if mark]
+
+    def texts(self) -> list[str]:
+        """Documents and question. Two of them never form a special token between them."""
+        texts: list[str] = []
+        before = ""
+        for text in (*self.documents, self.question):
+            if self._escape is not None:
+                text = _apart(before, text, self._escape)
+            texts.append(text)
+            before = (before + text)[-_LONGEST:]
+        return texts
+
+
+def _made(
+    system: str, documents: Sequence[str], question: str, marks: Sequence[int], ttl: str | None, explicit: bool
+) -> PromptParts:
+    return PromptParts(system, documents, question, marks, ttl, explicit=explicit)
+
+
+# An upper bound of a special token, in characters.
+_LONGEST = 128
+
+
+def _apart(before: str, text: str, escape: Callable[[str], str]) -> str:
+    """The text, with a space in front of it if its beginning and the end of `before` form a special token."""
+    head = text[:_LONGEST]
+    for filler in ("", " ", "\n"):
+        seam = before + filler + head
+        if escape(seam) == seam:
+            return filler + text
+    return "\N{REPLACEMENT CHARACTER}" + text

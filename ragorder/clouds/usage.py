@@ -1,0 +1,56 @@
+"""Reported counts of a cloud, whatever it calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ragorder.trie.cache_rules import CacheRules, UsageFields
+
+__all__ = ["CloudUsage", "read_cloud_usage"]
+
+_MAX_COUNT = 1 << 32
+_KNOWN = (
+    UsageFields("cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens", additive=True),
+    UsageFields("cacheReadInputTokens", "cacheWriteInputTokens", "inputTokens", additive=True),
+    UsageFields("prompt_tokens_details.cached_tokens", "prompt_tokens_details.cache_write_tokens", "prompt_tokens"),
+    UsageFields("input_tokens_details.cached_tokens", "input_tokens_details.cache_write_tokens", "input_tokens"),
+    UsageFields("prompt_cache_hit_tokens", "", "prompt_tokens"),
+)
+
+
+class CloudUsage(NamedTuple):
+    """Tokens of a prompt: read from the cache, written into it, and all. None: not reported, or impossible."""
+
+    cached_tokens: int | None = None
+    written_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
+    """The counts in the `usage` of an answer, a mapping or an object: by the names that `rules` has, or else by those
+    of the known APIs."""
+    known = (rules.usage,) if rules is not None and rules.usage is not None else _KNOWN
+    for fields in known:
+        if _find(usage, fields.read) is None and _find(usage, fields.written) is None:
+            continue
+        read, written, prompt = (_count(_find(usage, name)) for name in (fields.read, fields.written, fields.prompt))
+        if fields.additive:
+            prompt = None if prompt is None else prompt + (read or 0) + (written or 0)
+        if prompt is not None and (read or 0) + (written or 0) > prompt:
+            read = written = None
+        return CloudUsage(read, written, prompt)
+    return CloudUsage()
+
+
+def _find(usage: Any, name: str) -> Any:
+    if not name:
+        return None
+    found = usage
+    for member in name.split("."):
+        found = found.get(member) if isinstance(found, Mapping) else getattr(found, member, None)
+    return found
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else None

@@ -1,0 +1,538 @@
+"""Caches that resume at marks: what lives and for how long, which path a request takes, and which marks it sets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rings import examples
+
+from ragorder.trie.cache_rules import CacheRules
+from ragorder.trie.mark_choice import MarkChoice, best_marks
+from ragorder.trie.mark_rates import MarkRates, WriteBudget, cell_of
+from ragorder.trie.marked_tree import MarkedTree
+from ragorder.trie.residency import CacheReport, Lease, MarkedFeedback, MarksResidency, Pool
+from ragorder.trie.search import ranks_on_path
+from ragorder.trie.search.marked import MarkedPathSearch
+
+SYSTEM = 100
+TOKENS = 500
+SUFFIX = 40
+RULES = CacheRules("test", minimum_tokens=200, marks=4, ttl_s=300, write=1.25, read=0.1)
+INTERVAL = CacheRules("test", minimum_tokens=1024, resume="interval", interval_tokens=128, marks=0, write=1.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Marks(MarkChoice):
+    """Sets the marks that a test says, and those of what is resumed."""
+
+    def __init__(self, rules: CacheRules, *marks: int) -> None:
+        super().__init__(rules, MarkRates(rules.ttl_s), WriteBudget())
+        self.marks = marks
+
+    def choose(
+        self,
+        keys: Sequence[object],
+        ends: Sequence[int],
+        held: int,
+        live: Sequence[int],
+        prompt_tokens: int,
+        now: float,
+    ) -> tuple[int, ...]:
+        chosen = {mark for mark in self.marks if mark < len(ends) and ends[mark] >= self.rules.minimum_tokens}
+        return tuple(sorted(chosen | ({held} if held >= 0 else set())))
+
+
+def make(rules: CacheRules = RULES, *marks: int, max_nodes: int = 1000) -> tuple[MarksResidency, Clock]:
+    clock = Clock()
+    choice = Marks(rules, *marks) if marks else MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
+    return MarksResidency(MarkedTree(SYSTEM, rules), Pool(None, 1, max_nodes), choice, clock), clock
+
+
+def start(residency: MarksResidency, documents: str) -> Lease:
+    residency.refresh()
+    path = residency.tree.insert(documents, [TOKENS] * len(documents), range(len(documents)))
+    return residency.lease(path, SUFFIX)
+
+
+def serve(residency: MarksResidency, documents: str) -> Lease:
+    lease = start(residency, documents)
+    residency.release(lease)
+    return lease
+
+
+def paths(tree: MarkedTree) -> set[str]:
+    found = {tree.root: ""}
+    for node in tree.walk():
+        if node.parent is not None:
+            found[node] = found[node.parent] + str(node.key)
+    return set(found.values())
+
+
+def check(residency: MarksResidency) -> None:
+    tree = residency.tree
+    nodes = set(tree.walk())
+    assert set(tree.marks) <= nodes
+    assert tree.size == len(nodes) - 1 == residency.pool.nodes
+    for node in nodes:
+        assert node.children or node.leases or node in tree.marks or node is tree.root, "it leads to no mark"
+        assert node.leases or node not in tree.pending
+    in_flight = sum(each.suffix_blocks + each.partial_blocks for _, each in residency.pool.in_flight if each.open)
+    assert residency.used_blocks == sum(node.blocks - node.missing for node in nodes) + in_flight
+
+
+class TestResidency:
+    def test_nothing_is_cached_at_first(self) -> None:
+        residency, _ = make(RULES, 1, 2)
+        lease = start(residency, "ab")
+        assert (lease.cached_documents, lease.cached_tokens) == (0, 0)
+
+    def test_resumes_at_the_deepest_mark_that_both_share(self) -> None:
+        residency, _ = make(RULES, 1, 3)
+        serve(residency, "abcd")
+        for documents, cached in (("abcd", 3), ("abcx", 3), ("abx", 1), ("ax", 1)):
+            lease = start(residency, documents)
+            assert (lease.cached_documents, lease.cached_tokens) == (cached, SYSTEM + cached * TOKENS)
+            residency.cancel(lease)
+        assert start(residency, "ba").cached_tokens == 0
+        check(residency)
+
+    def test_can_be_read_from_the_first_token_on(self) -> None:
+        residency, _ = make(RULES, 2)
+        writer = start(residency, "ab")
+        assert start(residency, "ab").cached_tokens == 0
+        residency.publish(writer)
+        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
+        residency.release(writer)
+        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
+        check(residency)
+
+    def test_or_from_the_start_if_the_rules_say_so(self) -> None:
+        residency, _ = make(replace(RULES, readable="start"), 2)
+        start(residency, "ab")
+        assert start(residency, "ab").cached_tokens == SYSTEM + 2 * TOKENS
+
+    def test_lives_from_the_start_of_a_request_and_anew_with_each_that_reads_it(self) -> None:
+        residency, clock = make(RULES, 2)
+        lease = start(residency, "ab")
+        clock.now += 100
+        residency.release(lease)
+        clock.now += 199
+        assert start(residency, "ab").cached_tokens
+        for _ in range(5):
+            serve(residency, "ab")
+            clock.now += 299
+        assert start(residency, "ab").cached_tokens
+        clock.now += 301
+        assert start(residency, "ab").cached_tokens == 0
+
+    def test_nodes_leave_the_tree_with_the_last_mark_below_them(self) -> None:
+        residency, clock = make(RULES, 3)
+        serve(residency, "abc")
+        clock.now += 200
+        serve(residency, "abd")
+        assert paths(residency.tree) == {"", "a", "ab", "abc", "abd"}
+        clock.now += 150
+        residency.refresh()
+        assert paths(residency.tree) == {"", "a", "ab", "abd"}
+        clock.now += 200
+        residency.refresh()
+        assert paths(residency.tree) == {""}
+        check(residency)
+
+    def test_documents_behind_the_last_mark_leave_it_with_the_request(self) -> None:
+        residency, _ = make(RULES, 1)
+        lease = start(residency, "abc")
+        assert "abc" in paths(residency.tree)
+        residency.release(lease)
+        assert paths(residency.tree) == {"", "a"}
+
+    def test_shorter_prefixes_than_the_minimum_are_not_kept(self) -> None:
+        residency, _ = make(replace(RULES, minimum_tokens=SYSTEM + TOKENS + 1), 0, 1, 2)
+        serve(residency, "ab")
+        assert start(residency, "ax").cached_tokens == 0
+        assert start(residency, "ab").cached_documents == 2
+        assert residency.holds(residency.tree.root), "it cannot be kept"
+
+    def test_a_request_that_fails_before_its_first_token_has_written_nothing(self) -> None:
+        residency, _ = make(RULES, 2)
+        residency.cancel(start(residency, "ab"))
+        assert paths(residency.tree) == {""}
+        assert start(residency, "ab").cached_tokens == 0
+        check(residency)
+
+    def test_and_one_that_fails_behind_it_has(self) -> None:
+        residency, _ = make(RULES, 2)
+        lease = start(residency, "ab")
+        residency.publish(lease)
+        residency.cancel(lease)
+        assert start(residency, "ab").cached_documents == 2
+        check(residency)
+
+    @pytest.mark.parametrize("ends", [("release", "cancel"), ("cancel", "release"), ("release", "release")])
+    def test_ending_a_lease_again_does_nothing(self, ends: tuple[str, str]) -> None:
+        residency, _ = make(RULES, 2)
+        lease = start(residency, "ab")
+        getattr(residency, ends[0])(lease)
+        before = paths(residency.tree), dict(residency.tree.marks), residency.choice.budget.balance
+        getattr(residency, ends[1])(lease)
+        residency.publish(lease)
+        assert (paths(residency.tree), dict(residency.tree.marks), residency.choice.budget.balance) == before
+
+    def test_a_forgotten_request_counts_as_served_in_the_end(self) -> None:
+        residency, _ = make(RULES, 2)
+        start(residency, "ab")
+        for _ in range(1100):
+            residency.release(start(residency, "xy"))
+        assert start(residency, "ab").cached_documents == 2
+        assert len(residency.plans) == 1
+
+    def test_the_tree_is_bounded(self) -> None:
+        residency, _ = make(RULES, 1, 2, max_nodes=50)
+        rng = random.Random(0)
+        for _ in range(500):
+            serve(residency, "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 3)))
+        assert residency.tree.size <= 50
+        check(residency)
+
+    def test_a_copy_is_independent_and_its_time_stands_still(self) -> None:
+        residency, clock = make(RULES, 2)
+        serve(residency, "ab")
+        copy = residency.copy()
+        clock.now += 1000
+        assert start(copy, "ab").cached_documents == 2
+        serve(copy, "xy")
+        assert start(residency, "ab").cached_tokens == start(residency, "xy").cached_tokens == 0
+
+    def test_whatever_happens_the_tree_leads_to_marks(self) -> None:
+        rng = random.Random(1)
+        residency, clock = make(RULES)
+        leases: list[Lease] = []
+        for _ in range(3000):
+            clock.now += rng.expovariate(1 / 5)
+            leases.append(start(residency, "".join(rng.sample("abcdefgh", rng.randrange(6)))))
+            for _ in range(2):
+                lease = rng.choice(leases)
+                rng.choice([residency.publish, residency.release, residency.cancel])(lease)
+            leases = [lease for lease in leases if lease.open]
+            check(residency)
+
+    def test_cached_tokens_are_predicted_before_as_they_are_found(self) -> None:
+        rng = random.Random(2)
+        residency, clock = make(RULES)
+        for _ in range(500):
+            clock.now += rng.expovariate(1 / 20)
+            documents = "".join(rng.sample("abcdefgh", 4))
+            residency.refresh()
+            node = residency.tree.root
+            for document in documents:
+                node = (node.children or {}).get(document, node)
+            path = []
+            found = node
+            while found.parent is not None:
+                path.append(found.key)
+                found = found.parent
+            if "".join(map(str, reversed(path))) == documents[: len(path)]:
+                predicted = residency.tree.cached_tokens(node)
+                assert serve(residency, documents).cached_tokens == predicted
+
+
+class TestIntervals:
+    def test_resume_at_whole_ones(self) -> None:
+        residency, _ = make(INTERVAL)
+        assert start(residency, "ab").cached_tokens == 0
+        serve(residency, "abc")
+        assert start(residency, "abx").cached_tokens == (SYSTEM + 2 * TOKENS) // 128 * 128
+        assert start(residency, "abc").cached_tokens == (SYSTEM + 3 * TOKENS) // 128 * 128
+
+    def test_and_not_below_the_minimum(self) -> None:
+        residency, _ = make(INTERVAL)
+        serve(residency, "abc")
+        assert start(residency, "ax").cached_tokens == 0
+
+    def test_need_no_marks(self) -> None:
+        residency, _ = make(INTERVAL)
+        lease = start(residency, "abc")
+        plan = residency.plans[lease]
+        assert (plan.breakpoints, plan.written_tokens) == ((), 0)
+        plan.report = CacheReport(0, 0, 1640)
+        residency.release(lease)
+        assert start(residency, "abc").cached_tokens, "a provider that takes nothing for writing reports no writes"
+
+
+class TestReports:
+    def make(self, *marks: int) -> tuple[MarksResidency, MarkedFeedback]:
+        residency, _ = make(RULES, *marks)
+        return residency, MarkedFeedback(residency)
+
+    def test_entries_that_are_not_found_are_gone_but_those_in_front_of_them(self) -> None:
+        residency, feedback = self.make(1, 2, 3)
+        serve(residency, "abc")
+        residency.choice.marks = ()  # type: ignore[attr-defined]
+        feedback.release(start(residency, "abc"), SYSTEM + TOKENS)
+        lease = start(residency, "abx")
+        assert lease.cached_documents == 1
+
+    def test_what_the_request_has_written_anew_is_there(self) -> None:
+        residency, feedback = self.make(1, 3)
+        serve(residency, "abc")
+        feedback.release(start(residency, "abc"), 0)
+        assert start(residency, "abc").cached_documents == 3
+
+    def test_one_that_wrote_nothing_has_marked_nothing(self) -> None:
+        residency, feedback = self.make(1, 3)
+        lease = start(residency, "abc")
+        residency.publish(lease)
+        residency.plans[lease].report = CacheReport(0, 0, 1640)
+        feedback.release(lease, 0)
+        assert start(residency, "abc").cached_tokens == 0
+        check(residency)
+
+    def test_small_differences_are_the_providers_own_tokens(self) -> None:
+        residency, feedback = self.make(3)
+        serve(residency, "abc")
+        feedback.release(start(residency, "abc"), SYSTEM + 3 * TOKENS - 50)
+        assert start(residency, "abc").cached_documents == 3
+
+    def test_what_it_costs_more_than_was_thought_is_not_spent_again(self) -> None:
+        residency, feedback = self.make(3)
+        serve(residency, "abc")
+        balance = residency.choice.budget.balance
+        lease = start(residency, "abc")
+        gained = residency.choice.budget.balance - balance
+        residency.plans[lease].report = CacheReport(0, 1600, 1640)
+        feedback.release(lease, 0)
+        assert residency.choice.budget.balance - balance < 0 < gained
+
+
+class TestSearch:
+    def find(self, residency: MarksResidency, documents: str, **options: object) -> str:
+        ranks = {document: rank for rank, document in enumerate(documents)}
+        node = MarkedPathSearch().find(residency.tree, ranks, **options)  # type: ignore[arg-type]
+        return "".join(documents[rank] for rank in ranks_on_path(node, ranks))
+
+    def test_takes_the_path_that_resumes_latest_and_ends_at_its_mark(self) -> None:
+        residency, _ = make(RULES, 1, 3)
+        serve(residency, "abcd")
+        serve(residency, "xy")
+        assert self.find(residency, "dcbax") == "abc"
+        assert self.find(residency, "bax") == "x", "used last, and as long: b behind a has no mark"
+        assert self.find(residency, "by") == ""
+
+    def test_joins_a_request_in_flight_that_writes_more(self) -> None:
+        residency, _ = make(RULES, 1, 2)
+        serve(residency, "ab")
+        start(residency, "acb")
+        assert self.find(residency, "cab") == "ab", "what can be read comes first"
+        assert self.find(residency, "ca") == "ac"
+
+    def test_looks_at_so_many_nodes(self) -> None:
+        residency, _ = make(RULES, 1)
+        for document in "abcdef":
+            serve(residency, document)
+        assert MarkedPathSearch(0).find(residency.tree, {"a": 0}) is residency.tree.root
+
+    def test_keeps_within_what_is_permitted(self) -> None:
+        residency, _ = make(RULES, 2)
+        serve(residency, "ab")
+        assert self.find(residency, "ab", permits=lambda ranks: ranks[0] != 0) == ""
+
+
+class TestChoice:
+    def choice(self, rules: CacheRules = RULES) -> MarkChoice:
+        return MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
+
+    def ends(self, documents: int) -> list[int]:
+        return [SYSTEM + place * TOKENS for place in range(documents + 1)]
+
+    def choose(self, choice: MarkChoice, documents: str, held: int = -1, now: float = 0.0) -> tuple[int, ...]:
+        ends = self.ends(len(documents))
+        return choice.choose(documents, ends, held, (), ends[-1] + SUFFIX, now)
+
+    def test_sets_no_more_than_allowed_and_always_that_of_what_is_resumed(self) -> None:
+        rng = random.Random(0)
+        choice = self.choice()
+        for now in range(300):
+            documents = "".join(rng.sample("abcdefghijkl", rng.randrange(9)))
+            held = rng.randrange(-1, len(documents) + 1)
+            marks = self.choose(choice, documents, held, float(now))
+            assert len(marks) <= 4 and list(marks) == sorted(set(marks))
+            assert held < 0 or held in marks
+            assert all(self.ends(8)[mark] >= 200 or mark == held for mark in marks)
+
+    def test_marks_where_later_requests_part(self) -> None:
+        choice = self.choice()
+        for now in range(60):
+            self.choose(choice, "ab" + "cdefghij"[now % 8], 2 if now else -1, float(now))
+        assert 2 in self.choose(choice, "abx", -1, 60.0)
+
+    def test_stops_writing_what_nothing_reads(self) -> None:
+        choice = self.choice(replace(RULES, minimum_tokens=SYSTEM + 1))
+        unlike = ["".join(map(chr, range(1000 + 3 * number, 1003 + 3 * number))) for number in range(200)]
+        written = [bool(self.choose(choice, each, -1, 2.0 * now)) for now, each in enumerate(unlike)]
+        assert written[0] and not any(written[60:])
+
+    def test_of_a_dear_life_writes_only_what_has_been_asked_for(self) -> None:
+        choice = self.choice(replace(RULES, ttl_s=3600, write=2.0))
+        assert self.choose(choice, "abc") == ()
+        for now in range(1, 8):
+            marks = self.choose(choice, "abc", -1, float(now))
+        assert marks and marks[-1] == 3
+
+    def test_what_costs_nothing_to_write_is_written(self) -> None:
+        choice = self.choice(replace(RULES, write=1.0))
+        assert self.choose(choice, "abc")[-1] == 3
+
+    def test_ten_thousand_documents(self) -> None:
+        choice = self.choice()
+        keys, ends = range(10_000), list(range(100, 10_101))
+        assert len(choice.choose(keys, ends, -1, (), 10_140, 0.0)) <= 4
+        marks = choice.choose(keys, ends, 10_000, (5, 9), 10_140, 1.0)
+        assert marks[-1] == 10_000 and len(marks) <= 4
+
+    def test_marks_that_live_are_renewed_where_there_is_room(self) -> None:
+        choice = self.choice()
+        ends = self.ends(4)
+        assert choice.choose("abcd", ends, 4, (1, 3, 4), ends[-1] + SUFFIX, 0.0) == (1, 3, 4)
+
+    def test_a_copy_learns_for_itself(self) -> None:
+        choice = self.choice()
+        for now in range(20):
+            self.choose(choice.copy(), "abc", -1, float(now))
+        other = self.choice()
+        assert [self.choose(choice, "abc", -1, 30.0)] == [self.choose(other, "abc", -1, 30.0)]
+
+    @settings(max_examples=examples(200))
+    @given(
+        st.lists(st.integers(0, 900), min_size=1, max_size=7),
+        st.lists(st.floats(-0.3, 2.0), min_size=8, max_size=8),
+        st.integers(0, 4),
+    )
+    def test_the_best_marks_are_those_of_all_subsets(self, lengths: list[int], rates: list[float], slots: int) -> None:
+        ends = [100]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        gains = {place: rates[place] for place in range(1, len(ends))}
+
+        def gain(marks: Sequence[int]) -> float:
+            before, found = ends[0], 0.0
+            for mark in marks:
+                found += (ends[mark] - before) * gains[mark]
+                before = ends[mark]
+            return found
+
+        most = max(gain(marks) for size in range(slots + 1) for marks in combinations(gains, size))
+        found = best_marks(ends, gains, ends[0], slots)
+        assert len(found) <= slots
+        assert gain(found) == pytest.approx(most, abs=1e-6)
+
+
+class TestRates:
+    def test_reads_that_do_not_come_lower_them(self) -> None:
+        rates, cell = MarkRates(300), cell_of(0, 1)
+        before = rates.expected(cell, 0.0)
+        for number in range(10):
+            rates.begin([cell], float(number))
+        assert rates.expected(cell, 10.0) < before
+        young = rates.expected(cell, 10.0)
+        assert rates.expected(cell, 200.0) < young, "the older a sample, the more it says"
+
+    def test_reads_raise_them(self) -> None:
+        rates, cell = MarkRates(300), cell_of(0, 1)
+        for number in range(20):
+            rates.begin([cell], float(number))
+            rates.passed(cell)
+            rates.passed(cell)
+        for number in range(20):
+            rates.end([cell], float(number), 300.0 + number)
+        assert rates.expected(cell, 400.0) == pytest.approx((0.5 + 40) / 21)
+
+    def test_cells_differ_by_requests_and_by_documents_ahead(self) -> None:
+        rates = MarkRates(300)
+        assert rates.expected(cell_of(4, 1), 0) > rates.expected(cell_of(1, 1), 0) > rates.expected(cell_of(0, 1), 0)
+        assert rates.expected(cell_of(0, 1), 0) > rates.expected(cell_of(0, 3), 0)
+        assert cell_of(10**6, 10**6) == cell_of(8, 10)
+
+    def test_old_samples_fade(self) -> None:
+        rates, cell = MarkRates(300), cell_of(0, 1)
+        for number in range(500):
+            rates.begin([cell], float(number))
+            rates.passed(cell)
+            rates.end([cell], float(number), number + 300.0)
+        for number in range(500, 1000):
+            rates.begin([cell], float(number))
+            rates.end([cell], float(number), number + 300.0)
+        assert rates.expected(cell, 2000.0) < 0.05
+
+
+class TestBudget:
+    def test_bounds_what_writes_may_lose(self) -> None:
+        budget, total, cost = WriteBudget(), 0.0, 0.0
+        for _ in range(1000):
+            surcharge = 250.0 if budget.allows(250.0, 1000.0) else 0.0
+            budget.add(1000.0, 1000.0 + surcharge)
+            total, cost = total + 1000, cost + 1000 + surcharge
+        assert total < cost <= 1.015 * total + 8 * 1000
+
+    def test_does_so_however_much_was_saved_before(self) -> None:
+        budget = WriteBudget()
+        for _ in range(10_000):
+            budget.add(1000.0, 500.0)
+        lost = 0.0
+        for _ in range(1000):
+            surcharge = 250.0 if budget.allows(250.0, 1000.0) else 0.0
+            budget.add(1000.0, 1000.0 + surcharge)
+            lost += surcharge
+        assert lost <= 0.015 * 1e6 + 8 * 1000 + 250
+
+    def test_savings_pay_for_writes(self) -> None:
+        budget, refused = WriteBudget(), 0
+        for number in range(1000):
+            cost = 600.0 if number % 2 else 1250.0
+            refused += not budget.allows(max(0.0, cost - 1000), 1000.0)
+            budget.add(1000.0, cost)
+        assert refused == 0
+
+
+class TestRules:
+    def test_break_even(self) -> None:
+        assert RULES.break_even == pytest.approx(0.25 / 0.9)
+        assert replace(RULES, write=2.0).break_even == pytest.approx(1 / 0.9)
+        assert replace(RULES, write=1.0).break_even == 0
+        assert replace(RULES, read=1.0).break_even == float("inf")
+
+    def test_cost(self) -> None:
+        assert RULES.cost(1000) == 1000
+        assert RULES.cost(1000, cached_tokens=400, written_tokens=200) == pytest.approx(40 + 250 + 400)
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("resume", "anywhere"),
+            ("readable", "never"),
+            ("minimum_tokens", -1),
+            ("marks", -1),
+            ("marks", 0),
+            ("interval_tokens", 0),
+            ("lookback_parts", 0),
+            ("ttl_s", 0),
+            ("ttl_s", float("nan")),
+            ("write", -1.0),
+            ("read", float("inf")),
+        ],
+    )
+    def test_figures_that_cannot_be_are_refused(self, field: str, value: object) -> None:
+        with pytest.raises(ValueError, match=field):
+            replace(RULES, **{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,54 @@
+"""Knowledge tree of a cache that resumes at marks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from ragorder.trie.cache_rules import CacheRules
+from ragorder.trie.tree import KnowledgeTree, Node
+
+__all__ = ["MarkedTree"]
+
+
+class MarkedTree(KnowledgeTree):
+    """A tree in whose nodes a request can resume, or not.
+
+    `marks`: until when (by the residency's clock, of which `now` is the last reading) an entry lives that ends with the
+    node, the soonest first. `pending`: nodes that requests in flight will mark, with their number.
+    """
+
+    def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:
+        super().__init__(1, prefix_tokens)
+        self.rules = rules
+        self.marks: OrderedDict[Node, float] = OrderedDict()
+        self.pending: dict[Node, int] = {}
+        self.now = 0.0
+
+    def resumable(self, node: Node) -> int:
+        """Tokens at which a request resumes by the node's own entry; 0 without one."""
+        until = self.marks.get(node)
+        if until is None or until <= self.now:
+            return 0
+        rules, end = self.rules, node.end - node.missing
+        if rules.resume == "interval":
+            end -= end % rules.interval_tokens
+        elif node.missing:
+            return 0
+        return end if end >= rules.minimum_tokens else 0
+
+    def cached_tokens(self, node: Node) -> int:
+        """By the deepest entry at the node or above it."""
+        at: Node | None = node
+        while at is not None:
+            if found := self.resumable(at):
+                return found
+            at = at.parent
+        return 0
+
+    def copy(self) -> tuple[MarkedTree, dict[Node, Node]]:
+        plain, copies = super().copy()
+        tree = MarkedTree(0, self.rules)
+        tree.root, tree.size, tree.now = plain.root, plain.size, self.now
+        tree.marks = OrderedDict((copies[node], until) for node, until in self.marks.items())
+        tree.pending = {copies[node]: number for node, number in self.pending.items()}
+        return tree, copies
