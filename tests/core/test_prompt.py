@@ -213,7 +213,7 @@ class TestTemplates:
             PromptBuilder(question_template=template.replace("text", "query"))
 
     def test_the_message_names_the_fields_that_are_allowed(self) -> None:
-        with pytest.raises(ValueError, match=r"must contain \{text\} and may use only \{id\}, \{text\}, \{title\}"):
+        with pytest.raises(ValueError, match=r"must contain \{text\} and may use only \{id\}, \{label\}, \{text\}, "):
             PromptBuilder(document_template="{rank}: {text}")
 
     def test_literal_braces_are_written_twice(self) -> None:
