@@ -213,7 +213,8 @@ class TestTemplates:
             PromptBuilder(question_template=template.replace("text", "query"))
 
     def test_the_message_names_the_fields_that_are_allowed(self) -> None:
-        with pytest.raises(ValueError, match=r"must contain \{text\} and may use only \{id\}, \{label\}, \{text\}, "):
+        allowed = r"\{id\}, \{label\}, \{text\}, \{title\}"
+        with pytest.raises(ValueError, match=r"must contain \{text\} and may use only " + allowed):
             PromptBuilder(document_template="{rank}: {text}")
 
     def test_literal_braces_are_written_twice(self) -> None:
