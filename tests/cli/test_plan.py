@@ -270,6 +270,19 @@ class TestResume:
         (tmp_path / "plan" / "manifest.json").write_text("{", "utf-8")
         assert "cannot be read" in refusal(requests, "--out", tmp_path / "plan")
 
+    @pytest.mark.parametrize("option", ["--resume", "--no-resume"])
+    def test_a_file_that_no_plan_has_written_stays(self, requests: Path, tmp_path: Path, option: str) -> None:
+        (tmp_path / "manifest.json").write_text('{"name": "mine"}', "utf-8")
+        assert "is no manifest of ragorder's: name another folder" in refusal(requests, "--out", tmp_path, option)
+        assert (tmp_path / "manifest.json").read_text("utf-8") == '{"name": "mine"}'
+
+    def test_an_input_that_would_be_replaced_stays(self, requests: Path, tmp_path: Path) -> None:
+        plan(requests, tmp_path / "plan")
+        before = contents(tmp_path / "plan")
+        shard = tmp_path / "plan" / "shard-00000.jsonl"
+        assert "the input is a shard of the plan" in refusal(shard, "--out", tmp_path / "plan", "--no-resume")
+        assert contents(tmp_path / "plan") == before
+
     def test_a_process_that_ends_is_said_and_the_next_run_continues(
         self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:

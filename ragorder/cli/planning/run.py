@@ -45,8 +45,7 @@ def plan_file(source: IO[bytes], path: Path, options: PlanOptions, progress: Pro
     memory that is too small, and if a planning process ends.
     """
     folder = PlanFolder(path)
-    if folder.shards() and not (folder.manifest_path.exists() or folder.work.exists()):
-        raise PlanError(f"{path} holds shards that are no plan of ragorder's: name another folder")
+    folder.refuse_foreign(source)
     new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
