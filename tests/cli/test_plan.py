@@ -215,6 +215,22 @@ class TestRefusals:
         plan(requests, tmp_path / "plan", "--shards", "5", "--memory", "512MiB")
         assert len(rows(tmp_path / "plan")) == len(REQUESTS)
 
+    def test_so_is_one_of_many_short_documents(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run, "_PLANNED_BYTES", 200_000)
+        uneven = [
+            {
+                **each,
+                "documents": [{"id": f"{tokens}{document['id']}", "tokens": tokens} for document in each["documents"]],
+            }
+            for each in REQUESTS
+            for tokens in (1, 10_000)
+        ]
+        source = written(tmp_path / "uneven.jsonl", uneven)
+        said = refusal(source, "--out", tmp_path / "plan", "--shards", "4", "--memory", "256MiB")
+        assert "documents, which do not fit into --memory 0.25GiB: give more --shards than 4" in said
+        plan(source, tmp_path / "plan", "--shards", "4", "--memory", "512MiB")
+        assert len(rows(tmp_path / "plan")) == len(uneven)
+
     def test_shards_of_something_else_are_left_alone(self, requests: Path, tmp_path: Path) -> None:
         mine = written(tmp_path / "shard-00000.jsonl", REQUESTS)
         for option in ("--resume", "--no-resume"):
