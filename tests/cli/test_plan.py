@@ -218,17 +218,14 @@ class TestRefusals:
     def test_so_is_one_of_many_short_documents(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run, "_PLANNED_BYTES", 200_000)
         uneven = [
-            {
-                **each,
-                "documents": [{"id": f"{tokens}{document['id']}", "tokens": tokens} for document in each["documents"]],
-            }
+            {**each, "scope": f"{tokens}", "documents": [{**given, "tokens": tokens} for given in each["documents"]]}
             for each in REQUESTS
             for tokens in (1, 10_000)
         ]
         source = written(tmp_path / "uneven.jsonl", uneven)
         said = refusal(source, "--out", tmp_path / "plan", "--shards", "4", "--memory", "256MiB")
         assert "documents, which do not fit into --memory 0.25GiB: give more --shards than 4" in said
-        plan(source, tmp_path / "plan", "--shards", "4", "--memory", "512MiB")
+        plan(source, tmp_path / "plan", "--shards", "4", "--memory", "1GiB")
         assert len(rows(tmp_path / "plan")) == len(uneven)
 
     def test_shards_of_something_else_are_left_alone(self, requests: Path, tmp_path: Path) -> None:
