@@ -61,7 +61,7 @@ class TestGranularity:
         assert "--block-size" in str(found.advice)
 
     def test_are_unknown_by_hits_of_one_length(self, examine: Callable[..., dict[str, Finding]], short: Lines) -> None:
-        again = chat([NAMES[0], NAMES[1], NAMES[2], NAMES[3]], "?")
+        again = chat(NAMES[:30], "?")
         bodies = [again, again, *({name: line[name] for name in line if name != "usage"} for line in short)]
         lines = served(bodies, step=784)
         assert len({line["usage"]["prompt_tokens_details"]["cached_tokens"] for line in lines} - {0}) == 1
