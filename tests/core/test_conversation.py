@@ -142,9 +142,8 @@ class TestMessages:
         chat.ask(answer=f"[a]\n{A.text}\n\n")
         assert chat.turn(A).new == [A]
 
-    @pytest.mark.parametrize("template", ["{text}\n\n", "\n{text}\n\n"])
-    def test_without_a_header_an_end_of_another_document_is_none(self, template: str) -> None:
-        chat = Chat(PromptBuilder(SYSTEM, document_template=template))
+    def test_without_a_header_an_end_of_another_document_is_none(self) -> None:
+        chat = Chat(PromptBuilder(SYSTEM, document_template="{text}\n\n"))
         chat.ask(Document("a", "On Sundays:\nNever closed.\nClosed."))
         closed = Document("b", "Closed.")
         assert chat.turn(closed).new == [closed]
