@@ -39,15 +39,17 @@ class DecoderShape:
         hidden = read_width(config, where, "hidden_size", "n_embd", "d_model")
         heads = read_width(config, where, "num_attention_heads", "n_head", "num_heads")
         dense = read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
-        expert = read_width(config, where, "moe_intermediate_size", default=dense)
-        chosen = config.get("num_experts_per_tok") or 0
+        routed = 0
+        if config.get("num_experts_per_tok"):
+            expert = read_width(config, where, "moe_intermediate_size", default=dense)
+            routed = read_width(config, where, "num_experts_per_tok") * expert
         return cls(
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=read_width(config, where, "num_key_value_heads", "num_kv_heads", default=heads),
             head_dim=read_width(config, where, "head_dim", default=max(1, hidden // heads)),
-            inner=max(dense, chosen * expert),
+            inner=max(dense, routed),
             vocabulary=read_width(config, where, "vocab_size"),
         )
 

@@ -80,6 +80,17 @@ class Attempt(Generic[Q, D, R]):
         )
         return True
 
+    def foresaw(self, question: Q, documents: Sequence[D]) -> bool:
+        """Whether a speculation is on this very request."""
+        speculation = self._speculation
+        if speculation is None or speculation.failed:
+            return False
+        try:
+            return bool(speculation.request == self._prompts.preview(question, documents))
+        except Exception:
+            # The answer itself meets the error.
+            return False
+
     async def abort(self) -> None:
         """Returns when the engine is done with every speculation that was not used."""
         self._drop()

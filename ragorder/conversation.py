@@ -237,8 +237,9 @@ def _stands(
 ) -> bool:
     """Whether the last version of a document that stands in the texts is this one, whole."""
     text, name = form.escape(form.document_text(document)), form.escape(_named(reference, document))
-    header = form.escape(form.header(document)) or text
-    if not text.strip() or not text.startswith(header):
+    header = form.escape(form.header(document))
+    # Without a header it may be a part of another document.
+    if not text.strip() or not header.strip() or not text.startswith(header):
         return False
     for content in reversed(texts):
         place = content.rfind(header)

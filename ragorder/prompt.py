@@ -56,7 +56,7 @@ class Prompt:
     themselves, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` empty.
 
     `anthropic()`, `openai()` and `bedrock()` are arguments of a cloud's client: one content part a document, and the
-    marks of an `Orderer.for_cloud`.
+    marks of an `Orderer.for_cloud`. Where OpenAI's API has no marks, its messages are texts.
     """
 
     text: str
@@ -71,7 +71,8 @@ class Prompt:
 
     def openai(self) -> dict[str, Any]:
         """For `client.chat.completions.create(model=…, **prompt.openai())`."""
-        return self.parts.openai()
+        # Without marks as strings: DeepSeek refuses parts.
+        return self.parts.openai() if self.parts.explicit else {"messages": self.messages}
 
     def bedrock(self) -> dict[str, Any]:
         """For `client.converse(modelId=…, **prompt.bedrock())`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ragorder.adapters.doctor.cloud import read_cloud_usage
+from ragorder.adapters.doctor.cloud import read_report
 from ragorder.jsonl import JSONLines
 
 __all__ = ["LoggedRequest", "Message", "RequestLog", "read_log"]
@@ -97,7 +97,7 @@ def _request(line: int, body: Mapping[str, Any], usage: Any) -> LoggedRequest:
     sent = body.get("messages")
     chat = isinstance(sent, list) and bool(sent) and all(isinstance(each, dict) for each in sent)
     model = str(body.get("model") or "")
-    report = read_cloud_usage(usage)
+    report = read_report(usage)
     return LoggedRequest(
         line=line,
         model=model,

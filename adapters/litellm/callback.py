@@ -67,8 +67,9 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
       Anthropic; the orderer then takes `feedback=False`
 
-    A malformed "ragorder" is a litellm.BadRequestError that names the field. After any other failure the request goes
-    on as it came, and the orderer is degraded.
+    A malformed "ragorder" is a litellm.BadRequestError that names the field, and so is one on another route, or in a
+    request that cannot be read: it would be answered without its documents. After any other failure the request goes on
+    as it came, and the orderer is degraded.
     """
 
     def __init__(
@@ -105,20 +106,25 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     ) -> dict[str, Any]:
         route = _ROUTES.get(str(call_type))
         if route is None:
+            if FIELD in data:
+                raise _bad_request(
+                    f"{FIELD}: {call_type} would answer without the documents: leave the field out", data
+                )
             return data
         try:
             content = self._content(data, user_api_key_dict)
             sent = await self._workers.run(partial(self._order, route, content), len(content), abandoned=_end)
         except HTTPError as error:
-            raise litellm.BadRequestError(str(error), model=str(data.get("model")), llm_provider="") from None
+            raise _bad_request(str(error), data) from None
         except Exception as error:
-            self._failed(error)
-            return data
+            return self._as_it_came(data, error)
         if sent is None:
             return data
         try:
             changed = msgspec.json.decode(sent.take_body())
-            ordered = data | {name: changed[name] for name in _PROMPT if name in changed}
+            # The tenant of a tag is the engine's as well.
+            names = _PROMPT if self._scope is not None else (*_PROMPT, "cache_salt")
+            ordered = data | {name: changed[name] for name in names if name in changed}
             ordered.pop(FIELD, None)
             name = str(ordered.setdefault("litellm_call_id", str(uuid.uuid4())))
             self._pending[name] = sent
@@ -127,8 +133,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
                 self._pending.popitem(last=False)
         except Exception as error:
             sent.end()
-            self._failed(error)
-            return data
+            return self._as_it_came(data, error)
         return ordered
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
@@ -174,9 +179,24 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         except Exception as error:
             self._failed(error)
 
+    def _as_it_came(self, data: dict[str, Any], error: Exception) -> dict[str, Any]:
+        self._failed(error)
+        if FIELD in data:
+            message = f"{FIELD}: the request cannot be read as strict JSON in UTF-8, or its tenant is unknown"
+            raise _bad_request(message, data) from None
+        return data
+
     def _failed(self, error: Exception) -> None:
         # The message of an error may quote a prompt.
-        self._orderer.degrade(f"ordering for LiteLLM failed with {type(error).__name__}: requests go on as they came")
+        kind = type(error).__name__
+        self._orderer.degrade(
+            f"ordering for LiteLLM failed with {kind}: such requests go on as they came, or are refused"
+        )
+
+
+def _bad_request(message: str, data: Mapping[str, Any]) -> Exception:
+    error: Exception = litellm.BadRequestError(message, model=str(data.get("model")), llm_provider="")
+    return error
 
 
 def _end(sent: OrderedRequest | None) -> None:

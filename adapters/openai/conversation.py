@@ -15,6 +15,8 @@ from ragorder.conversation import REFERENCE, Message, Repeat, message_key
 __all__ = ["Conversation"]
 
 _TOOLS = ("tools", "functions")
+# The same in all conversations.
+_INSTRUCTIONS = ("system", "developer")
 
 A = TypeVar("A")
 S = TypeVar("S")
@@ -121,11 +123,15 @@ class Conversation(Generic[A, S]):
         self._turn, self.messages = turn, list(messages)
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
-        """That of the first documents, for all turns: the engine that has the history should serve them."""
+        """That of the first documents, or of the first message that was given, for all turns: the engine that has the
+        history should serve them."""
         if self._topic is None:
-            first = self._setup.orderer.topic(documents, scope=self.scope) if not history else None
-            opening = next((message for message in history if message.get("role") != "system"), None)
-            self._topic = message_key(opening)[:16] if first is None and opening is not None else first
+            opening = next((message for message in history if message.get("role") not in _INSTRUCTIONS), None)
+            if opening is not None:
+                # A topic, too: it cannot be tried against messages.
+                key = message_key(opening)
+                documents = [Document(key, key)]
+            self._topic = self._setup.orderer.topic(documents, scope=self.scope)
         return self._topic
 
     def _call(

@@ -76,7 +76,9 @@ class ChatBody(Body):
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         for place, raw in enumerate(messages):
             message = decode(raw, _Message) or _Message()
-            role = decode(message.role, str) or ""
+            # What a model has reasoned is its own text, too, and has no role.
+            is_reasoning = decode(message.type, str) == "reasoning"
+            role = "assistant" if is_reasoning else decode(message.role, str) or ""
             for field in self.content_fields:
                 own = Passage("", messages, place, role if field == "content" else "tool", field=field)
                 yield from self._texts(own, getattr(message, field))
@@ -140,7 +142,8 @@ class ChatBody(Body):
         return passage.role not in _INSTRUCTIONS
 
     def is_history(self, passage: Passage) -> bool:
-        return self.is_turn(passage) and any(map(_is_answer, passage.messages[passage.place + 1 :]))
+        # At the end it is the beginning of the answer that is wanted, which the client has written itself.
+        return self.is_turn(passage) and any(map(_is_answer, passage.messages[passage.place + 1 : -1]))
 
     def _texts(self, own: Passage, content: Raw) -> Iterator[Passage]:
         text = decode(content, str)

@@ -22,14 +22,19 @@ class Lifespan:
         self._answered: asyncio.Queue[Message] = asyncio.Queue()
         self._lock = asyncio.Lock()
         self._run: asyncio.Task[None] | None = None
+        self._start: asyncio.Task[asyncio.Task[None]] | None = None
 
     async def begin(self) -> None:
         """Raises RuntimeError if the application says that it cannot start."""
         if self._run is not None:
             return
         async with self._lock:
-            if self._run is None:
-                self._run = await self._begun()
+            if self._run is not None:
+                return
+            # A request that is cancelled leaves the beginning to the next one.
+            if self._start is None or (self._start.done() and (self._start.cancelled() or self._start.exception())):
+                self._start = asyncio.ensure_future(self._begun())
+            self._run = await asyncio.shield(self._start)
 
     async def end(self) -> None:
         if self._run is not None and not self._run.done():

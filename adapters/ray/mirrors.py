@@ -35,12 +35,14 @@ class ReplicaMirrors:
         self._best: BestReplica[str] = BestReplica()
         self._lock = Lock()
 
-    def rank(self, replicas: Sequence[str], parsed: ParsedBody | None) -> list[str]:
-        """All replicas that there are, the best for a request first, the others by their load."""
+    def rank(self, replicas: Sequence[str], parsed: ParsedBody | None, tried: Collection[str] = ()) -> list[str]:
+        """Of all replicas that there are, the best for a request first, the others by their load; those tried only if
+        there are no others."""
         with self._lock:
             for gone in self._mirrors.keys() - set(replicas):
                 if not self._mirrors[gone].in_flight:
                     del self._mirrors[gone]
+            replicas = [each for each in replicas if each not in tried] or replicas
             mirrors = {each: self._of(each) for each in replicas}
         lengths = {
             each: _UNKNOWN if parsed is None else mirror.orderer.predict_cached_tokens(parsed)
@@ -79,6 +81,4 @@ class ReplicaChoice:
     tried: Collection[str] = ()
 
     def rank(self, replicas: Sequence[str]) -> list[str]:
-        """Those tried only if there are no others."""
-        left = [each for each in replicas if each not in self.tried]
-        return self.mirrors.rank(left or replicas, self.parsed)
+        return self.mirrors.rank(replicas, self.parsed, self.tried)

@@ -90,13 +90,16 @@ def footprint(config: Any, dtype: torch.dtype | str | None = None) -> Footprint:
         if not name.startswith(f"{prefix}.") and id(each) not in counted
     }
     text = config.get_text_config()
+    entries = text.to_dict()
+    # Some families have names of their own for these.
+    entries |= {name: entries[own] for name, own in text.attribute_map.items() if own in entries}
     return Footprint(
         layers=sizes,
         embedding=_bytes(embedding),
         head=0 if head is None else _bytes(head),
         other=sum(map(_bytes, rest.values())),
         itemsize=int(kind.itemsize),
-        shape=DecoderShape.read(text.to_dict(), type(text).__name__),
+        shape=DecoderShape.read(entries, type(text).__name__),
     )
 
 

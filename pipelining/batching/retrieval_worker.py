@@ -121,7 +121,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
                         await self._fail(request, result, shared=False)
                     else:
                         self._pass_on(request, result)
-                    del batch.left[place]
+                    batch.remove(place)
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
@@ -203,8 +203,12 @@ class _Batch(Generic[Q, D]):
     def drop_abandoned(self) -> Sequence[BatchedRequest[Q, D]]:
         dropped = {place: request for place, request in self.left.items() if request.abandoned}
         for place in dropped:
-            del self.left[place]
+            self.remove(place)
         return list(dropped.values())
+
+    def remove(self, place: int) -> None:
+        """Nothing is kept of it: a batch that others join may never end."""
+        del self.left[place], self._before[place]
 
     def checkpoints(self) -> Sequence[tuple[BatchedRequest[Q, D], Any]]:
         """Of those that are left, what each had found before."""

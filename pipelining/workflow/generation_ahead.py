@@ -51,14 +51,14 @@ class GenerationAhead(Generic[D, R]):
         return self._task is None
 
     @property
-    def sent(self) -> bool:
-        """A speculation is on the engine, or has been answered."""
-        return self._piece is not None
-
-    @property
     def beginning(self) -> bool:
         """A speculation waits for the abort of the last one."""
         return self._next is not None
+
+    def has_place(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
+        """A speculation is on the engine, or has been answered and is right."""
+        piece = self._piece
+        return piece is not None and (not piece.released or self.attempt.foresaw(question, documents))
 
     def begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
         self._next = piece

@@ -91,7 +91,7 @@ class WorkflowRun(Generic[D, R]):
         return self._context.copy().run(self._ahead.foreseen, self._tokens, piece)
 
     def has_place(self, piece: Piece, /) -> bool:
-        return self._ahead.has_place(piece.run)
+        return self._context.copy().run(self._ahead.has_place, piece)
 
     def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
         node, predict = piece.node, getattr(self._workers.prompts, "lengths", None)

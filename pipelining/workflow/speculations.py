@@ -119,13 +119,18 @@ class Speculations(Generic[D, R]):
                 self._follow(before.piece, piece)
             self._begun(piece)
 
-    def has_place(self, run: NodeRun) -> bool:
+    def has_place(self, piece: Piece) -> bool:
         """See `Request.has_place`."""
-        generation = self._generations.get(place_of(run))
-        if generation is None:
+        generation, node = self._generations.get(place_of(piece.run)), piece.node
+        if generation is None or not isinstance(node, Generation):
             return False
         generation.due()
-        return generation.sent
+        try:
+            question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
+        except Exception:
+            # The generation itself meets the error.
+            return False
+        return generation.has_place(question, documents)
 
     def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
         """The run is due. Its caller must leave what this returns."""

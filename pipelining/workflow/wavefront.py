@@ -43,7 +43,8 @@ class Request(Protocol):
         of need does already, with the same inputs."""
 
     def has_place(self, piece: Piece, /) -> bool:
-        """Whether a speculation on a due generation is on the engine. One that has not been sent no longer will be."""
+        """Whether a speculation on a due generation is on the engine, or has answered it. One that has not been sent no
+        longer will be."""
 
     def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
         """Predicts the cached and computed tokens of a generation (None: not known)."""

@@ -39,7 +39,7 @@ _UNMARKED_S = 300.0
 
 
 def rules(model: str, ttl: str) -> CacheRules | None:
-    """None for an unknown model. Generations without marks have one life, whatever `ttl`."""
+    """None for an unknown model. Generations without marks have one life, whatever `ttl`: `cache_rules` refuses it."""
     found = generation(model, MARKED, variants=True)
     if found is not None:
         ttl_s, write = TTLS[ttl]

@@ -118,10 +118,6 @@ class PromptParts:
             {"system": bedrock_content([self.system], self.before, self.ttl)} if self.system.strip() else {}
         )
 
-    def _with_system(self, system: list[Part], content: list[Part]) -> dict[str, Any]:
-        messages = {"messages": [{"role": "user", "content": content}]}
-        return {"system": system, **messages} if system else messages
-
     @property
     def before(self) -> Sequence[int]:
         """Marks of the system prompt's parts."""

@@ -45,4 +45,6 @@ def cache_rules(provider: Provider | str, model: str, ttl: str | None = None) ->
             f"the table of {provider} does not have the model {model!r}: give its rules, such as "
             "rules=CacheRules('mine', minimum_tokens=1024, ttl_s=300, write=1.25, read=0.1)"
         )
+    if ttl is not None and found.ttl_s != table.TTLS[ttl][0]:
+        raise ValueError(f"entries of {model!r} have one lifetime, whatever ttl says: leave ttl out")
     return found

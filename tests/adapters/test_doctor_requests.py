@@ -177,6 +177,16 @@ class TestLog:
         assert texts[5:] == ["<user>\nhi\n", "<user>\n[a]\nfirst\n\nwhich?\n"]
         assert [each.prompt_tokens for each in log.requests[:4]] == [4, None, 7, None]
 
+    def test_usage_in_the_words_of_two_apis_is_counted_once(self, tmp_path: Path) -> None:
+        usage = {
+            "prompt_tokens": 1000,
+            "prompt_tokens_details": {"cached_tokens": 700},
+            "cache_read_input_tokens": 700,
+            "cache_creation_input_tokens": 100,
+        }
+        (request,) = self.read(tmp_path, {"prompt": "some text", "usage": usage}).requests
+        assert (request.prompt_tokens, request.cached_tokens, request.written_tokens) == (1000, 700, 100)
+
     def test_what_stands_in_front_is_known(self, tmp_path: Path) -> None:
         tools = [{"type": "function", "function": {"name": "search"}}]
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]

@@ -60,6 +60,15 @@ class TestGranularity:
         assert found.verdict == "unknown"
         assert "--block-size" in str(found.advice)
 
+    def test_are_unknown_by_hits_of_one_length(self, examine: Callable[..., dict[str, Finding]], short: Lines) -> None:
+        again = chat(NAMES[:30], "?")
+        bodies = [again, again, *({name: line[name] for name in line if name != "usage"} for line in short)]
+        lines = served(bodies, step=784)
+        assert len({line["usage"]["prompt_tokens_details"]["cached_tokens"] for line in lines} - {0}) == 1
+        found = examine(lines)["cache granularity"]
+        assert found.verdict == "unknown"
+        assert found.found.startswith("hits of one length alone are reported")
+
     def test_are_read_from_hits_that_are_all_multiples(self, examine: Callable[..., dict[str, Finding]]) -> None:
         long = [chat(NAMES[: 10 * many], "?") for many in (1, 1, 2, 2, 4, 4)]
         lines = served([*long, *(chat([name], "?") for name in NAMES[10:30])], step=300)
@@ -97,6 +106,11 @@ class TestMinimum:
 
     def test_an_engine_of_ones_own_has_none(self, examine: Callable[..., dict[str, Finding]]) -> None:
         assert examine(healthy())["provider's minimum"].found == "no model of the log is known to have one"
+
+    @pytest.mark.parametrize("model", ["cerebras/Cerebras-GPT-6.7B", "deepseek-ai/DeepSeek-V3"])
+    def test_whatever_its_model_is_called(self, examine: Callable[..., dict[str, Finding]], model: str) -> None:
+        found = examine(self.asked(model, 2))["provider's minimum"].found
+        assert found == "no model of the log is known to have one"
 
 
 class TestTextBeforeTheDocuments:

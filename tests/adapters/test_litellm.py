@@ -113,6 +113,29 @@ class TestHook:
         with pytest.raises(litellm.BadRequestError, match=r"ragorder\.documents: "):
             await hook(callback, {"messages": [], "ragorder": {"documents": 1, "query": "?"}})
 
+    @pytest.mark.parametrize(
+        ("call_type", "content", "scope"),
+        [
+            ("acompletion", "\ud800", None),
+            ("acompletion", object(), None),
+            ("acompletion", "Hello", lambda key: key["team_id"]),
+            ("aembedding", "Hello", None),
+        ],
+        ids=["a lone surrogate", "an object", "an unknown tenant", "another route"],
+    )
+    async def test_tagged_documents_are_never_left_out(
+        self, call_type: str, content: Any, scope: Any, orderer: RecordingOrderer
+    ) -> None:
+        callback = OrderDocuments(orderer, scope=scope)
+        tag = {"documents": [{"id": "a", "text": TEXTS["a"]}], "query": "Which?"}
+        with pytest.raises(litellm.BadRequestError, match="ragorder: "):
+            await hook(callback, {"messages": [user(content)], "ragorder": tag}, call_type, key={})
+
+    async def test_the_tenant_of_a_tag_is_the_engines_as_well(self, orderer: RecordingOrderer) -> None:
+        tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in "ab"], "query": "Which?", "scope": "acme"}
+        ordered = await hook(OrderDocuments(orderer), {"messages": [], "ragorder": tag})
+        assert ordered["cache_salt"] == "acme"
+
     async def test_tenants_share_no_order(self, orderer: RecordingOrderer) -> None:
         callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
         for names, team in (("abc", "one"), ("cba", "two"), ("cba", "one")):

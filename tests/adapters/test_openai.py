@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
+from ragorder.conversation import message_key
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -1423,6 +1424,19 @@ class TestConversation:
         calls = [finished(made, conversation.ask(QUERY, [document])) for document in DOCUMENTS[:3]]
         assert len(calls) == 3
         assert conversation.topic([], []) == connect.orderer.topic(DOCUMENTS[:1])
+
+    @pytest.mark.parametrize("role", ["system", "developer"])
+    def test_stored_conversations_have_the_topic_of_their_first_message(self, connect: Connect, role: str) -> None:
+        client = connect(topic_header="x-session-id", builder=PromptBuilder("Be brief.")).client
+
+        def topic(said: str, scope: str | None = None) -> str | None:
+            stored = [{"role": role, "content": "Be brief."}, {"role": "user", "content": said}, self.ANSWER]
+            return client.conversation(stored, scope=scope).topic(DOCUMENTS, stored)
+
+        assert topic("Owls?") == topic("Owls?") != topic("Bees?")
+        # Digests of messages say what was asked.
+        assert topic("Owls?") != topic("Owls?", "acme")
+        assert message_key({"role": "user", "content": "Owls?"})[:16] not in str(topic("Owls?"))
 
     def test_what_cannot_be_a_conversation_is_refused(self, connect: Connect, tokenizers: dict[str, Any]) -> None:
         ids = connect(prompts="token_ids", builder=PromptBuilder(tokenizer=tokenizers["chatml"]))

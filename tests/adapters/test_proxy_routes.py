@@ -111,6 +111,14 @@ class TestWhereDocumentsStand:
             sent = bodies.ordered(json.dumps(body(names)).encode(), route)
         assert json.loads(sent) == body("abd")
 
+    def test_what_a_model_has_reasoned_is_left_alone(self) -> None:
+        bodies = Bodies(TEMPLATE)
+        for names in ("abc", "cba"):
+            reasoned = {"type": "reasoning", "id": "rs_1", "content": [part(written("ed"), "reasoning_text")]}
+            body = responses([user("?"), reasoned, CALL, call_output(written(names))])
+            sent = bodies.ordered(json.dumps(body).encode(), "responses")
+        assert json.loads(sent) == responses([user("?"), reasoned, CALL, call_output(written("abc"))])
+
     @pytest.mark.parametrize("where", LAYOUTS)
     def test_what_is_in_order_goes_on_byte_for_byte(self, where: str) -> None:
         route, body = LAYOUTS[where]

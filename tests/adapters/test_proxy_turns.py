@@ -97,6 +97,15 @@ class TestEarlierTurns:
         assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
 
     @ROUTES
+    def test_the_beginning_of_an_answer_makes_no_earlier_turn(self, route: Route) -> None:
+        """Clients prescribe it, as the last message."""
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        prescribed = assistant("{")
+        sent = turns_of(proxy.sent(*route(user(written("dcba") + "\nWhich?"), prescribed)))
+        assert sent == [user(written("abcd") + "\nWhich?"), prescribed]
+
+    @ROUTES
     def test_whatever_the_cache_would_like_better_meanwhile(self, route: Route) -> None:
         proxy = Proxy()
         first = user(written("cba") + "\nWhich?")

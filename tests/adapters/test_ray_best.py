@@ -60,6 +60,11 @@ class TestMirrors:
         mirrors.rank(["a"], parsed("xyz"))
         assert set(mirrors._mirrors) == {"a"}
 
+    def test_of_a_replica_that_was_tried_are_kept(self, mirrors: ReplicaMirrors) -> None:
+        order(mirrors, "b", "xyz")
+        assert ReplicaChoice(mirrors, parsed("xyz"), ("b",)).rank(["a", "b"]) == ["a"]
+        assert set(mirrors._mirrors) == {"a", "b"}
+
     def test_choose_a_replica_that_was_tried_only_without_others(self, mirrors: ReplicaMirrors) -> None:
         order(mirrors, "b", "xyz")
         assert "b" not in ReplicaChoice(mirrors, parsed("xyz"), ("b",)).rank(["a", "b", "c"])

@@ -311,6 +311,26 @@ class TestALifespan:
         await lifespan.end()
         assert said == ["lifespan.startup", "lifespan.shutdown"]
 
+    async def test_a_request_that_is_cancelled_leaves_its_beginning_to_the_next(self) -> None:
+        said = []
+        may_start = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for _ in range(2):
+                said.append((await receive())["type"])
+                await may_start.wait()
+                await send({"type": f"{said[-1]}.complete"})
+
+        lifespan = Lifespan(app)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await lifespan.begin()
+        may_start.set()
+        await lifespan.begin()
+        assert said == ["lifespan.startup"]
+        await lifespan.end()
+        assert said == ["lifespan.startup", "lifespan.shutdown"]
+
     async def test_is_not_needed(self) -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             raise NotImplementedError

@@ -215,6 +215,19 @@ class TestRefusals:
         plan(requests, tmp_path / "plan", "--shards", "5", "--memory", "512MiB")
         assert len(rows(tmp_path / "plan")) == len(REQUESTS)
 
+    def test_so_is_one_of_many_short_documents(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run, "_PLANNED_BYTES", 200_000)
+        uneven = [
+            {**each, "scope": f"{tokens}", "documents": [{**given, "tokens": tokens} for given in each["documents"]]}
+            for each in REQUESTS
+            for tokens in (1, 10_000)
+        ]
+        source = written(tmp_path / "uneven.jsonl", uneven)
+        said = refusal(source, "--out", tmp_path / "plan", "--shards", "4", "--memory", "256MiB")
+        assert "documents, which do not fit into --memory 0.25GiB: give more --shards than 4" in said
+        plan(source, tmp_path / "plan", "--shards", "4", "--memory", "1GiB")
+        assert len(rows(tmp_path / "plan")) == len(uneven)
+
     def test_shards_of_something_else_are_left_alone(self, requests: Path, tmp_path: Path) -> None:
         mine = written(tmp_path / "shard-00000.jsonl", REQUESTS)
         for option in ("--resume", "--no-resume"):
@@ -269,6 +282,19 @@ class TestResume:
         assert "another version" in refusal(requests, "--out", tmp_path / "plan")
         (tmp_path / "plan" / "manifest.json").write_text("{", "utf-8")
         assert "cannot be read" in refusal(requests, "--out", tmp_path / "plan")
+
+    @pytest.mark.parametrize("option", ["--resume", "--no-resume"])
+    def test_a_file_that_no_plan_has_written_stays(self, requests: Path, tmp_path: Path, option: str) -> None:
+        (tmp_path / "manifest.json").write_text('{"name": "mine"}', "utf-8")
+        assert "is no manifest of ragorder's: name another folder" in refusal(requests, "--out", tmp_path, option)
+        assert (tmp_path / "manifest.json").read_text("utf-8") == '{"name": "mine"}'
+
+    def test_an_input_that_would_be_replaced_stays(self, requests: Path, tmp_path: Path) -> None:
+        plan(requests, tmp_path / "plan")
+        before = contents(tmp_path / "plan")
+        shard = tmp_path / "plan" / "shard-00000.jsonl"
+        assert "the input is a shard of the plan" in refusal(shard, "--out", tmp_path / "plan", "--no-resume")
+        assert contents(tmp_path / "plan") == before
 
     def test_a_process_that_ends_is_said_and_the_next_run_continues(
         self, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

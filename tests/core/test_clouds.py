@@ -99,6 +99,7 @@ class TestTables:
             (("anthropic", "claude-opus-5-7"), "CacheRules"),
             (("openai", "gpt-5.60"), "CacheRules"),
             (("anthropic", "claude-opus-5", "2h"), "choose from 5m, 1h"),
+            (("openai", "gpt-5.4", "12h"), "'gpt-5.4' have one lifetime, .* leave ttl out"),
         ],
     )
     def test_say_what_they_do_not_know(self, arguments: tuple[str, ...], said: str) -> None:
@@ -400,10 +401,13 @@ class TestPrompts:
         ]
         assert marked == [mark for mark in ordering.breakpoints if mark]
 
-    def test_models_without_marks_get_parts_alone(self) -> None:
-        orderer, builder, _ = make("openai", "gpt-5.4")
-        body = builder.build("?", orderer.order(DOCUMENTS)).openai()
-        assert set(body) == {"messages"} and "breakpoint" not in repr(body)
+    @pytest.mark.parametrize(("provider", "model"), [("openai", "gpt-5.4"), ("deepseek", "deepseek-chat")])
+    def test_models_without_marks_get_texts_alone(self, provider: str, model: str) -> None:
+        """DeepSeek refuses parts: "invalid type: sequence, expected a string"."""
+        orderer, builder, _ = make(provider, model)
+        prompt = builder.build("?", orderer.order(DOCUMENTS))
+        assert prompt.openai() == {"messages": prompt.messages}
+        assert all(isinstance(message["content"], str) for message in prompt.openai()["messages"])
 
     def test_bedrock_has_parts_that_are_marks(self) -> None:
         orderer, builder, _ = make("bedrock", "claude-opus-5")

@@ -142,6 +142,12 @@ class TestMessages:
         chat.ask(answer=f"[a]\n{A.text}\n\n")
         assert chat.turn(A).new == [A]
 
+    def test_without_a_header_an_end_of_another_document_is_none(self) -> None:
+        chat = Chat(PromptBuilder(SYSTEM, document_template="{text}\n\n"))
+        chat.ask(Document("a", "On Sundays:\nNever closed.\nClosed."))
+        closed = Document("b", "Closed.")
+        assert chat.turn(closed).new == [closed]
+
     def test_a_name_is_no_document(self) -> None:
         """Its header is the template's: `[a] `."""
         chat = Chat(PromptBuilder(SYSTEM, document_template="[{id}] {text}\n"))

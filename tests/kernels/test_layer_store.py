@@ -147,6 +147,19 @@ class TestFootprint:
         assert size.kv_token == 3 * 2 * 2 * 16 * 4
         assert 0 < size.workspace(1) < size.workspace(64) < size.workspace(8192)
 
+    def test_sizes_have_other_names_in_some_families(self) -> None:
+        config = transformers.DbrxConfig(
+            n_layers=2,
+            d_model=64,
+            n_heads=4,
+            vocab_size=256,
+            attn_config={"kv_n_heads": 2, "rope_theta": 10_000.0},
+            ffn_config={"moe_num_experts": 2},
+        )
+        size = footprint(config, "float32")
+        assert size.kv_token == 2 * 2 * 2 * 16 * 4
+        assert (size.shape.layers, size.shape.hidden, size.shape.heads) == (2, 64, 4)
+
     def test_a_model_without_one_list_of_layers_is_refused(self) -> None:
         config = family("llama").config
         model = skeleton(config)

@@ -150,6 +150,7 @@ class TestBadInput:
             ("{}", "num_hidden_layers"),
             (json.dumps(SMALL | {"hidden_size": "large"}), "hidden_size"),
             (json.dumps(SMALL | {"num_attention_heads": 0}), "num_attention_heads"),
+            (json.dumps(SMALL | {"num_experts_per_tok": "two"}), "num_experts_per_tok"),
         ],
     )
     def test_a_configuration_that_is_none(self, content: str, said: str, tmp_path: Path) -> None:

@@ -176,6 +176,48 @@ async def test_a_speculation_that_has_been_answered_leaves_its_place_to_others()
         assert len(engine.sent) == (2 if last == [1] else 3)
 
 
+class Held(SlowEngine):
+    """Goes on with one question when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def stream(self, request: Asked, /) -> Any:
+        async for chunk in super().stream(request):
+            if request.question.text == "held":
+                await self.go_on.wait()
+            yield chunk
+
+
+async def test_an_answered_speculation_that_was_wrong_overtakes_none() -> None:
+    """And one that was right waits for none."""
+    for last in ([1], [2]):
+        engine, search = Held(), PlayedSearch([1], last)
+        async with played_server(engine, search, SpeculateGeneration(odds=False), Split(), max_generations=1) as server:
+            run = asyncio.create_task(server.run(one_shot(topk=1).compile(), "why?"))
+            async with asyncio.timeout(60):
+                while not search.handles:
+                    await asyncio.sleep(0)
+                search.next()
+                while not engine.sent or engine.running:
+                    await asyncio.sleep(0)
+                others = [asyncio.create_task(server.run(plain_graph(), "held"))]
+                while not engine.running:
+                    await asyncio.sleep(0)
+                others.append(asyncio.create_task(server.run(plain_graph(), "second")))
+                while not server.wavefront.queue:
+                    await asyncio.sleep(0)
+                search.next()
+                for _ in range(200):
+                    await asyncio.sleep(0)
+                assert run.done() == (last == [1])
+                engine.go_on.set()
+                await asyncio.gather(run, *others)
+        assert [request.question.text for request in engine.sent[1:3]] == ["held", "second"]
+        assert len(engine.sent) == (3 if last == [1] else 4)
+
+
 class SlowAborts(SlowEngine):
     """Requests that are aborted stay for some turns of the event loop."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +25,7 @@ from support.workflows import Asked, PlainPrompts
 
 from ragorder.pipelining import PartitionedSearch
 from ragorder.pipelining.batching import DecoupledServer, PartitionedRetrieval, StaticBatch
+from ragorder.pipelining.batching.retrieval_worker import _Batch
 from ragorder.pipelining.workflow import NodeQuestion
 
 L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
@@ -319,6 +321,22 @@ class TestServer:
             assert len(server.retrieving.running) == 1
             gate.let_through(100)
             assert (await runs[0]).text == expected(index, 0)
+
+    async def test_a_pass_that_goes_on_keeps_nothing_of_those_that_have_left(self, path: Path) -> None:
+        async with gated_server(path) as (server, gate):
+            runs = [asyncio.create_task(server.run(question(0)))]
+            await until(lambda: gate.asked == [0])
+            for step in range(1, 11):
+                runs.append(asyncio.create_task(server.run(question(20 + step))))
+                await until(lambda: server.retrieving.waiting == 1)
+                gate.let_through(4)
+                await until(lambda reads=1 + 4 * step: len(gate.asked) == reads)
+            assert not any((each.worker, each.event) == ("retrieval", "ended") for each in server.trace)
+            batches = [each for each in gc.get_objects() if isinstance(each, _Batch)]
+            [batch] = [each for each in batches if server.retrieving.running.keys() & set(each.left.values())]
+            assert 0 < len(batch.left) == len(batch.checkpoints()) == len(batch._before) < 4
+            gate.let_through(100)
+            await asyncio.gather(*runs)
 
     async def test_a_question_that_cannot_join_ends_alone(self, path: Path, index: Any) -> None:
         async with gated_server(path) as (server, gate):

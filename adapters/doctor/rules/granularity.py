@@ -47,9 +47,10 @@ def check(case: Case) -> Finding:
 
 
 def _unknown(hits: int, sharing: int) -> Finding:
-    if hits:
+    if hits > 1:
         return Finding(
             _CHECK, "good", f"hits of different lengths: fine enough for {sharing:,} requests that share a beginning"
         )
-    found = f"no hit is reported of {sharing:,} requests that share a beginning, so the log does not show the steps"
+    hit = "hits of one length alone are" if hits else "no hit is"
+    found = f"{hit} reported of {sharing:,} requests that share a beginning, so the log does not show the steps"
     return Finding(_CHECK, "unknown", found, "give the server's URL, or its block size with --block-size")

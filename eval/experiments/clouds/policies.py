@@ -131,7 +131,8 @@ class ForCloud(CloudPolicy):
 
     def body(self, query: str, ordering: Ordering[Document]) -> dict[str, Any]:
         prompt = self.builder.build(query, ordering)
-        return prompt.anthropic() if self.additive else prompt.openai()
+        # Parts, which the simulated cloud tells apart where a provider finds tokens.
+        return prompt.anthropic() if self.additive else prompt.parts.openai()
 
 
 POLICIES: Mapping[str, type[CloudPolicy]] = {

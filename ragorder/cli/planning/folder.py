@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -72,8 +73,22 @@ class PlanFolder:
     def clear_work(self) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
 
+    def refuse_foreign(self, source: IO[bytes]) -> None:
+        """Raises PlanError if what a plan would replace is the input, or no plan of ragorder's."""
+        if self.shards() and not (self.manifest_path.exists() or self.work.exists()):
+            raise PlanError(f"{self.path} holds shards that are no plan of ragorder's: name another folder")
+        # One that cannot be read may be a plan's.
+        with suppress(OSError, ValueError):
+            found = json.loads(self.manifest_path.read_text("utf-8"))
+            if not isinstance(found, dict) or "format" not in found:
+                raise PlanError(f"{self.manifest_path} is no manifest of ragorder's: name another folder")
+        with suppress(OSError, AttributeError):
+            read = os.fstat(source.fileno())
+            if any(os.path.samestat(read, path.stat()) for path in self.shards()):
+                raise PlanError(f"the input is a shard of the plan in {self.path}: name another folder")
+
     def clear(self) -> None:
-        """Remove a former plan."""
+        """Remove a former plan. `refuse_foreign` comes first."""
         self.manifest_path.unlink(missing_ok=True)
         for path in self.shards():
             path.unlink()

@@ -45,8 +45,7 @@ def plan_file(source: IO[bytes], path: Path, options: PlanOptions, progress: Pro
     memory that is too small, and if a planning process ends.
     """
     folder = PlanFolder(path)
-    if folder.shards() and not (folder.manifest_path.exists() or folder.work.exists()):
-        raise PlanError(f"{path} holds shards that are no plan of ragorder's: name another folder")
+    folder.refuse_foreign(source)
     new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -103,10 +102,21 @@ def _deal(folder: PlanFolder, state: Mapping[str, Any], options: PlanOptions, pr
     require_space(folder.path, whole.rows_path.stat().st_size + whole.texts_path.stat().st_size)
     passes = _Passes(lambda: (row.request for row in whole.rows()), requests, progress)
     paths = ShardPaths.of(passes, shards, most_documents=options.memory_bytes // _COUNTED_BYTES)
+    sizes = [0] * shards
     dealt = DealtSpill([folder.spill(shard) for shard in range(shards)])
     for row, text in counted(whole.rows_with_texts(), requests, "dealing requests", progress):
-        dealt.add(paths.shard(row.request, row.number), row, text)
+        shard = paths.shard(row.request, row.number)
+        dealt.add(shard, row, text)
+        sizes[shard] += len(row.request.documents)
     dealt.close()
+    # Shards have about as many tokens each, which may be those of a few long documents or of many short ones.
+    if (most := max(sizes)) * _PLANNED_BYTES > memory:
+        for shard in range(shards):
+            folder.spill(shard).remove()
+        raise PlanError(
+            f"a shard has {most:,} documents, which do not fit into --memory {options.memory_bytes / 2**30:g}GiB: give "
+            f"more --shards than {shards}, or more memory"
+        )
     state = {**state, "stage": "dealt", "shards": shards, "options": _as_given(options)}
     folder.save_state(state)
     whole.remove()
