@@ -32,7 +32,9 @@ _COMMANDS = {
     "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Run the evaluation's tables and figures, and report on them."),
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
-    "serve": LazyCommand("ragorder.cli.serve:serve", "Order documents in front of an OpenAI-compatible server."),
+    "serve": LazyCommand(
+        "ragorder.cli.serve:serve", "Order documents in front of a server with OpenAI's or Anthropic's API."
+    ),
     "fuse": LazyCommand(
         "ragorder.cli.fuse:fuse",
         "Compute documents' KV before it is asked for, each in the sight of similar documents.",

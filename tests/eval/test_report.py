@@ -614,7 +614,11 @@ class TestWhatIsCommitted:
         report = make_report(results, load_suites())
         # Results without ordering have none of the three.
         found = [bool(report.headline.words), bool(report.headline.charts), report.overview is not None]
-        assert found == [folder.name not in ("fusion-quality", "embedded-fused", "doll", "replicas", "clouds", "sharded-plan")] * 3
+        assert (
+            found
+            == [folder.name not in ("fusion-quality", "embedded-fused", "doll", "replicas", "clouds", "sharded-plan")]
+            * 3
+        )
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', render_html(report).replace(XLINK, ""))
         kept = [line for line in (folder / "report.md").read_text("utf-8").splitlines() if line.startswith("#")]
         assert kept == [line for line in render_markdown(report).splitlines() if line.startswith("#")]
