@@ -25,7 +25,7 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest vllm bench bench-vllm bench-live bench-load chaos clean
+.PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest docs vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ test-lowest: ## Core, commands, proxy, client and adapters with the lowest versi
 test-newest: ## The same with the newest versions of today
 	requirements/try.sh $(PYTHON) $(VENV)-newest newest
 
+docs: $(VENV)/.dev ## The documentation as a site in docs/_build, with a reference of commands and classes
+	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
+
 vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
 
 bench: $(VENV)/.sim ## The README's figures on the simulated engine (real corpora if CORPORA is there)
@@ -107,7 +110,7 @@ chaos: $(VENV)/.dev ## Kill vLLM servers with tiers under load CYCLES times, dam
 	PYTHONPATH=tests $(BIN)/python -m support.chaos --cycles $(CYCLES)
 
 clean: ## Remove what was built and installed
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

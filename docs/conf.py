@@ -1,0 +1,63 @@
+"""Configuration of the documentation site: `make docs`."""
+
+import re
+from importlib import import_module
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ragorder.cli import main
+
+# Sphinx runs imports as a type checker would, which pydantic's models do not survive: all is imported before it starts.
+for name in main.list_commands(click.Context(main)):
+    main.get_command(click.Context(main), name)
+for name in re.findall(
+    r"automodule:: (\S+)", Path(__file__).with_name("reference").joinpath("api.md").read_text("utf-8")
+):
+    import_module(name)
+
+project = "ragorder"
+author = "The ragorder authors"
+project_copyright = "The ragorder authors, Apache-2.0"
+release = version = installed_version("ragorder")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
+exclude_patterns = ["_build"]
+# Examples in the pages have an ellipsis where your code stands, which is no Python. Links out of docs/ lead somewhere in a
+# checkout, which tests/project/test_docs.py holds them to.
+suppress_warnings = ["misc.highlighting_failure", "myst.xref_missing"]
+
+html_theme = "furo"
+html_title = f"ragorder {release}"
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# Options begin with two hyphens, also in the text of a page.
+smartquotes = False
+
+# Docstrings are plain text with names in single backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False
+
+
+def read_docstring(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Make indented blocks literal, as they are code or drawings, and plurals of names (`Document`s) valid."""
+    lines[:] = [
+        re.sub(r"(`[^`]+`)(\w?)", lambda name: name[1] + r"\ " * bool(name[2]) + name[2], line) for line in lines
+    ]
+    for at in range(len(lines) - 1, 0, -1):
+        begins = lines[at].startswith("    ") and not lines[at - 1].strip()
+        above = next((line for line in reversed(lines[:at]) if line.strip()), "")
+        if begins and not above.startswith((" ", "- ")) and not above.endswith("::"):
+            lines[at:at] = ["::", ""]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", read_docstring)

@@ -1,0 +1,65 @@
+"""The documentation site: `make docs`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import ragorder
+from ragorder.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "-q",
+        "-b",
+        "html",
+        "-d",
+        f"{folder}/trees",
+        "docs",
+        f"{folder}/html",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "html"
+
+
+@pytest.mark.merge
+class TestTheSite:
+    def test_the_reference_has_all_that_the_package_exports(self, site: Path) -> None:
+        page = (site / "reference" / "api.html").read_text("utf-8")
+        assert [name for name in ragorder.__all__ if f'id="ragorder.{name}"' not in page] == []
+
+    def test_the_reference_has_each_command_with_its_options(self, site: Path) -> None:
+        page = (site / "reference" / "cli.html").read_text("utf-8")
+        shown = set(re.findall(r'id="cmdoption-ragorder-([\w-]+)"', page))
+        for name in main.list_commands(click.Context(main)):
+            command = main.get_command(click.Context(main), name)
+            assert command is not None
+            assert f'id="ragorder-{name}"' in page
+            if not isinstance(command, click.Group):
+                options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+                assert options == [] or any(option.startswith(name) for option in shown), name
+
+    def test_each_page_can_be_reached_from_the_first(self, site: Path) -> None:
+        first = (site / "index.html").read_text("utf-8")
+        pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+        assert {page for page in pages if f'href="{page}.html"' not in first} == set()
+
+    def test_no_docstring_shows_its_markup(self, site: Path) -> None:
+        page = (site / "reference" / "api.html").read_text("utf-8")
+        text = re.sub(r"<[^>]*>", "", re.sub(r"<pre>.*?</pre>", "", page, flags=re.DOTALL))
+        assert re.findall(r".{20}`.{20}", text) == []
