@@ -25,8 +25,8 @@ release = version = installed_version("ragorder")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 exclude_patterns = ["_build"]
-# Examples in the pages have an ellipsis where your code stands, which is no Python. Links out of docs/ lead somewhere in a
-# checkout, which tests/project/test_docs.py holds them to.
+# Examples in the pages have an ellipsis where your code stands, which is no Python. Links out of docs/ are checked by
+# tests/project/test_docs.py.
 suppress_warnings = ["misc.highlighting_failure", "myst.xref_missing"]
 
 html_theme = "furo"
