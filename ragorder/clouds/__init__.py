@@ -18,6 +18,7 @@ from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_conten
 from ragorder.clouds.prices import Prices
 from ragorder.clouds.request import CloudModel, CloudRequest
 from ragorder.clouds.tables import Provider, cache_rules
+from ragorder.clouds.turns import HistoryMark, TurnMarks, TurnParts
 from ragorder.clouds.usage import CloudUsage, read_cloud_usage
 from ragorder.trie.cache_rules import CacheRules, UsageFields
 
@@ -27,9 +28,12 @@ __all__ = [
     "CloudRequest",
     "CloudUsage",
     "Cost",
+    "HistoryMark",
     "Prices",
     "PromptParts",
     "Provider",
+    "TurnMarks",
+    "TurnParts",
     "UsageFields",
     "anthropic_content",
     "bedrock_content",

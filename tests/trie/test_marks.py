@@ -138,6 +138,19 @@ class TestResidency:
         clock.now += 301
         assert start(residency, "ab").cached_tokens == 0
 
+    def test_a_clock_that_goes_back_makes_nothing_younger_or_older(self) -> None:
+        residency, clock = make(RULES, 2)
+        serve(residency, "ab")
+        clock.now += 200
+        residency.refresh()
+        for reading in (float("nan"), float("inf"), 1200.0, -2800.0):
+            clock.now = reading
+            assert start(residency, "ab").cached_tokens
+        clock.now += 99
+        assert start(residency, "ab").cached_tokens
+        clock.now += 2
+        assert start(residency, "ab").cached_tokens == 0
+
     def test_nodes_leave_the_tree_with_the_last_mark_below_them(self) -> None:
         residency, clock = make(RULES, 3)
         serve(residency, "abc")
@@ -306,6 +319,35 @@ class TestReports:
         feedback.release(start(residency, "abc"), SYSTEM + 3 * TOKENS - 50)
         assert start(residency, "abc").cached_documents == 3
 
+    def test_a_prompt_that_is_counted_without_what_was_found_costs_what_was_found(self) -> None:
+        residency, feedback = self.make(3)
+        serve(residency, "abc")
+        lease = start(residency, "abc")
+        plan = residency.plans[lease]
+        plan.report = CacheReport(1600, 0, 40)
+        assert plan.tokens == (1600, 1600, 0)
+        feedback.release(lease, 1600)
+
+    def test_a_request_that_has_fewer_marks_than_planned_leaves_no_others(self) -> None:
+        residency, _ = make(RULES, 1, 3)
+        lease = start(residency, "abc")
+        balance = residency.choice.budget.balance
+        residency.keep_marks(lease, [1])
+        assert residency.choice.budget.balance > balance
+        assert residency.plans[lease].written_tokens == SYSTEM + TOKENS
+        residency.release(lease)
+        assert start(residency, "abc").cached_documents == 1
+        check(residency)
+
+    def test_nor_does_it_resume_where_it_has_none(self) -> None:
+        residency, _ = make(RULES, 3)
+        serve(residency, "abc")
+        lease = start(residency, "abc")
+        residency.keep_marks(lease, [])
+        assert (lease.cached_tokens, residency.plans[lease].depths) == (0, [])
+        residency.release(lease)
+        assert start(residency, "abc").cached_documents == 3, "what lives goes on living"
+
     def test_what_it_costs_more_than_was_thought_is_not_spent_again(self) -> None:
         residency, feedback = self.make(3)
         serve(residency, "abc")
@@ -401,6 +443,42 @@ class TestChoice:
         assert len(choice.choose(keys, ends, -1, (), 10_140, 0.0)) <= 4
         marks = choice.choose(keys, ends, 10_000, (5, 9), 10_140, 1.0)
         assert marks[-1] == 10_000 and len(marks) <= 4
+
+    def test_of_one_mark_that_is_found_from_behind_it_a_deeper_one_is_written(self) -> None:
+        choice = self.choice(replace(RULES, marks=1, lookback_parts=20, minimum_tokens=SYSTEM))
+        self.choose(choice, "abc")
+        assert self.choose(choice, "abc", 0, 1.0) == (3,)
+
+    def test_the_only_mark_moves_on_where_that_saves_more_than_reading_now(self) -> None:
+        rules = replace(RULES, marks=1, minimum_tokens=SYSTEM)
+        choice = self.choice(rules)
+        for now in range(8):
+            marks = self.choose(choice, "abc", 0, float(now))
+        assert marks == (3,)
+        choice = self.choice(rules)
+        for now in range(8):
+            marks = self.choose(choice, "abc", 2, float(now))
+        assert marks == (2,), "it has more to lose than to gain"
+
+    @pytest.mark.parametrize("lookback_parts", [1, 2, 3, 20])
+    @pytest.mark.parametrize("marks", [1, 2, 3, 4])
+    def test_what_is_written_can_be_found_again(self, marks: int, lookback_parts: int) -> None:
+        rules = replace(RULES, marks=marks, lookback_parts=lookback_parts)
+        rng = random.Random(0)
+        residency, clock = make(rules)
+        read = 0
+        for _ in range(400):
+            clock.now += rng.expovariate(1 / 5)
+            lease = start(residency, "".join(rng.sample("abcdef", rng.randrange(1, 6))))
+            plan = residency.plans[lease]
+            assert len(plan.breakpoints) <= marks
+            if lease.cached_tokens:
+                assert any(plan.resumed <= mark < plan.resumed + lookback_parts for mark in plan.breakpoints)
+                assert lease.cached_tokens == lease.path[plan.resumed].end
+                read += lease.cached_tokens > SYSTEM + TOKENS
+            residency.release(lease)
+            check(residency)
+        assert read > 20, "deeper entries are written"
 
     def test_marks_that_live_are_renewed_where_there_is_room(self) -> None:
         choice = self.choice()

@@ -7,7 +7,8 @@ from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.marks import CacheReport, MarkedFeedback, MarkPlan, MarksResidency, RequestTokens
+from ragorder.trie.residency.mark_plan import CacheReport, MarkPlan, RequestTokens
+from ragorder.trie.residency.marks import MarkedFeedback, MarksResidency
 from ragorder.trie.residency.places import Loads, Place, Places
 from ragorder.trie.residency.pool import Pool
 
