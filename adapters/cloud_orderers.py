@@ -16,6 +16,7 @@ __all__ = ["CloudOrderers", "ModelOrderer"]
 # Where only the model is known. Those of others have the same names on engines of one's own.
 _PROVIDERS: tuple[Provider, ...] = ("anthropic", "openai")
 
+
 class ModelOrderer(NamedTuple):
     orderer: OrdererLike
     provider: Provider
@@ -44,7 +45,7 @@ class CloudOrderers:
         self._providers = _PROVIDERS if provider is None else (provider,)
         self._ttl = ttl
         self._prices = prices if isinstance(prices, Prices) else Prices.load(prices)
-        self._settings = Settings() if settings is None else settings
+        self._settings = settings
         # What is wrong with them is said at once.
         Orderer.for_cloud(rules=CacheRules("any"), settings=self._settings)
         self._wrap = wrap

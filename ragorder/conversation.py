@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
-from string import Formatter
 from typing import Any, Literal, Protocol
 
+from ragorder._repeats import check_reference, name_in, openings_behind, stands_in
 from ragorder.clouds import PromptParts, TurnMarks, TurnParts, openai_content
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
@@ -172,7 +172,7 @@ def make_turn(
     """As `PromptBuilder.turn`; `options` are those of the orderer."""
     if repeat not in ("name", "send"):
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
-    _check_reference(reference)
+    check_reference(reference)
     given = list(documents)
     messages, front = read_history(history, form)
     if tool_call_id is not None and not messages:
@@ -180,10 +180,10 @@ def make_turn(
     sent, named = list(range(len(given))), []
     if repeat == "name" and messages:
         texts = [text for message in messages if message.get("role") in _BEARERS for text in _texts(message)]
-        opened = _openings(form, reference)
-        named = [rank for rank in sent if _stands(form, given[rank], reference, texts, opened)]
+        opened = openings_behind(form, reference)
+        named = [rank for rank in sent if stands_in(form, given[rank], reference, texts, opened)]
         sent = [rank for rank in sent if rank not in named]
-    asked = "".join(_named(reference, given[rank]) for rank in named)
+    asked = "".join(name_in(reference, given[rank]) for rank in named)
     if tool_call_id is None:
         asked += form.question(question, given)
     follows = Segment(_digest(asked), _length(form, form.count(asked) + form.turn_tokens))
@@ -271,53 +271,6 @@ def _texts(message: Message) -> list[str]:
         return [content]
     parts = content if isinstance(content, Sequence) else ()
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-
-
-def _stands(
-    form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
-) -> bool:
-    """Whether the last version of a document that stands in the texts is this one, whole."""
-    text, name = form.escape(form.document_text(document)), form.escape(_named(reference, document))
-    header = form.escape(form.header(document))
-    # Without a header it may be a part of another document.
-    if not text.strip() or not header.strip() or not text.startswith(header):
-        return False
-    for content in reversed(texts):
-        place = content.rfind(header)
-        # Where it is only named, it stands further above.
-        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
-            place = content.rfind(header, 0, place + len(header) - 1)
-        if place >= 0:
-            end = place + len(text)
-            whole = end == len(content) or not openings or content.startswith(openings, end)
-            return whole and content.startswith(text, place)
-    return False
-
-
-def _openings(form: MessageFormat, reference: str) -> tuple[str, ...]:
-    """What may stand directly behind a document; empty: anything."""
-    openings = (*form.openings, _opening(reference))
-    return openings if all(openings) else ()
-
-
-def _named(reference: str, document: Document) -> str:
-    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
-
-
-@lru_cache(maxsize=64)
-def _opening(template: str) -> str:
-    return next((literal for literal, *_ in Formatter().parse(template)), "")
-
-
-@lru_cache(maxsize=64)
-def _check_reference(reference: str) -> None:
-    try:
-        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
-        reference.format(id="", title="")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
-    if "id" not in fields and "title" not in fields:
-        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
 
 
 def _digest(text: str) -> str:

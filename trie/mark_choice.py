@@ -118,7 +118,7 @@ class MarkChoice:
             if place > held and ends[place] >= rules.minimum_tokens
         }
         base = ends[held] if held >= 0 else 0
-        again = (held,) if held >= 0 else ()
+        again: tuple[int, ...] = (held,) if held >= 0 else ()
         # One is for where most requests part from this one, if there is room.
         slots = rules.marks - (held > 0 and rules.marks > 2)
         new = best_marks(ends, gains, base, slots - len(again))

@@ -34,7 +34,10 @@ class CostMetrics:
             registry=registry,
         )
         self._money = Counter(
-            _MONEY, "The same in money, of models that the table of prices has.", ["order", "currency"], registry=registry
+            _MONEY,
+            "The same in money, of models that the table of prices has.",
+            ["order", "currency"],
+            registry=registry,
         )
         self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
 

@@ -85,8 +85,8 @@ def make_app(
     - `repeated` names documents that stand in an earlier message instead of sending them again.
     - `marks`: bodies of /v1/messages without cache_control get some behind their documents. The orderer then takes
       `feedback=False`: such a cache holds what was marked, and not what it was sent.
-    - `clouds`: bodies for their models are ordered by the rules of these, and marked by them where the client has set no
-      marks: /v1/messages of Anthropic's with `marks`, chats and responses of OpenAI's.
+    - `clouds`: bodies for their models are ordered by the rules of these, and marked by them where the client has set
+      none: /v1/messages of Anthropic's with `marks`, chats and responses of OpenAI's.
     - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies
       stay as they are.
     - `on_passed` gets the reason for each request forwarded without documents.

@@ -123,7 +123,7 @@ class ChatBody(Body):
         return place >= 0 and takes_mark(messages[place], form, self.text_kind, parts)
 
     def mark_front(self, passage: Passage | None, form: MarkForm) -> None:
-        messages, place, parts = self._front(passage)
+        _, place, parts = self._front(passage)
         if place >= 0:
             self._mark([(place, parts)], form)
 

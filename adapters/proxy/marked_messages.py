@@ -47,8 +47,8 @@ def takes_mark(message: Raw, form: MarkForm, text_kind: str, parts_before: int |
 def turn_ends(
     messages: Sequence[Raw], form: MarkForm, text_kind: str, is_answer: Callable[[Raw], bool]
 ) -> tuple[int, ...]:
-    """Messages of a conversation behind which a mark stands: the last one, where the next turn resumes, and the one where
-    this turn does, if it is not found from there. None before the first answer."""
+    """Messages of a conversation behind which a mark stands: the last one, where the next turn resumes, and the one
+    where this turn does, if it is not found from there. None before the first answer."""
     last = len(messages) - 1
     answers = [place for place, message in enumerate(messages) if is_answer(message)]
     if not answers or not _is_boundary(messages[last]) or not takes_mark(messages[last], form, text_kind):

@@ -68,8 +68,8 @@ class MarkedBy:
 
 
 class Marking:
-    """Says how a body is marked. Bodies of `routes` take `cache_control`; those of models that `clouds` know are ordered
-    and marked by the rules of their cache."""
+    """Says how a body is marked. Bodies of `routes` take `cache_control`; those of models that `clouds` know are
+    ordered and marked by the rules of their cache."""
 
     def __init__(self, routes: Collection[Route] = (), clouds: CloudOrderers | None = None) -> None:
         self._routes = routes

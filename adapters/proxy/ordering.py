@@ -223,8 +223,9 @@ def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
         return marked_documents(ordering)
     room = max(0, marks.form.most - marks.turns)
     places = [mark for mark in cloud.breakpoints if mark or marks.has_front]
-    # That of what can be read comes first, then those of what is written, the last first.
-    places.sort(key=lambda mark: (mark != cloud.resumed, -mark))
+    # That of what can be read comes first, then those of what is written, the last first, then those in front of both.
+    resumed = cloud.resumed
+    places.sort(key=lambda mark: (mark != resumed, mark < resumed, mark if mark < resumed else -mark))
     kept = sorted(places[:room])
     cloud.keep_marks(kept)
     return kept

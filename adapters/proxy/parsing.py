@@ -144,9 +144,7 @@ class BodyParser:
         pieces[1::2] = texts
         return [*pieces, turn[sum(map(len, texts)) :]]
 
-    def _find(
-        self, body: Body, content: bytes, template: DocumentTemplate, by: MarkedBy
-    ) -> ParsedBody | PassReason:
+    def _find(self, body: Body, content: bytes, template: DocumentTemplate, by: MarkedBy) -> ParsedBody | PassReason:
         named = None
         if self._repeated is not None and isinstance(body, ChatBody):
             named = self._repeated.name(body)

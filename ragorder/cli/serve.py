@@ -129,7 +129,7 @@ def serve(
     if not dedup and dedup_text is not None:
         raise click.UsageError("--dedup-text requires --dedup")
     repeated = _naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
-    provider = next(filter(None, map(cloud_of, upstream)), None)
+    provider: Provider | None = next(filter(None, map(cloud_of, upstream)), None)
     marks = provider is not None if marks is None else marks
     if marks_ttl is not None and not marks:
         raise click.UsageError("--marks-ttl requires --marks")
@@ -249,7 +249,11 @@ def _naming(template: DocumentTemplate | None, text: str | None, *, number_by_pl
 
 
 def _clouds(
-    provider: Provider | None, ttl: str | None, prices: str | None, settings: Settings, wrap: Callable[[Orderer], OrdererLike]
+    provider: Provider | None,
+    ttl: str | None,
+    prices: str | None,
+    settings: Settings,
+    wrap: Callable[[Orderer], OrdererLike],
 ) -> CloudOrderers:
     """Orderers of the models that clouds have. Raises click.UsageError."""
     from ragorder.adapters.cloud_orderers import CloudOrderers

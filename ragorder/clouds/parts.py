@@ -48,7 +48,8 @@ def cache_point(ttl: str | None = None) -> Part:
 def anthropic_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
     """For `messages[…].content` or `system` of the Messages API."""
     return [
-        {"type": "text", "text": text} | (cache_control(ttl) if marked else {}) for text, marked in _marked(texts, marks)
+        {"type": "text", "text": text} | (cache_control(ttl) if marked else {})
+        for text, marked in _marked(texts, marks)
     ]
 
 

@@ -24,8 +24,8 @@ class HistoryMark(NamedTuple):
 
 
 class TurnMarks(NamedTuple):
-    """Marks of a turn: behind the system prompt, in messages of the history, behind so many of its documents, and behind
-    its question."""
+    """Marks of a turn: behind the system prompt, in messages of the history, behind so many of its documents, and
+    behind its question."""
 
     system: bool = False
     history: tuple[HistoryMark, ...] = ()
@@ -107,8 +107,8 @@ class TurnParts:
                 found["messages"].append({"role": role, "content": convert(content, places)})
             else:
                 raise ValueError(
-                    f"messages[{number}]: a message of a tool, a call of one or another system prompt has another form in "
-                    "this API: write such messages yourself, with the marks of ordering.cloud.turn_marks"
+                    f"messages[{number}]: a message of a tool, a call of one or another system prompt has another form "
+                    "in this API: write such messages yourself, with the marks of ordering.cloud.turn_marks"
                 )
         return found
 

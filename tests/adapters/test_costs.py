@@ -31,7 +31,7 @@ def serve(orderer: ObservedOrderer, times: int = 12) -> tuple[float, float]:
     plain = cost = 0.0
     for number in range(times):
         ordering = orderer.order(DOCUMENTS[:5][:: (-1) ** number])
-        prompt, cached, written = 3660, ordering.cached_tokens, 100 if number else 3600
+        prompt, cached, written = 3660, ordering.cached_tokens, 50 if number else 3600
         ordering.confirm(cached, prompt_tokens=prompt, written_tokens=written)
         plain += prompt
         cost += prompt - 0.9 * cached + 0.25 * written
@@ -63,7 +63,8 @@ class TestCosts:
 
     def test_in_shadow_mode_are_those_of_retrieval_order(self) -> None:
         metrics = Metrics()
-        _, paid = serve(observed(metrics, shadow=True))
+        orderer = observed(metrics, shadow=True)
+        _, paid = serve(orderer)
         cost = read(metrics).cost
         assert cost is not None and cost.tokens == pytest.approx(paid)
         assert cost.other_tokens is not None and cost.other_tokens < cost.tokens

@@ -268,7 +268,10 @@ class TestClouds:
 
     def chat(self, names: str, model: str) -> dict[str, Any]:
         text = "\n".join(TEMPLATE.format(id=name, text=self.LONG[name]) for name in names)
-        return {"model": model, "messages": [{"role": "system", "content": "Be brief. " * 300}, user(f"{text}\nWhich?")]}
+        return {
+            "model": model,
+            "messages": [{"role": "system", "content": "Be brief. " * 300}, user(f"{text}\nWhich?")],
+        }
 
     @pytest.mark.parametrize(
         ("model", "field"),
@@ -307,8 +310,7 @@ class TestClouds:
             for chunk in chunks:
                 yield chunk
 
-        seen = []
-        async for chunk in callback.async_post_call_streaming_iterator_hook(None, stream(), ordered):
-            seen.append((chunk, plan.readable))
+        passed = callback.async_post_call_streaming_iterator_hook(None, stream(), ordered)
+        seen = [(chunk, plan.readable) async for chunk in passed]
         assert [chunk for chunk, _ in seen] == chunks
         assert [readable for _, readable in seen] == [False, True, True]

@@ -456,9 +456,9 @@ class TestChoice:
             marks = self.choose(choice, "abc", 0, float(now))
         assert marks == (3,)
         choice = self.choice(rules)
-        for now in range(8):
-            marks = self.choose(choice, "abc", 2, float(now))
-        assert marks == (2,), "it has more to lose than to gain"
+        moved = [self.choose(choice, "abc", 2, float(now)) for now in range(8)]
+        assert moved[0] == (2,), "it has more to lose than to gain"
+        assert moved[-1] == (3,)
 
     @pytest.mark.parametrize("lookback_parts", [1, 2, 3, 20])
     @pytest.mark.parametrize("marks", [1, 2, 3, 4])

@@ -67,9 +67,11 @@ class MarkPlan:
         self.set(breakpoints)
 
     @classmethod
-    def of_intervals(cls, cached_tokens: int, resumed: int, depths: Sequence[int], prompt_tokens: int, now: float) -> MarkPlan:
+    def of_intervals(
+        cls, cached_tokens: int, resumed: int, depths: Sequence[int], prompt_tokens: int, started_s: float
+    ) -> MarkPlan:
         """Of a cache that needs no marks: a request resumes in a node, and leaves entries at all."""
-        plan = cls((), (), (), 1, prompt_tokens, now)
+        plan = cls((), (), (), 1, prompt_tokens, started_s)
         plan.cached_tokens, plan.resumed, plan.depths = cached_tokens, resumed, depths
         return plan
 
