@@ -17,7 +17,15 @@ from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mark_choice import MarkChoice
 from ragorder.trie.mark_rates import MarkRates, WriteBudget
 from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import Lease, MarkedFeedback, MarksResidency, Pool, ScopeLengths, TokenIds
+from ragorder.trie.residency import (
+    JunctionsResidency,
+    Lease,
+    MarkedFeedback,
+    MarksResidency,
+    Pool,
+    ScopeLengths,
+    TokenIds,
+)
 from ragorder.trie.search.marked import MarkedPathSearch
 from ragorder.trie.tree import Node
 
@@ -112,7 +120,8 @@ class CloudScope(TurnScope):
         super().__init__(name, settings, owner, pool, None, lengths)
         tree = MarkedTree(settings.prefix_tokens, cache.model.rules)
         self.tree = tree
-        self.mirror = MarksResidency(tree, pool, choice, cache.clock)
+        resides = JunctionsResidency if cache.model.rules.resume == "junctions" else MarksResidency
+        self.mirror = resides(tree, pool, choice, cache.clock)
         self.residency = MarkedFeedback(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.search = MarkedPathSearch(settings.search_budget)
         self._model = cache.model

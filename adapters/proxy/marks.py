@@ -81,7 +81,7 @@ class Marking:
             plain = CACHE_CONTROL if route in self._routes else None
             return MarkedBy(plain if plain is not None and plain.is_free(content) else None)
         keyed = found.provider == "openai"
-        if found.rules.resume == "interval":
+        if found.rules.resume != "marks":
             return MarkedBy(None, found.orderer, keyed)
         form = self._form(route, found)
         if form is None or not form.is_free(content):

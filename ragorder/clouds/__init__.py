@@ -14,6 +14,7 @@
 """
 
 from ragorder.clouds.cost import Cost
+from ragorder.clouds.hybrid import hybrid_rules
 from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
 from ragorder.clouds.prices import Prices
 from ragorder.clouds.request import CloudModel, CloudRequest
@@ -38,6 +39,7 @@ __all__ = [
     "anthropic_content",
     "bedrock_content",
     "cache_rules",
+    "hybrid_rules",
     "openai_content",
     "read_cloud_usage",
 ]

@@ -16,7 +16,7 @@ from ragorder.trie.cache_rules import CacheRules
 from ragorder.trie.mark_choice import MarkChoice, best_marks
 from ragorder.trie.mark_rates import MarkRates, WriteBudget, cell_of
 from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import CacheReport, Lease, MarkedFeedback, MarksResidency, Pool
+from ragorder.trie.residency import CacheReport, JunctionsResidency, Lease, MarkedFeedback, MarksResidency, Pool
 from ragorder.trie.search import ranks_on_path
 from ragorder.trie.search.marked import MarkedPathSearch
 
@@ -58,7 +58,8 @@ class Marks(MarkChoice):
 def make(rules: CacheRules = RULES, *marks: int, max_nodes: int = 1000) -> tuple[MarksResidency, Clock]:
     clock = Clock()
     choice = Marks(rules, *marks) if marks else MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
-    return MarksResidency(MarkedTree(SYSTEM, rules), Pool(None, 1, max_nodes), choice, clock), clock
+    resides = JunctionsResidency if rules.resume == "junctions" else MarksResidency
+    return resides(MarkedTree(SYSTEM, rules), Pool(None, 1, max_nodes), choice, clock), clock
 
 
 def start(residency: MarksResidency, documents: str) -> Lease:
@@ -283,6 +284,73 @@ class TestIntervals:
         plan.report = CacheReport(0, 0, 1640)
         residency.release(lease)
         assert start(residency, "abc").cached_tokens, "a provider that takes nothing for writing reports no writes"
+
+
+class TestJunctions:
+    """Of hybrid models: measured on vLLM by tests/adapters/test_vllm_hybrid.py."""
+
+    RULES = CacheRules(
+        "test", resume="junctions", interval_tokens=256, marks=0, ttl_s=float("inf"), write=1.0, readable="start"
+    )
+
+    def test_resume_where_an_earlier_prompt_ended(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        lease = start(residency, "abc")
+        assert lease.cached_tokens == (SYSTEM + 3 * TOKENS + SUFFIX - 1) // 256 * 256 == 1536
+        residency.release(lease)
+        assert start(residency, "abcd").cached_tokens == 1536
+        check(residency)
+
+    def test_where_two_have_parted_the_third_resumes(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        found = []
+        for documents in ("abx", "aby", "abz"):
+            lease = start(residency, documents)
+            found.append(lease.cached_tokens)
+            residency.release(lease)
+        assert found == [0, 1024, 1024], "the multiple of 256 below 1,100"
+        check(residency)
+
+    def test_what_is_shared_below_an_interval_is_never_kept(self) -> None:
+        residency, _ = make(replace(self.RULES, interval_tokens=640))
+        for documents in ("ab", "ac", "ad"):
+            lease = start(residency, documents)
+            assert lease.cached_tokens == 0
+            residency.release(lease)
+
+    def test_a_request_joins_what_others_have_computed(self) -> None:
+        """So that there is a junction."""
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        node = MarkedPathSearch().find(residency.tree, {"x": 0, "b": 1, "a": 2})
+        assert (node.key, residency.tree.resumable(node)) == ("b", 0)
+
+    def test_what_is_evicted_is_forgotten_with_its_states(self) -> None:
+        residency, _ = make(self.RULES, max_nodes=40)
+        rng = random.Random(0)
+        for _ in range(300):
+            serve(residency, "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 3)))
+            assert set(residency.tree.states) <= set(residency.tree.walk())
+        assert residency.tree.size <= 40
+
+    def test_a_state_that_is_not_found_is_gone(self) -> None:
+        residency, _ = make(self.RULES)
+        feedback = MarkedFeedback(residency)
+        for documents in ("abc", "abd"):
+            serve(residency, documents)
+        feedback.release(start(residency, "abc"), 0)
+        assert start(residency, "abc").cached_tokens == 1536, "it has computed it anew"
+        assert start(residency, "abx").cached_tokens == 0
+
+    def test_a_copy_has_its_own(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        copy = residency.copy()
+        assert start(copy, "abc").cached_tokens == 1536
+        serve(copy, "xyz")
+        assert start(residency, "xyz").cached_tokens == 0
 
 
 class TestReports:

@@ -5,6 +5,7 @@ from ragorder.trie.residency.blocks import EngineBlocks
 from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.followed import FollowedPool
+from ragorder.trie.residency.junctions import JunctionsResidency
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.residency.mark_plan import CacheReport, MarkPlan, RequestTokens
@@ -18,6 +19,7 @@ __all__ = [
     "EventsResidency",
     "FeedbackResidency",
     "FollowedPool",
+    "JunctionsResidency",
     "LRUResidency",
     "LearnedLengths",
     "Lease",

@@ -29,7 +29,7 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path in front of each mark to set; of a plain request, documents. It could resume at
     `live` nodes, and does so at the last that a mark finds, its own or one less than `lookback_parts` behind it;
-    `depths`: all entries that it makes or renews. Predicted are `cached_tokens`, `written_tokens` behind them, and
+    `depths`: all entries that it makes or renews, and `states` the places in tokens at which it keeps those of a hybrid model. Predicted are `cached_tokens`, `written_tokens` behind them, and
     `prompt_tokens`, of which the answer's expected tokens are none.
     """
 
@@ -45,6 +45,7 @@ class MarkPlan:
         "report",
         "resumed",
         "started_s",
+        "states",
         "written_tokens",
     )
 
@@ -64,6 +65,7 @@ class MarkPlan:
         self.started_s = started_s
         self.readable = False
         self.report = CacheReport()
+        self.states: tuple[int, ...] = ()
         self.set(breakpoints)
 
     @classmethod

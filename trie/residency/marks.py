@@ -48,7 +48,7 @@ class MarksResidency(LRUResidency):
         """An independent residency at the time of the last `refresh`."""
         tree, copies = self.marked.copy()
         now = tree.now
-        mirror = MarksResidency(tree, self.pool, self.choice.copy(), lambda: now)
+        mirror = type(self)(tree, self.pool, self.choice.copy(), lambda: now)
         mirror.used_blocks = self.used_blocks
         mirror.pool = self.pool.copy(self, mirror, copies)
         return mirror
@@ -82,7 +82,7 @@ class MarksResidency(LRUResidency):
     def keep_marks(self, lease: Lease, breakpoints: Collection[int]) -> None:
         """Of its marks the request has these alone."""
         plan = self.plans.get(lease)
-        if plan is None or plan.readable or self.rules.resume == "interval":
+        if plan is None or plan.readable or self.rules.resume != "marks":
             return
         self._pend(lease, plan, -1)
         excess = -self._surcharge(plan.predicted)
@@ -190,7 +190,7 @@ class MarksResidency(LRUResidency):
         tree, rules, now = self.marked, self.rules, self.marked.now
         found = [(place, tokens) for place, node in enumerate(path) if (tokens := tree.resumable(node))]
         held, cached_tokens = found[-1] if found else (-1, 0)
-        if rules.resume == "interval":
+        if rules.resume != "marks":
             return MarkPlan.of_intervals(cached_tokens, held, range(len(path)), prompt_tokens, now)
         keys, ends, live = [node.key for node in path[1:]], [node.end for node in path], [place for place, _ in found]
         if turn is None:
@@ -214,7 +214,7 @@ class MarksResidency(LRUResidency):
     def _written_end(self, plan: MarkPlan) -> float:
         """The end of what is cached once the request is served; nothing is known without a report."""
         cached, written, _ = plan.report
-        if cached is None or written is None or self.rules.resume == "interval":
+        if cached is None or written is None or self.rules.resume != "marks":
             return inf
         return _ESTIMATES_EXCEED * (cached + written) + _TOLERANCE_TOKENS if cached + written else 0.0
 
