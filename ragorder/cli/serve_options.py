@@ -222,8 +222,8 @@ serve_options = together(
             "--marks/--no-marks",
             default=None,
             help="The server resumes its cache only at marks (Anthropic's API, OpenAI's from GPT-5.6 on): set them "
-            "where they are expected to pay if the client sets none, by the rules of the request's model. Writing to such a "
-            "cache costs more than not using it, so some requests get none. [default: if the server is "
+            "where they are expected to pay if the client sets none, by the rules of the request's model. Writing to such "
+            "a cache costs more than not using it, so some requests get none. [default: if the server is "
             "api.anthropic.com, api.openai.com or api.deepseek.com]",
         ),
         option(
@@ -238,8 +238,8 @@ serve_options = together(
             metavar="FILE",
             envvar=PRICES_VARIABLE,
             show_envvar=True,
-            help="With --marks: prices of input tokens, in TOML, for costs in money. [default: those of the package, as "
-            "of their date]",
+            help="With --marks: prices of input tokens, in TOML, for costs in money. [default: those of the package, "
+            "as of their date]",
         ),
         option(
             "--document-template",

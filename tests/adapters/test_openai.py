@@ -1481,8 +1481,12 @@ class TestClouds:
             talk.ask("And there?", documents[2:])
         first, second = server.requests
         assert first["prompt_cache_options"] == second["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
-        ends = [message["content"][-1] for message in (first["messages"][1], second["messages"][1], second["messages"][3])]
-        assert all("prompt_cache_breakpoint" in part for part in ends), "where this turn resumes, and where the next does"
+        ends = [
+            message["content"][-1] for message in (first["messages"][1], second["messages"][1], second["messages"][3])
+        ]
+        assert all("prompt_cache_breakpoint" in part for part in ends), (
+            "where this turn resumes, and where the next does"
+        )
         plain = [part | {"prompt_cache_breakpoint": None} for part in first["messages"][1]["content"]]
         assert [part | {"prompt_cache_breakpoint": None} for part in second["messages"][1]["content"]] == plain
         assert "prompt_cache_breakpoint" not in json.dumps(talk.messages)

@@ -19,9 +19,9 @@ _TOLERANCE = 0.02
 class JunctionsResidency(MarksResidency):
     """The nodes of prompts that a hybrid model has computed, and the places in them of which it has kept its state.
 
-    Such an engine (vLLM's "align") keeps the KV of whole prompts, and the state of its other layers at the last multiple
-    of `interval_tokens` in a prompt, and at the last one within what a request has in common with earlier prompts, if it
-    did not resume there: so it is found from the third request on.
+    Such an engine (vLLM's "align") keeps the KV of whole prompts, and the state of its other layers at the last
+    multiple of `interval_tokens` in a prompt, and at the last one within what a request has in common with earlier
+    prompts, if it did not resume there: so it is found from the third request on.
     """
 
     def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:

@@ -29,8 +29,9 @@ class MarkPlan:
 
     `breakpoints`: nodes of its path in front of each mark to set; of a plain request, documents. It could resume at
     `live` nodes, and does so at the last that a mark finds, its own or one less than `lookback_parts` behind it;
-    `depths`: all entries that it makes or renews, and `states` the places in tokens at which it keeps those of a hybrid model. Predicted are `cached_tokens`, `written_tokens` behind them, and
-    `prompt_tokens`, of which the answer's expected tokens are none.
+    `depths`: all entries that it makes or renews, and `states` the places in tokens at which it keeps those of a hybrid
+    model. Predicted are `cached_tokens`, `written_tokens` behind them, and `prompt_tokens`, of which the answer's
+    expected tokens are none.
     """
 
     __slots__ = (

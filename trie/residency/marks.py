@@ -22,6 +22,7 @@ _ESTIMATES_EXCEED = 4 / 3
 # Providers wrap each part of a prompt in tokens of their own.
 _TOLERANCE_TOKENS = 64
 _TOLERANCE = 0.02
+_LIKE = 0.3
 
 
 class MarksResidency(LRUResidency):
@@ -252,4 +253,10 @@ class MarkedFeedback(FeedbackResidency):
         super().__init__(mirror, lengths)
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
+        predicted, history = lease.cached_tokens, lease.turn.history if lease.turn is not None else 0
+        # Far off it is another entry that was found.
+        if not history and abs(cached_tokens - predicted) < _LIKE * predicted:
+            start = self.tree.root.end
+            held = lease.path[lease.cached_documents].end - start
+            self.lengths.learn_hit(start, held, cached_tokens, self.tree.block_size)
         self.mirror.find(lease, cached_tokens, estimated=self.lengths.estimated)
