@@ -258,7 +258,8 @@ class TestReports:
         off = []
         for number in range(120):
             cloud.now += rng.expovariate(1 / 3)
-            sent, request = cloud.send(cloud.body(user(f"{written(rng.sample(NAMES[:9], 4))}\nWhich of {number}?")))
+            names = rng.sample(NAMES[:9], rng.randrange(2, 7))
+            sent, request = cloud.send(cloud.body(user(f"{written(names)}\nWhich of {number}?")))
             answer = cloud.answer(sent, request)
             off.append(abs(answer.cached_tokens - request.predicted_tokens) / answer.prompt_tokens)
         assert sum(off[-40:]) / 40 < 0.03
