@@ -17,6 +17,8 @@ __all__ = ["MarkChoice", "best_marks"]
 
 # Documents behind what is cached among which marks are chosen.
 _PLACES = 24
+# Marks of which none can be spared for what is found from the next one anyway.
+_FEW = 2
 # Nodes by which the end of a turn is recognised in a later one.
 _TURN_NODES = 64
 
@@ -120,7 +122,7 @@ class MarkChoice:
         base = ends[held] if held >= 0 else 0
         again: tuple[int, ...] = (held,) if held >= 0 else ()
         # One is for where most requests part from this one, if there is room.
-        slots = rules.marks - (held > 0 and rules.marks > 2)
+        slots = rules.marks - (held > 0 and rules.marks > _FEW)
         new = best_marks(ends, gains, base, slots - len(again))
         if again and len(new) == slots - 1:
             new, again, base = self._crowded(path, gains, new, slots, lookback_parts)
@@ -138,8 +140,9 @@ class MarkChoice:
         ends, held = path.ends, path.held
         near = best_marks(ends, gains, ends[held], slots)
         gained = _gain(ends, gains, ends[held], new)
-        if near and near[0] - held < lookback_parts and _gain(ends, gains, ends[held], near) > gained:
-            # It is found from the next mark.
+        found = bool(near) and near[0] - held < lookback_parts
+        # Where there is room a third new mark gains less than was expected.
+        if found and self.rules.marks <= _FEW and _gain(ends, gains, ends[held], near) > gained:
             return near, (), ends[held]
         if slots == 1:
             # A cache with one mark gets a deeper one only if this request forgoes what it could read.
