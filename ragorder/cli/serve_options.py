@@ -222,8 +222,8 @@ serve_options = together(
             "--marks/--no-marks",
             default=None,
             help="The server resumes its cache only at marks (Anthropic's API, OpenAI's from GPT-5.6 on): set them "
-            "where they are expected to pay if the client sets none, by the rules of the request's model. Writing to such "
-            "a cache costs more than not using it, so some requests get none. [default: if the server is "
+            "where they are expected to pay if the client sets none, by the rules of the request's model. Writing to "
+            "such a cache costs more than not using it, so some requests get none. [default: if the server is "
             "api.anthropic.com, api.openai.com or api.deepseek.com]",
         ),
         option(

@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
         cached.append(answer.num_cached_tokens or 0)
     cache = engine.llm_engine.vllm_config.cache_config
     found = {"block_size": cache.block_size, "mode": cache.mamba_cache_mode, "cached": cached}
-    print("FOUND " + json.dumps(found))
+    sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":
