@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ragorder.cli.fuse_stats import disk_gib
 from ragorder.cli.options import spelling
 
 if TYPE_CHECKING:
@@ -17,16 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["compute", "say_damaged", "say_ready", "working"]
 
-# Of a disk tier for the build, so that new documents evict none of it at once.
-_SPARE = 1.25
-_GIB = 1 << 30
-
 
 @contextmanager
 def working(on: str) -> Iterator[None]:
     with Console(stderr=True).status(on):
         yield
-
 
 def compute(builder: FusionBuilder, shard: tuple[int, int]) -> None:
     estimate = builder.estimate(shard)
@@ -67,8 +63,7 @@ def say_ready(builder: FusionBuilder, recipe: Mapping[str, Any]) -> None:
         identical = "".join(
             f" {spelling(name)} {recipe[name]}" for name in ("block_size", "dtype", "device") if name in recipe
         )
-        needed = max(1, -(-int(_SPARE * size) // _GIB))
         click.echo(
             f"ragorder serve --engine torch --model {recipe['model']}{identical} --reuse fused "
-            f"--disk-path {builder.folder} --disk-bytes {needed}GiB"
+            f"--disk-path {builder.folder} --disk-bytes {disk_gib(size)}GiB"
         )
