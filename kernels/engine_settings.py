@@ -127,9 +127,7 @@ class EngineSettings(KVTierSettings):
         """Of requests that do not say theirs; None if none can be fused."""
         if self.reuse != "fused":
             return None
-        return Fusion(
-            self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds, self.coverage
-        )
+        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds, self.coverage)
 
     @field_validator("dtype")
     @classmethod

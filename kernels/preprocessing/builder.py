@@ -217,8 +217,8 @@ class FusionBuilder:
         """Compute what is missing, of part i of n with `shard` (i, n), i from 1 on. Parts that were built in folders of
         their own are one build once their `chunks` are in one folder.
 
-        Raises BuildError for a wrong shard, for KV that is not all numbers, and, before anything is computed, for a disk
-        that is too small; WriteFailedError for one that fails. What is there stays.
+        Raises BuildError for a wrong shard, for KV that is not all numbers, and, before anything is computed, for a
+        disk that is too small; WriteFailedError for one that fails. What is there stays.
         """
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
@@ -294,4 +294,3 @@ class FusionBuilder:
                 f"({estimate.tokens:,} tokens of {self.token_bytes:,} bytes) needs {estimate.bytes:,}: make room, "
                 "choose another disk, or build a part of it (a shard)"
             )
-

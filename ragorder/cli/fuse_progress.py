@@ -24,6 +24,7 @@ def working(on: str) -> Iterator[None]:
     with Console(stderr=True).status(on):
         yield
 
+
 def compute(builder: FusionBuilder, shard: tuple[int, int]) -> None:
     estimate = builder.estimate(shard)
     click.echo(

@@ -133,6 +133,6 @@ def check_fits(folder: Path, disk_bytes: int) -> None:
         return
     if found.bytes > disk_bytes:
         raise click.UsageError(
-            f"{folder} holds a build of {found.bytes:,} bytes, and a disk tier of {disk_bytes:,} would remove a part of "
-            f"it: give --disk-bytes {disk_gib(found.bytes)}GiB"
+            f"{folder} holds a build of {found.bytes:,} bytes, and a disk tier of {disk_bytes:,} would remove a part "
+            f"of it: give --disk-bytes {disk_gib(found.bytes)}GiB"
         )

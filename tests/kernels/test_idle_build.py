@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
-from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError, Rank, content_of
+from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError, Rank
 from ragorder.kernels.engine import Fusion, TieredEngine
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -214,15 +214,15 @@ def test_a_failure_is_counted_and_not_repeated(
 def test_what_is_not_numbers_is_not_kept(building: Make) -> None:
     engine = building()
     ask(engine, A, B)
-    cache = engine._cache
-    node = cache._tiers.nodes[content_of(SYSTEM, A)]
+    cache, path = engine._cache, engine._validator.admit(0, prompt_of(SYSTEM, [A, B], QUESTION)).path
+    node = cache._tiers.nodes[path[2].key]
     assert node.device is not None
-    cache.pool.kv[node.device.blocks[-2]] = float("nan")
+    cache.pool.kv[node.device.blocks[-1]] = float("nan")
     idle(engine)
-    # A behind B is sound, B behind A is not.
-    assert engine.stats().idle_documents == 1
-    ranks = engine._cache.ranks_elsewhere(engine._validator.admit(0, prompt_of(SYSTEM, [A, B], QUESTION)).path)
-    assert ranks[1:] == [Rank.PREPROCESSED, Rank.ELSEWHERE]
+    # Neither A, which was computed behind it, nor B itself.
+    assert engine.stats().idle_tokens == len(A)
+    assert engine.stats().idle_documents == 0
+    assert cache.ranks_elsewhere(path)[1:] == [Rank.STANDALONE, Rank.ELSEWHERE]
 
 
 def test_without_blocks_it_gives_up_and_the_cache_stays(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -691,10 +691,11 @@ class TestRefused:
         model = small_model()
         with torch.no_grad():
             model.get_input_embeddings().weight[299] = float("inf")
-        documents = [SourceDocument(name, "", ids) for name, ids in (("a", [1, 2, 3]), ("b", [4, 299, 5]), ("c", [6, 7]))]
+        texts = {"a": [1, 2, 3], "b": [4, 299, 5], "c": [6, 7]}
+        documents = [SourceDocument(name, "", ids) for name, ids in texts.items()]
         with open_builder(of=model, neighbours=neighbours, batch_documents=2) as builder:
             builder.plan(documents)
-            with pytest.raises(BuildError, match="the KV of document 'b' is not all numbers.*leave it out"):
+            with pytest.raises(BuildError, match=r"the KV of document 'b' is not all numbers.*leave it out"):
                 list(builder.build())
             # The system prompt, and what was computed before it.
             assert len(files(tmp_path / "build")) == 2 - neighbours

@@ -169,7 +169,5 @@ def test_a_measurement_of_another_length_is_refused() -> None:
         ([], 0.9, 5, 5),
     ],
 )
-def test_enough_are_those_with_the_share_of_all(
-    scores: list[float], coverage: float, most: int, expected: int
-) -> None:
+def test_enough_are_those_with_the_share_of_all(scores: list[float], coverage: float, most: int, expected: int) -> None:
     assert enough(torch.tensor(scores, dtype=torch.float32), coverage, most) == expected

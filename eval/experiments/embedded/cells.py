@@ -15,7 +15,19 @@ from ragorder.eval.experiments.replacement.cells import SizeText
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.kernels.policies import POLICIES
 
-__all__ = ["BLOCKING", "EXACTLY", "FUSED", "HALF", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
+__all__ = [
+    "BLOCKING",
+    "EXACTLY",
+    "FUSED",
+    "HALF",
+    "NOTHING",
+    "NO_CACHE",
+    "PLAIN",
+    "PREFIX",
+    "TIERS",
+    "CacheSetup",
+    "EmbeddedCell",
+]
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"

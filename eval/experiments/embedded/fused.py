@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.eval.experiments.embedded.cells import BLOCKING, EXACTLY, FUSED, HALF, NOTHING, PREFIX, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import (
+    BLOCKING,
+    EXACTLY,
+    FUSED,
+    HALF,
+    NOTHING,
+    PREFIX,
+    TIERS,
+    EmbeddedCell,
+)
 from ragorder.eval.experiments.embedded.clocks import timed
 from ragorder.eval.experiments.embedded.prompts import ask_again, draw_prompt
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from ragorder.eval.experiments.fused_storage.record import StorageCell, StorageRecord
-from ragorder.eval.report.groups import RecordGroup, group_runs
+from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import THIN, format_number
@@ -35,37 +36,38 @@ def make_part(suite: Suite, results: Results) -> Part:
         cell = StorageCell.read(group.cell, "fusion-storage")
         room = "unlimited" if cell.device_tokens is None else f"{cell.device_tokens:,}".replace(",", THIN)
         for policy in group.policies:
-            held, again = _held(group, policy), _sum(group, policy, "again")
+            runs = group.runs(policy)
+            held, again = _held(runs), _mean(runs, "again")
+            before = group.runs(_BASELINE)
             table.add(
                 room,
                 policy,
                 format_number(held / 1e3),
-                _less(held, _held(group, _BASELINE)),
+                _less(held, _held(before)) if before else "",
                 format_number(again, 0),
-                _less(again, _sum(group, _BASELINE, "again")),
-                format_number(100 * _sum(group, policy, "found") / _sum(group, policy, "documents")),
+                _less(again, _mean(before, "again")) if before else "",
+                format_number(100 * _mean(runs, "found") / _mean(runs, "documents")),
             )
     first = groups[0]
     cell = StorageCell.read(first.cell, "fusion-storage")
     table.note = (
         f"Means of seeds {', '.join(map(str, first.seeds))}: {len(first.runs()[0].rows['held']):,} requests for "
         f"{cell.documents} documents of {cell.document_tokens} tokens, 60 % of them of {cell.known:,} that were "
-        f"computed before, 30 % of {cell.uploads:,} uploads, 10 % asked for once. Less: than with a prefix cache alone. "
-        "Again: of documents that had been computed before. The paper has 71.0 % less, 82.3 % less and 77.9 % found; it "
-        "does not say of how many documents."
+        f"computed before, 30 % of {cell.uploads:,} uploads, 10 % asked for once. Less: than with a prefix cache "
+        "alone. Again: of documents that had been computed before. The paper has 71.0 % less, 82.3 % less and 77.9 % "
+        "found; it does not say of how many documents."
     )
     return Part([table])
 
 
-def _held(group: RecordGroup[StorageRecord], policy: str) -> float | None:
-    runs = group.runs(policy)
-    return fmean(run.rows["held"][-1] for run in runs) if runs else None
+def _held(runs: Sequence[StorageRecord]) -> float:
+    return fmean(run.rows["held"][-1] for run in runs)
 
 
-def _sum(group: RecordGroup[StorageRecord], policy: str, column: str) -> float | None:
-    runs = group.runs(policy)
-    return fmean(sum(run.rows[column]) for run in runs) if runs else None
+def _mean(runs: Sequence[StorageRecord], column: str) -> float:
+    """Of the seeds' sums."""
+    return fmean(sum(run.rows[column]) for run in runs)
 
 
-def _less(value: float | None, before: float | None) -> str:
-    return "" if value is None or not before or value == before else format_number(100 * (1 - value / before))
+def _less(value: float, before: float) -> str:
+    return "" if value == before else format_number(100 * (1 - value / before))

@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ARMS", "BASELINE", "CORPUS_DOCUMENTS", "COVERAGES", "NEIGHBOURS", "RATIOS", "REUSE", "Arm", "Copies", "Select"]
+__all__ = [
+    "ARMS",
+    "BASELINE",
+    "CORPUS_DOCUMENTS",
+    "COVERAGES",
+    "NEIGHBOURS",
+    "RATIOS",
+    "REUSE",
+    "Arm",
+    "Copies",
+    "Select",
+]
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
 """Shares of the reused tokens that are computed anew."""
@@ -34,9 +45,9 @@ Select = Literal["query", "deviation", "inter", "head", "random"]
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
-    computed anew, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are
-    taken that the critical tokens so far attend to. With `coverage` as many tokens are computed as have the ratio of what
-    was measured; the engine alone does that. `on_engine`: whether the engine can do it."""
+    computed anew, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are taken that
+    the critical tokens so far attend to. With `coverage` as many tokens are computed as have the ratio of what was
+    measured; the engine alone does that. `on_engine`: whether the engine can do it."""
 
     select: Select = "query"
     copies: Copies = "alone"

@@ -34,7 +34,9 @@ def check_coverage(select: str, coverage: float) -> None:
     """Raises ValueError for a selection that measures nothing of which there is a share."""
     if coverage < 1 and selections[select].needs == "nothing":
         choices = " or ".join(repr(name) for name in ENGINE_SELECTIONS if selections[name].needs != "nothing")
-        raise ValueError(f"coverage is of what is measured, and selection {select!r} measures nothing: choose {choices}")
+        raise ValueError(
+            f"coverage is of what is measured, and selection {select!r} measures nothing: choose {choices}"
+        )
 
 
 def make_selection(name: str) -> Selection:
