@@ -909,9 +909,7 @@ class TestRefusals:
         for coverage in (0.0, 1.1, float("nan")):
             with pytest.raises(ValueError, match=r"coverage is .*: give a share of what is measured"):
                 Fusion(coverage=coverage)
-        with pytest.raises(
-            RequestRefusedError, match="'head' measures nothing: choose 'deviation' or 'query'"
-        ):
+        with pytest.raises(RequestRefusedError, match="'head' measures nothing: choose 'deviation' or 'query'"):
             fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="head", coverage=0.5)))
 
     def test_a_fused_request_of_an_exact_engine(self, make: Make) -> None:
