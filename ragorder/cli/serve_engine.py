@@ -88,6 +88,8 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "tokenizer",
     "tiers",
     "marks",
+    "marks_ttl",
+    "prices",
     "connect_timeout_s",
     "tries_timeout_s",
 )
