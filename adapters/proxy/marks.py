@@ -80,7 +80,8 @@ class Marking:
         if found is None:
             plain = CACHE_CONTROL if route in self._routes else None
             return MarkedBy(plain if plain is not None and plain.is_free(content) else None)
-        keyed = found.provider == "openai"
+        # Legacy completions take no key.
+        keyed = found.provider == "openai" and route in ("chat", "responses")
         if found.rules.resume != "marks":
             return MarkedBy(None, found.orderer, keyed)
         form = self._form(route, found)

@@ -163,6 +163,13 @@ class TestMarks:
             again, _ = cloud.ask(cloud.body(user(f"{written('cba')}?")))
             assert len(sent["prompt_cache_key"]) == 32 and again["prompt_cache_key"] == sent["prompt_cache_key"]
 
+    def test_completions_get_neither_marks_nor_a_key(self) -> None:
+        clouds = CloudOrderers()
+        bodies = Bodies(TEMPLATE, clouds=clouds)
+        for model in ("gpt-5.6", "gpt-5.4"):
+            content = json.dumps({"model": model, "prompt": f"{written('abc')}?"}).encode()
+            assert bodies.ordered(content, "completions") == content
+
     def test_a_text_as_input_becomes_a_message(self) -> None:
         cloud = Cloud("responses")
         sent, _ = cloud.ask({"model": "gpt-5.6", "instructions": SYSTEM, "input": f"{written('abc')}?"})
