@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
-from string import Formatter
 from typing import Any, Literal, Protocol
 
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import Question, Segment
 
 __all__ = [
     "REFERENCE",
@@ -21,10 +20,11 @@ __all__ = [
     "OrdersTurns",
     "Repeat",
     "Turn",
-    "make_turn",
+    "digest_of",
     "message_key",
     "read_history",
     "segments_of",
+    "texts_of",
 ]
 
 Message = Mapping[str, Any]
@@ -35,7 +35,6 @@ REFERENCE = "[{id}] is above.\n"
 
 # What a chat template can show of a message: others do not change its tokens.
 _SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
-_BEARERS = ("user", "tool", "system", "developer", "function")
 
 
 class OrdersTurns(Protocol):
@@ -49,8 +48,19 @@ class OrdersTurns(Protocol):
         scope: Hashable = None,
         suffix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> Ordering[Document]: ...
+
+    def predict_cached_tokens(
+        self,
+        documents: Iterable[Document],
+        *,
+        scope: Hashable = None,
+        behind: Iterable[Segment] | None = None,
+        question: Question | None = None,
+    ) -> tuple[int, int]: ...
+
+    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +99,25 @@ class Turn:
     - `messages`: those to send, the history's as they were
     - `ordering`: of the documents `new`, those that are sent, in prompt order
     - `repeated`: documents named instead, best first
+    - `rebased`: the engine had lost the conversation, and it is laid out anew (`rebase`): `new` are its documents, also
+      of earlier turns, in front of the first question, and all of this turn are `repeated`
     """
 
     messages: list[dict[str, Any]]
     ordering: Ordering[Document]
     repeated: list[Document]
+    rebased: bool = False
     _closing_tokens: int = field(default=0, repr=False)
+    _bearer: int = field(default=-1, repr=False)
 
     @property
     def message(self) -> dict[str, Any]:
         return self.messages[-1]
+
+    @property
+    def bearer(self) -> dict[str, Any]:
+        """The message in which the documents `new` stand."""
+        return self.messages[self._bearer]
 
     @property
     def new(self) -> list[Document]:
@@ -108,7 +127,7 @@ class Turn:
         """The messages with their answer, a text or an assistant's message; later turns find it in the engine's cache.
         Before `ordering.confirm`."""
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
-        keys = message_key(self.message), message_key(said)
+        keys = message_key(self.bearer), message_key(said)
         self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
         return [*self.messages, said]
 
@@ -129,52 +148,6 @@ class Turn:
     def discard(self) -> None:
         """The request failed or was never sent: the history stays as it was."""
         self.ordering.discard()
-
-
-def make_turn(
-    form: MessageFormat,
-    question: str,
-    documents: Iterable[Document],
-    history: Iterable[Message],
-    orderer: OrdersTurns,
-    *,
-    repeat: Repeat,
-    reference: str,
-    tool_call_id: str | None,
-    **options: Any,
-) -> Turn:
-    """As `PromptBuilder.turn`; `options` are those of the orderer."""
-    if repeat not in ("name", "send"):
-        raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
-    _check_reference(reference)
-    given = list(documents)
-    messages, front = read_history(history, form)
-    if tool_call_id is not None and not messages:
-        raise ValueError("a tool's result follows its call: give history=[…, the assistant's message with the call]")
-    sent, named = list(range(len(given))), []
-    if repeat == "name" and messages:
-        texts = [text for message in messages if message.get("role") in _BEARERS for text in _texts(message)]
-        opened = _openings(form, reference)
-        named = [rank for rank in sent if _stands(form, given[rank], reference, texts, opened)]
-        sent = [rank for rank in sent if rank not in named]
-    asked = "".join(_named(reference, given[rank]) for rank in named)
-    if tool_call_id is None:
-        asked += form.question(question, given)
-    follows = Segment(_digest(asked), _length(form, form.count(asked) + form.turn_tokens))
-    ordering = orderer.order(
-        [given[rank] for rank in sent], behind=segments_of(messages, form), question=follows, **options
-    )
-    try:
-        content = form.escape("".join(map(form.document_text, ordering.documents)) + asked)
-        message: dict[str, Any] = {"role": "user", "content": content}
-        if tool_call_id is not None:
-            message = {"role": "tool", "tool_call_id": tool_call_id, "content": content}
-        elif not messages and form.system and not form.system_role:
-            message["content"] = f"{form.system}\n\n{content}"
-        return Turn([*front, *messages, message], ordering, [given[rank] for rank in named], form.closing_tokens)
-    except BaseException:
-        ordering.discard()
-        raise
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -211,12 +184,12 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
 def message_key(message: Message) -> str:
     """Digest of what a chat template can show of a message. Raises TypeError for one that cannot be sent as JSON."""
     shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
-    return _digest(json.dumps(shown, sort_keys=True, separators=(",", ":")))
+    return digest_of(json.dumps(shown, sort_keys=True, separators=(",", ":")))
 
 
 def _count(form: MessageFormat, message: Message, closing_tokens: int) -> int:
     calls = message.get("tool_calls") or message.get("function_call")
-    texts = [*_texts(message), *([json.dumps(calls)] if calls else [])]
+    texts = [*texts_of(message), *([json.dumps(calls)] if calls else [])]
     return _length(form, sum(map(form.count, texts)) + closing_tokens)
 
 
@@ -224,7 +197,7 @@ def _length(form: MessageFormat, tokens: int) -> int:
     return Estimate(tokens) if form.estimated else tokens
 
 
-def _texts(message: Message) -> list[str]:
+def texts_of(message: Message) -> list[str]:
     content = message.get("content")
     if isinstance(content, str):
         return [content]
@@ -232,52 +205,5 @@ def _texts(message: Message) -> list[str]:
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
 
 
-def _stands(
-    form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
-) -> bool:
-    """Whether the last version of a document that stands in the texts is this one, whole."""
-    text, name = form.escape(form.document_text(document)), form.escape(_named(reference, document))
-    header = form.escape(form.header(document))
-    # Without a header it may be a part of another document.
-    if not text.strip() or not header.strip() or not text.startswith(header):
-        return False
-    for content in reversed(texts):
-        place = content.rfind(header)
-        # Where it is only named, it stands further above.
-        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
-            place = content.rfind(header, 0, place + len(header) - 1)
-        if place >= 0:
-            end = place + len(text)
-            whole = end == len(content) or not openings or content.startswith(openings, end)
-            return whole and content.startswith(text, place)
-    return False
-
-
-def _openings(form: MessageFormat, reference: str) -> tuple[str, ...]:
-    """What may stand directly behind a document; empty: anything."""
-    openings = (*form.openings, _opening(reference))
-    return openings if all(openings) else ()
-
-
-def _named(reference: str, document: Document) -> str:
-    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
-
-
-@lru_cache(maxsize=64)
-def _opening(template: str) -> str:
-    return next((literal for literal, *_ in Formatter().parse(template)), "")
-
-
-@lru_cache(maxsize=64)
-def _check_reference(reference: str) -> None:
-    try:
-        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
-        reference.format(id="", title="")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
-    if "id" not in fields and "title" not in fields:
-        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
-
-
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
