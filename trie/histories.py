@@ -118,7 +118,10 @@ class TurnEnd:
         """None: later requests do not continue this answer."""
         if not self.message or not self.answer:
             return None
-        return AnswerKey(_link(_link(b"answer", self.message), self.answer))
+        if self._behind.question is None:
+            return AnswerKey(_link(_link(b"answer", self.message), self.answer))
+        # As behind the documents of a conversation that is laid out anew.
+        return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
         """The request is served: its turn has these nodes in later histories."""

@@ -381,11 +381,11 @@ class TestPredictions:
         talk = Talk()
         for number in range(30):
             told, talk = server.lay_out(talk, f"d{number % 5}")
-            told = server.ask(told, server.pick())
-            if number % 3 == 2:
-                server.fill()
-                talk = Talk(talk.documents, talk.said[-4:])
-                server.ask(Told(), talk.documents[:2])
+            for _ in range(3):
+                told = server.ask(told, server.pick())
+            server.fill()
+            server.ask(Told(), [f"d{number % 4}", f"d{number % 3}"][: 1 + number % 2])
+            talk = Talk(talk.documents, talk.said[-4:])
         off = [abs(one - other) > BLOCK for one, other in zip(server.predicted, server.reported, strict=True)]
         assert sum(off) <= 2
         assert server.engine.evicted_blocks > 1000
