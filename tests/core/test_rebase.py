@@ -375,21 +375,6 @@ class TestPredictions:
             server.ask(one, server.pick())
         assert server.predicted == server.reported
 
-    def test_lost_and_laid_out_again_and_again_in_a_small_cache(self) -> None:
-        server = RebasingServer(120, 4)
-        server.texts["big"] = server.tokens(110 * BLOCK)
-        talk = Talk()
-        for number in range(30):
-            told, talk = server.lay_out(talk, f"d{number % 5}")
-            for _ in range(3):
-                told = server.ask(told, server.pick())
-            server.fill()
-            server.ask(Told(), [f"d{number % 4}", f"d{number % 3}"][: 1 + number % 2])
-            talk = Talk(talk.documents, talk.said[-4:])
-        off = [abs(one - other) > BLOCK for one, other in zip(server.predicted, server.reported, strict=True)]
-        assert sum(off) <= 2
-        assert server.engine.evicted_blocks > 1000
-
     def test_a_forecast_records_nothing_and_is_what_order_predicts(self) -> None:
         server = RebasingServer(None, 5)
         _, talk = server.lay_out(Talk(), "d1", "d2")

@@ -62,15 +62,6 @@ def test_the_suite_shows_each_turn_and_what_was_predicted(tmp_path: Path) -> Non
     assert "turn 3" in page
 
 
-def test_conversations_that_were_lost_are_laid_out_anew_and_compute_less(made: list[list[ChatTurn]]) -> None:
-    server = SimulatedServer(300)
-    rows = {name: asyncio.run(send_turns(server, made, CHATS[name], None, 24, 16)) for name in ("turns", "rebased")}
-    computed = {name: sum(each["prompt_tokens"]) - sum(each["cached_tokens"]) for name, each in rows.items()}
-    assert sum(rows["rebased"]["rebased"]) > 8
-    assert not any(rows["turns"]["rebased"])
-    assert computed["rebased"] < computed["turns"]
-
-
 def test_the_suite_of_lost_conversations_says_how_many_were_laid_out_anew(tmp_path: Path) -> None:
     run = ["run", "turns-lost", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
     done = CliRunner().invoke(evaluate, run)
