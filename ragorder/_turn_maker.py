@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from string import Formatter
 from typing import Any
 
+from ragorder._repeats import check_reference, name_in, openings_behind, stands_in
+from ragorder.clouds import PromptParts, openai_content
 from ragorder.conversation import (
     Message,
     MessageFormat,
@@ -47,7 +47,7 @@ def make_turn(
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
     if rebase is not None and repeat != "name":
         raise ValueError("rebase names the documents of all turns: it needs repeat='name'")
-    _check_reference(reference)
+    check_reference(reference)
     earlier = None if rebase is None else read_earlier(rebase)
     given = list(documents)
     messages, front = read_history(history, form)
@@ -97,11 +97,11 @@ class _TurnMaker:
                 return turn
         ordering = self._order(place)
         try:
-            content = form.escape("".join(map(form.document_text, ordering.documents)) + asked)
-            message = self._message(content)
+            content = self._content(ordering, asked)
             if not self.messages and self._system:
-                message["content"] = f"{self._system}{content}"
-            return Turn([*self.front, *self.messages, message], ordering, named, _closing_tokens=form.closing_tokens)
+                content = _behind(self._system, content)
+            messages = [*self.front, *self.messages, self._message(content)]
+            return Turn(messages, ordering, named, False, form.closing_tokens, len(self.front))
         except BaseException:
             ordering.discard()
             raise
@@ -109,7 +109,7 @@ class _TurnMaker:
     def _lay_out_anew(self, text: str, given: list[Document], earlier: list[Document], appended: _Place) -> Turn | None:
         """None if less has to be computed as it is."""
         form = self.form
-        openings = _openings(form, self.reference)
+        openings = openings_behind(form, self.reference)
         asked, before = (list(map(self._as_standing, documents)) for documents in (given, earlier))
         layout = lay_out_anew(self.messages, asked, before, system=self._system, openings=openings)
         if layout is None:
@@ -128,7 +128,7 @@ class _TurnMaker:
                 ordering.discard()
                 return None
             messages = [*self.front, {**first, "content": f"{self._system}{content}"}, *others]
-            return Turn(messages, ordering, given, True, form.closing_tokens, len(self.front))
+            return Turn(messages, ordering, given, True, form.closing_tokens, len(self.front), len(self.front))
         except BaseException:
             ordering.discard()
             raise
@@ -139,7 +139,14 @@ class _TurnMaker:
         form = self.form
         return f"{form.system}\n\n" if form.system and not form.system_role else ""
 
-    def _message(self, content: str) -> dict[str, Any]:
+    def _content(self, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
+        """As parts where a cache resumes behind one of them."""
+        form, texts = self.form, list(map(self.form.document_text, ordering.documents))
+        if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
+            return form.escape("".join(texts) + asked)
+        return openai_content(PromptParts("", texts, asked, escape=form.escape).texts()) or ""
+
+    def _message(self, content: str | list[dict[str, Any]]) -> dict[str, Any]:
         if self.tool_call_id is None:
             return {"role": "user", "content": content}
         return {"role": "tool", "tool_call_id": self.tool_call_id, "content": content}
@@ -159,58 +166,21 @@ class _TurnMaker:
         return Estimate(tokens) if self.form.estimated else tokens
 
     def _names(self, documents: Iterable[Document]) -> str:
-        return "".join(_named(self.reference, each) for each in documents)
+        return "".join(name_in(self.reference, each) for each in documents)
 
     def _standing(self, given: Sequence[Document]) -> list[Document]:
         bearers = [message for message in self.messages if message.get("role") in _BEARERS]
         texts = [text for message in bearers for text in texts_of(message)]
-        openings = _openings(self.form, self.reference)
-        return [each for each in given if _stands(self._as_standing(each), texts, openings)]
+        openings = openings_behind(self.form, self.reference)
+        return [each for each in given if stands_in(self.form, each, self.reference, texts, openings)]
 
     def _as_standing(self, document: Document) -> Standing:
         form = self.form
-        texts = form.document_text(document), form.header(document), _named(self.reference, document)
+        texts = form.document_text(document), form.header(document), name_in(self.reference, document)
         return Standing(document, *map(form.escape, texts))
 
 
-def _stands(document: Standing, texts: Sequence[str], openings: tuple[str, ...]) -> bool:
-    """Whether the last version of a document that stands in the texts is this one, whole."""
-    if not document.movable:
-        return False
-    text, header, name = document.text, document.header, document.named
-    for content in reversed(texts):
-        place = content.rfind(header)
-        # Where it is only named, it stands further above.
-        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
-            place = content.rfind(header, 0, place + len(header) - 1)
-        if place >= 0:
-            end = place + len(text)
-            whole = end == len(content) or not openings or content.startswith(openings, end)
-            return whole and content.startswith(text, place)
-    return False
-
-
-def _openings(form: MessageFormat, reference: str) -> tuple[str, ...]:
-    """What may stand directly behind a document; empty: anything."""
-    openings = (*form.openings, _opening(reference))
-    return openings if all(openings) else ()
-
-
-def _named(reference: str, document: Document) -> str:
-    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
-
-
-@lru_cache(maxsize=64)
-def _opening(template: str) -> str:
-    return next((literal for literal, *_ in Formatter().parse(template)), "")
-
-
-@lru_cache(maxsize=64)
-def _check_reference(reference: str) -> None:
-    try:
-        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
-        reference.format(id="", title="")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
-    if "id" not in fields and "title" not in fields:
-        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
+def _behind(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return text + content
+    return [content[0] | {"text": text + content[0]["text"]}, *content[1:]] if content else openai_content([text])

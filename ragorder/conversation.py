@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
+from ragorder.clouds import TurnMarks, TurnParts
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
 from ragorder.trie.histories import Question, Segment
@@ -96,7 +97,8 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: those to send, the history's as they were
+    - `messages`: those to send, the history's as they were. For a cloud that resumes at marks the new one consists of
+      parts, one a document; `anthropic()`, `openai()` and `bedrock()` are arguments of its client, with the marks
     - `ordering`: of the documents `new`, those that are sent, in prompt order
     - `repeated`: documents named instead, best first
     - `rebased`: the engine had lost the conversation, and it is laid out anew (`rebase`): `new` are its documents, also
@@ -108,6 +110,7 @@ class Turn:
     repeated: list[Document]
     rebased: bool = False
     _closing_tokens: int = field(default=0, repr=False)
+    _front: int = field(default=0, repr=False)
     _bearer: int = field(default=-1, repr=False)
 
     @property
@@ -122,6 +125,19 @@ class Turn:
     @property
     def new(self) -> list[Document]:
         return self.ordering.documents
+
+    def anthropic(self) -> dict[str, Any]:
+        """For `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`. Raises ValueError for messages of
+        tools, which have another form there."""
+        return self._parts().anthropic()
+
+    def openai(self) -> dict[str, Any]:
+        """For `client.chat.completions.create(model=…, **turn.openai())`."""
+        return self._parts().openai()
+
+    def bedrock(self) -> dict[str, Any]:
+        """For `client.converse(modelId=…, **turn.bedrock())`. Raises as `anthropic` does."""
+        return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
         """The messages with their answer, a text or an assistant's message; later turns find it in the engine's cache.
@@ -138,16 +154,26 @@ class Turn:
         total_tokens: float | None = None,
         *,
         prompt_tokens: float | None = None,
+        written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
         """The engine answered; token counts as for `Ordering.confirm`. Returns the messages with the answer: the next
         turn's history."""
         messages = self.answered(answer)
-        self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens)
+        counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
+        self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)
         return messages
 
     def discard(self) -> None:
         """The request failed or was never sent: the history stays as it was."""
         self.ordering.discard()
+
+    def _parts(self) -> TurnParts:
+        cloud = self.ordering.cloud
+        if cloud is None:
+            return TurnParts(self.messages, self._front, TurnMarks())
+        rules = cloud.model.rules
+        explicit = rules.resume == "marks"
+        return TurnParts(self.messages, self._front, cloud.turn_marks, rules.ttl, explicit=explicit)
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -46,7 +46,8 @@ class _TurnCall(Call):
         return self.turn.ordering
 
     def _request(self, ordering: Ordering[Document]) -> PromptRequest:
-        return PromptRequest(self.turn.messages, None, self.scope, self.options)
+        body = self.turn.openai()
+        return PromptRequest(body.pop("messages"), None, self.scope, self.options, extra_body=body)
 
     def _answered(self, answer: Answer) -> None:
         self.conversation.extend(self.turn, self.turn.answered(answer.text))
@@ -137,7 +138,9 @@ class Conversation(Generic[A, S]):
         self._turn, self.messages = turn, list(messages)
         self._answered = True
         if self.rebase is not None:
-            known = self._sent | {turn.bearer["content"]: turn.new}
+            content = turn.bearer["content"]
+            # Parts are for clouds, where nothing is laid out anew.
+            known = self._sent | ({content: turn.new} if isinstance(content, str) else {})
             self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
 
     def earlier(self, history: Sequence[Message]) -> list[Document] | None:
