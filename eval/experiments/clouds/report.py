@@ -70,7 +70,8 @@ def _table(group: RecordGroup[CloudsRecord]) -> Table:
         )
     table.note = (
         f"Of what the prompts cost without a cache. Mean of {len(group.seeds)} seeds (in brackets their range), "
-        f"{requests:,} requests each. Predicted: requests of which the cached tokens were predicted exactly."
+        f"{requests:,} requests each. Predicted: requests of which the cached tokens were predicted exactly"
+        f"{' (to a token a turn)' if converses else ''}."
     )
     return table
 
