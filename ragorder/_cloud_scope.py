@@ -13,7 +13,7 @@ from ragorder._turns import TurnScope
 from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.histories import TurnEnd
+from ragorder.trie.histories import Behind, TurnEnd
 from ragorder.trie.mark_choice import MarkChoice
 from ragorder.trie.mark_rates import MarkRates, WriteBudget
 from ragorder.trie.marked_tree import MarkedTree
@@ -131,6 +131,10 @@ class CloudScope(TurnScope):
 
     def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
         return self._at_cloud(super().order_turn(*arguments, **options))
+
+    def has_lost(self, behind: Behind) -> bool:
+        """Nothing is laid out anew: marks of documents stand in a turn's last message alone."""
+        return False
 
     def _lease_turn(
         self,

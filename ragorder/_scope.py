@@ -13,6 +13,7 @@ from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
+from ragorder.trie.histories import KnownSegments
 from ragorder.trie.plan import CachedPath
 from ragorder.trie.residency import (
     EngineBlocks,
@@ -45,6 +46,8 @@ class EngineContents(NamedTuple):
 
 class ScopeOwner(Protocol):
     tiers: EngineTiers
+    segments: KnownSegments
+    """Of all conversations."""
     defer: Callable[[Callable[[], None]], None]
     """Calls an outcome in its turn."""
     report: Callable[[Exception], None]
@@ -296,6 +299,7 @@ class Scope:
 class _DetachedOwner:
     def __init__(self, owner: ScopeOwner) -> None:
         self.tiers = owner.tiers
+        self.segments = owner.segments
         self.defer: Callable[[Callable[[], None]], None] = _at_once
         self.report: Callable[[Exception], None] = _raise
 

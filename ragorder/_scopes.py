@@ -9,6 +9,7 @@ from ragorder._scope import ScopeOwner
 from ragorder._tiers import EngineTiers
 from ragorder._turns import TurnScope
 from ragorder.settings import Settings
+from ragorder.trie.histories import KnownSegments
 from ragorder.trie.residency import EngineBlocks, FollowedPool, Pool
 
 __all__ = ["Scopes"]
@@ -30,6 +31,7 @@ class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
         self.defer = defer
         self.report = report
         self.blocks = blocks
+        self.segments = KnownSegments()
         self._settings = settings
         self.pool = self.make_pool()
 

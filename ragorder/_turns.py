@@ -52,7 +52,9 @@ class TurnScope(Scope):
         if follows:
             path, turn = self.histories.insert(behind, lengths, request.keys, tokens, permutation)
             end = path[turn.documents].end
-            suffix_tokens = max(0, suffix_tokens - path[-1].end + end)
+            # It has the question's tokens, which have a node.
+            asked = 0 if behind.question is None else path[-1].end - path[-2].end
+            suffix_tokens = max(0, suffix_tokens - asked)
         else:
             # Nothing of it is found again.
             path, turn = [self.tree.root], None
@@ -105,10 +107,15 @@ class TurnScope(Scope):
         end = self.tree.root.end + sum(self._tokens(request)) + sum(self._lengths_of(request, behind))
         return self._reusable(held_tokens(self.tree, path), path, behind), end
 
+    def has_lost(self, behind: Behind) -> bool:
+        """`Orderer.has_lost`."""
+        self.residency.refresh()
+        return self._follows and self.histories.has_lost(behind)
+
     @property
     def histories(self) -> Histories:
         if self._histories is None:
-            self._histories = Histories(self.tree)
+            self._histories = Histories(self.tree, self._owner.segments)
         return self._histories
 
     @property
@@ -136,8 +143,7 @@ class TurnScope(Scope):
         return min(held_tokens, max(0, path[-1].end - 1) // size * size)
 
     def _lengths_of(self, request: OrderRequest[D], behind: Behind) -> Sequence[int]:
-        """Of the segments of a history, and of a question."""
-        lengths = [segment.tokens for segment in behind.segments]
-        if behind.question is not None:
-            lengths.append(behind.question.tokens)
+        """Of the segments of a history, of a question, and of those that follow it."""
+        asked = [] if behind.question is None else [behind.question]
+        lengths = [segment.tokens for segment in (*behind.segments, *asked, *behind.following)]
         return self._lengths.scale(lengths) if request.estimated or Estimate in map(type, lengths) else lengths

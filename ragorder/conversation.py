@@ -9,11 +9,10 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
-from ragorder._repeats import check_reference, name_in, openings_behind, stands_in
-from ragorder.clouds import PromptParts, TurnMarks, TurnParts, openai_content
+from ragorder.clouds import TurnMarks, TurnParts
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import Question, Segment
 
 __all__ = [
     "REFERENCE",
@@ -22,10 +21,11 @@ __all__ = [
     "OrdersTurns",
     "Repeat",
     "Turn",
-    "make_turn",
+    "digest_of",
     "message_key",
     "read_history",
     "segments_of",
+    "texts_of",
 ]
 
 Message = Mapping[str, Any]
@@ -36,7 +36,6 @@ REFERENCE = "[{id}] is above.\n"
 
 # What a chat template can show of a message: others do not change its tokens.
 _SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
-_BEARERS = ("user", "tool", "system", "developer", "function")
 
 
 class OrdersTurns(Protocol):
@@ -50,8 +49,19 @@ class OrdersTurns(Protocol):
         scope: Hashable = None,
         suffix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> Ordering[Document]: ...
+
+    def predict_cached_tokens(
+        self,
+        documents: Iterable[Document],
+        *,
+        scope: Hashable = None,
+        behind: Iterable[Segment] | None = None,
+        question: Question | None = None,
+    ) -> tuple[int, int]: ...
+
+    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +101,26 @@ class Turn:
       parts, one a document; `anthropic()`, `openai()` and `bedrock()` are arguments of its client, with the marks
     - `ordering`: of the documents `new`, those that are sent, in prompt order
     - `repeated`: documents named instead, best first
+    - `rebased`: the engine had lost the conversation, and it is laid out anew (`rebase`): `new` are its documents, also
+      of earlier turns, in front of the first question, and all of this turn are `repeated`
     """
 
     messages: list[dict[str, Any]]
     ordering: Ordering[Document]
     repeated: list[Document]
+    rebased: bool = False
     _closing_tokens: int = field(default=0, repr=False)
     _front: int = field(default=0, repr=False)
+    _bearer: int = field(default=-1, repr=False)
 
     @property
     def message(self) -> dict[str, Any]:
         return self.messages[-1]
+
+    @property
+    def bearer(self) -> dict[str, Any]:
+        """The message in which the documents `new` stand."""
+        return self.messages[self._bearer]
 
     @property
     def new(self) -> list[Document]:
@@ -124,7 +143,7 @@ class Turn:
         """The messages with their answer, a text or an assistant's message; later turns find it in the engine's cache.
         Before `ordering.confirm`."""
         said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
-        keys = message_key(self.message), message_key(said)
+        keys = message_key(self.bearer), message_key(said)
         self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
         return [*self.messages, said]
 
@@ -155,67 +174,6 @@ class Turn:
         rules = cloud.model.rules
         explicit = rules.resume == "marks"
         return TurnParts(self.messages, self._front, cloud.turn_marks, rules.ttl, explicit=explicit)
-
-
-def make_turn(
-    form: MessageFormat,
-    question: str,
-    documents: Iterable[Document],
-    history: Iterable[Message],
-    orderer: OrdersTurns,
-    *,
-    repeat: Repeat,
-    reference: str,
-    tool_call_id: str | None,
-    **options: Any,
-) -> Turn:
-    """As `PromptBuilder.turn`; `options` are those of the orderer."""
-    if repeat not in ("name", "send"):
-        raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
-    check_reference(reference)
-    given = list(documents)
-    messages, front = read_history(history, form)
-    if tool_call_id is not None and not messages:
-        raise ValueError("a tool's result follows its call: give history=[…, the assistant's message with the call]")
-    sent, named = list(range(len(given))), []
-    if repeat == "name" and messages:
-        texts = [text for message in messages if message.get("role") in _BEARERS for text in _texts(message)]
-        opened = openings_behind(form, reference)
-        named = [rank for rank in sent if stands_in(form, given[rank], reference, texts, opened)]
-        sent = [rank for rank in sent if rank not in named]
-    asked = "".join(name_in(reference, given[rank]) for rank in named)
-    if tool_call_id is None:
-        asked += form.question(question, given)
-    follows = Segment(_digest(asked), _length(form, form.count(asked) + form.turn_tokens))
-    ordering = orderer.order(
-        [given[rank] for rank in sent], behind=segments_of(messages, form), question=follows, **options
-    )
-    try:
-        content = _content(form, ordering, asked)
-        message: dict[str, Any] = {"role": "user", "content": content}
-        if tool_call_id is not None:
-            message = {"role": "tool", "tool_call_id": tool_call_id, "content": content}
-        elif not messages and form.system and not form.system_role:
-            message["content"] = _behind(f"{form.system}\n\n", content)
-        repeated = [given[rank] for rank in named]
-        return Turn([*front, *messages, message], ordering, repeated, form.closing_tokens, len(front))
-    except BaseException:
-        ordering.discard()
-        raise
-
-
-def _content(form: MessageFormat, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
-    """As parts where a cache resumes behind one of them."""
-    texts = list(map(form.document_text, ordering.documents))
-    if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
-        return form.escape("".join(texts) + asked)
-    return openai_content(PromptParts("", texts, asked, escape=form.escape).texts()) or ""
-
-
-def _behind(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return text + content
-    return [content[0] | {"text": text + content[0]["text"]}, *content[1:]] if content else openai_content([text])
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -252,12 +210,12 @@ def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segmen
 def message_key(message: Message) -> str:
     """Digest of what a chat template can show of a message. Raises TypeError for one that cannot be sent as JSON."""
     shown = {name: message[name] for name in _SHOWN if message.get(name) is not None}
-    return _digest(json.dumps(shown, sort_keys=True, separators=(",", ":")))
+    return digest_of(json.dumps(shown, sort_keys=True, separators=(",", ":")))
 
 
 def _count(form: MessageFormat, message: Message, closing_tokens: int) -> int:
     calls = message.get("tool_calls") or message.get("function_call")
-    texts = [*_texts(message), *([json.dumps(calls)] if calls else [])]
+    texts = [*texts_of(message), *([json.dumps(calls)] if calls else [])]
     return _length(form, sum(map(form.count, texts)) + closing_tokens)
 
 
@@ -265,7 +223,7 @@ def _length(form: MessageFormat, tokens: int) -> int:
     return Estimate(tokens) if form.estimated else tokens
 
 
-def _texts(message: Message) -> list[str]:
+def texts_of(message: Message) -> list[str]:
     content = message.get("content")
     if isinstance(content, str):
         return [content]
@@ -273,5 +231,5 @@ def _texts(message: Message) -> list[str]:
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -25,7 +25,7 @@ from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.topic import Topics
-from ragorder.trie.histories import Behind, Segment
+from ragorder.trie.histories import Behind, Question, Segment
 from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
 
 __all__ = ["Orderer", "OrdererLike"]
@@ -63,7 +63,7 @@ class OrdererLike(Protocol):
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> Ordering[D]: ...
 
     def preview(
@@ -82,10 +82,12 @@ class OrdererLike(Protocol):
         scope: Hashable = None,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> tuple[int, int]: ...
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
+
+    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool: ...
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None: ...
 
@@ -282,7 +284,7 @@ class Orderer:
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
@@ -294,7 +296,8 @@ class Orderer:
         up to 0.9 points less were cached than if room for the whole suffix is made at once.
 
         In a conversation (docs/conversations.md) the documents stand `behind` the segments of its history, as ranked,
-        and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Raises TypeError for other
+        and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Of a conversation that is
+        laid out anew `question` has all segments behind its documents, the question last. Raises TypeError for other
         segments.
         """
         turn = _read_turn(behind, question)
@@ -357,7 +360,7 @@ class Orderer:
         scope: Hashable = None,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> tuple[int, int]:
         """(cached tokens, tokens up to the end of the documents, or of the `question`) that `order` would predict now.
         Nothing is recorded."""
@@ -382,6 +385,17 @@ class Orderer:
         except Exception as error:
             self._report(error)
             return True
+
+    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool:
+        """Whether the engine should have lost a conversation that it served: of the history `behind` it holds no more
+        than the documents of the first message. False for a history that this orderer has not seen served. Raises
+        TypeError for other segments."""
+        turn = Behind(behind)
+        try:
+            return self._look(scope, lambda known: known.has_lost(turn))
+        except Exception as error:
+            self._report(error)
+            return False
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
         """The topic of a request's documents, which are counted: the key by which a router sends requests that share
@@ -570,7 +584,7 @@ class Orderer:
             )
 
 
-def _read_turn(behind: Iterable[Segment] | None, question: Segment | None) -> Behind | None:
+def _read_turn(behind: Iterable[Segment] | None, question: Question | None) -> Behind | None:
     return None if behind is None and question is None else Behind(() if behind is None else behind, question)
 
 

@@ -10,6 +10,7 @@ from operator import itemgetter
 from string import Formatter
 from typing import Any, NamedTuple
 
+from ragorder._turn_maker import make_turn
 from ragorder.citations import number_label
 from ragorder.clouds import PromptParts
 from ragorder.conversation import (
@@ -19,7 +20,6 @@ from ragorder.conversation import (
     OrdersTurns,
     Repeat,
     Turn,
-    make_turn,
     read_history,
     segments_of,
 )
@@ -221,6 +221,7 @@ class PromptBuilder:
         tool_call_id: str | None = None,
         waiting: Sequence[Iterable[Document]] = (),
         suffix_tokens: int | None = None,
+        rebase: Iterable[Document] | None = None,
     ) -> Turn:
         """The next turn of a conversation, whose messages are sent as they are; the new one stands behind them.
 
@@ -230,11 +231,23 @@ class PromptBuilder:
         Documents of the first turn are ordered, later ones stay as ranked, but for those held there. A document that
         stands unchanged in a message of the history is named by `reference` ({id}, {title}) instead of sent again, best
         ranked first, unless `repeat` is "send". With `tool_call_id` the message is that tool's result, without a
-        question. Other options as for `Orderer.order`. Raises TypeError and ValueError for a history that is none, or
-        begins with another system prompt, and for wrong options.
+        question. Other options as for `Orderer.order`.
+
+        `rebase` has the documents of earlier turns. Once the engine has lost the conversation, and if less is computed
+        that way, those that stand in its messages are taken together with this turn's: ordered by the tree, in front of
+        the first question, and named where they stood. No other word is changed, and the new messages are the ones to
+        store. Without it earlier turns are never touched.
+
+        Raises TypeError and ValueError for a history that is none, or begins with another system prompt, and for wrong
+        options.
         """
         options: dict[str, Any] = {"scope": scope, "waiting": waiting, "suffix_tokens": suffix_tokens}
-        naming: dict[str, Any] = {"repeat": repeat, "reference": reference, "tool_call_id": tool_call_id}
+        naming: dict[str, Any] = {
+            "repeat": repeat,
+            "reference": reference,
+            "tool_call_id": tool_call_id,
+            "rebase": rebase,
+        }
         return make_turn(self.message_format, question, documents, history, orderer, **naming, **options)
 
     def segments(self, history: Iterable[Message]) -> list[Segment]:

@@ -7,14 +7,25 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from typing import NamedTuple
 
 from ragorder.trie.search.base import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
-__all__ = ["AnswerKey", "Behind", "Histories", "Segment", "TurnEnd", "find_below", "held_tokens"]
+__all__ = [
+    "AnswerKey",
+    "Behind",
+    "Histories",
+    "KnownSegments",
+    "Question",
+    "Segment",
+    "TurnEnd",
+    "find_below",
+    "held_tokens",
+]
 
-_KEPT_SEGMENTS = 8192
+_KEPT_SEGMENTS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +50,25 @@ class Segment:
             raise ValueError(f"Segment.tokens must not be negative, got {self.tokens}")
 
 
+Question = Segment | Sequence[Segment]
+"""What stands behind a request's documents: a question, or the rest of a conversation that is laid out anew."""
+
+
 class Behind:
-    """Where a request's documents stand: behind the segments of a history, in front of a `question`.
+    """Where a request's documents stand: behind the segments of a history, in front of a `question`, which others may
+    `follow`.
 
     `chains` has, for each segment, a digest of it and of all before it. Raises TypeError for other objects.
     """
 
-    __slots__ = ("chains", "question", "segments")
+    __slots__ = ("chains", "following", "question", "segments")
 
-    def __init__(self, segments: Iterable[Segment] = (), question: Segment | None = None) -> None:
+    def __init__(self, segments: Iterable[Segment] = (), question: Question | None = None) -> None:
         self.segments = list(segments)
-        self.question = question
-        for given in self.segments if question is None else (*self.segments, question):
+        asked = [] if question is None else [question] if isinstance(question, Segment) else list(question)
+        self.question = asked[0] if asked else None
+        self.following = asked[1:]
+        for given in (*self.segments, *asked):
             if not isinstance(given, Segment):
                 raise TypeError(f"a history consists of ragorder.Segment objects, got {type(given).__name__}")
         self.chains: list[bytes] = []
@@ -58,6 +76,11 @@ class Behind:
         for segment in self.segments:
             chain = _link(chain, segment.key)
             self.chains.append(chain)
+
+    def tail_keys(self) -> list[Key]:
+        """Of the nodes behind the documents."""
+        asked = [] if self.question is None else [self.question]
+        return [_link(b"question", segment.key) for segment in (*asked, *self.following)]
 
     @property
     def chain(self) -> bytes:
@@ -71,8 +94,9 @@ class AnswerKey(bytes):
 
 class TurnEnd:
     """The turn of a request behind a history: in a lease's path `history` nodes stand in front of its documents, of
-    which the last is number `documents`; `sizes` are the nodes of each segment of the history. `message` and `answer`
-    are the keys by which later histories name the turn, with `closing_tokens` of template text behind the answer."""
+    which the last is number `documents`, and the question and what follows it behind them; `sizes` are the nodes of
+    each segment of the history. `message` (the one with the documents) and `answer` are the keys by which later
+    histories name the turn, with `closing_tokens` of template text behind the answer."""
 
     __slots__ = ("_behind", "_histories", "answer", "closing_tokens", "documents", "history", "message", "sizes")
 
@@ -86,18 +110,31 @@ class TurnEnd:
         self.closing_tokens = 0
 
     @property
+    def opens(self) -> bool:
+        """Whether its prompt is documents and a question, without any other message."""
+        return not self.history and not self._behind.following
+
+    @property
     def answer_key(self) -> Key | None:
         """None: later requests do not continue this answer."""
         if not self.message or not self.answer:
             return None
-        return AnswerKey(_link(_link(b"answer", self.message), self.answer))
+        if self._behind.question is None:
+            return AnswerKey(_link(_link(b"answer", self.message), self.answer))
+        # As behind the documents of a conversation that is laid out anew.
+        return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:
         """The request is served: its turn has these nodes in later histories."""
         if not self.message:
             return
+        following = self._behind.following
         chain = _link(self._behind.chain, self.message)
-        self._histories.add(chain, path[self.history + 1 :])
+        end = len(path) - len(following)
+        self._histories.add(chain, path[self.history + 1 : end])
+        for segment, node in zip(following, path[end:], strict=True):
+            chain = _link(chain, segment.key)
+            self._histories.add(chain, [node])
         if answer is not None:
             self._histories.add(_link(chain, self.answer), [answer])
 
@@ -117,51 +154,75 @@ class _Path(NamedTuple):
     sizes: list[int]
 
 
-class Histories:
-    """Segments of histories that were served, as nodes of a tree: a message is its documents and its question, so that
-    it shares them with other requests, and is predicted while a part of them is held.
+class KnownSegments:
+    """Segments that were served, of all scopes, by a digest of all up to there; the `kept` that were used last."""
 
-    The `kept` segments that were used last are remembered; others, and those of other processes, are one opaque node
-    each.
-    """
-
-    def __init__(self, tree: KnowledgeTree, kept: int = _KEPT_SEGMENTS) -> None:
-        self._tree = tree
+    def __init__(self, kept: int = _KEPT_SEGMENTS) -> None:
         self._kept = kept
         self._parts: OrderedDict[bytes, _Part] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._parts)
 
+    def get(self, key: bytes) -> _Part | None:
+        part = self._parts.get(key)
+        if part is not None:
+            self._parts.move_to_end(key)
+        return part
+
+    def put(self, key: bytes, part: _Part) -> None:
+        self._parts[key] = part
+        self._parts.move_to_end(key)
+        if len(self._parts) > self._kept:
+            self._parts.popitem(last=False)
+
+
+class Histories:
+    """Segments of histories that were served, as nodes of a tree: a message is its documents and its question, so that
+    it shares them with other requests, and is predicted while a part of them is held.
+
+    Of those that are not `known` any more, and of those of other processes, each is one opaque node.
+    """
+
+    _numbers = count()
+
+    def __init__(self, tree: KnowledgeTree, known: KnownSegments | None = None) -> None:
+        self._tree = tree
+        self._known = KnownSegments() if known is None else known
+        # No two scopes have a segment in common.
+        self._own = b"%d:" % next(self._numbers)
+
     def add(self, chain: bytes, nodes: Sequence[Node]) -> None:
         starts = (0 if node.parent is None else node.parent.end for node in nodes)
         lengths = [node.end - start for node, start in zip(nodes, starts, strict=True)]
-        self._parts[chain] = _Part([node.key for node in nodes], lengths)
-        self._parts.move_to_end(chain)
-        if len(self._parts) > self._kept:
-            self._parts.popitem(last=False)
+        self._known.put(self._own + chain, _Part([node.key for node in nodes], lengths))
 
     def insert(
         self, behind: Behind, lengths: Sequence[int], keys: Sequence[Key], tokens: Sequence[int], order: Sequence[int]
     ) -> tuple[list[Node], TurnEnd]:
         """The path of a request: its history, segments of `lengths`, its documents in their order (as in
-        `KnowledgeTree.insert`), and its question, whose length is the last."""
+        `KnowledgeTree.insert`), and what is behind them, of the lengths that are left."""
         path = self._path(behind, lengths)
         nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
         nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
-        if behind.question is not None:
-            nodes_keys.append(_link(b"question", behind.question.key))
-            nodes_lengths.append(lengths[-1])
+        nodes_keys += behind.tail_keys()
+        nodes_lengths += lengths[len(behind.segments) :]
         nodes = self._tree.insert(nodes_keys, nodes_lengths, range(len(nodes_keys)))
         return nodes, TurnEnd(self, behind, path.sizes, len(order))
 
     def known_path(self, behind: Behind, keys: Sequence[Key]) -> list[Node]:
         """The nodes, from the root, of a request's path that are in the tree: of its history, its documents `keys`, and
-        its question."""
-        wanted = [*self._path(behind).keys, *keys]
-        if behind.question is not None:
-            wanted.append(_link(b"question", behind.question.key))
-        return self._walk(wanted)
+        what is behind them."""
+        return self._walk([*self._path(behind).keys, *keys, *behind.tail_keys()])
+
+    def has_lost(self, behind: Behind) -> bool:
+        """Whether a history was served whose first message is not held any more, and with it all behind that. Of one
+        that is not known, which others may have served, nothing can be said."""
+        part = self._known.get(self._own + behind.chains[0]) if behind.chains else None
+        if part is None:
+            return False
+        nodes = self._walk(part.keys)
+        return len(nodes) <= len(part.keys) or not held(nodes[-1])
 
     def end(self, behind: Behind) -> Node | None:
         """The node at which the history ends; None if the tree does not have it."""
@@ -172,11 +233,9 @@ class Histories:
     def _path(self, behind: Behind, lengths: Sequence[int] = ()) -> _Path:
         path = _Path([], [], [])
         for number, chain in enumerate(behind.chains):
-            part = self._parts.get(chain)
+            part = self._known.get(self._own + chain)
             if part is None:
                 part = _Part([chain], list(lengths[number : number + 1]))
-            else:
-                self._parts.move_to_end(chain)
             path.keys.extend(part.keys)
             path.lengths.extend(part.lengths)
             path.sizes.append(len(part.keys))

@@ -14,7 +14,7 @@ from ragorder.clouds import Cost
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import Question, Segment
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 
@@ -134,7 +134,7 @@ class ObservedOrderer:
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> Ordering[D]:
         """In shadow mode the documents stay in retrieval order."""
         given = list(documents)
@@ -190,7 +190,7 @@ class ObservedOrderer:
         scope: Hashable = None,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> tuple[int, int]:
         """`Orderer.predict_cached_tokens`, of the served order."""
         options: dict[str, Any] = {"behind": behind, "question": question}
@@ -198,6 +198,10 @@ class ObservedOrderer:
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         return self._orderer.holds_prefix(scope=scope)
+
+    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool:
+        """In shadow mode nothing is laid out anew."""
+        return not self.shadow and self._orderer.has_lost(behind, scope=scope)
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:
         return self._own.topic(documents, scope=scope)

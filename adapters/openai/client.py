@@ -70,12 +70,14 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         scope: Hashable = None,
         repeat: Repeat = "name",
         reference: str = REFERENCE,
+        rebase: Iterable[Document] | None = None,
     ) -> Conversation[A, S]:
-        """A conversation that goes on from `messages`, as sent and answered before. `repeat` and `reference` as for
-        `PromptBuilder.turn`. Raises TypeError and ValueError for other messages, and for prompts="token_ids"."""
+        """A conversation that goes on from `messages`, as sent and answered before. `repeat`, `reference` and `rebase`
+        (documents of these messages, if any) as for `PromptBuilder.turn`. Raises TypeError and ValueError for other
+        messages, and for prompts="token_ids"."""
         if self.prompts != "messages":
             raise ValueError(f"a conversation is sent as messages: {type(self).__name__}(prompts='messages')")
-        return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference)
+        return Conversation(self, self._generate, self._stream, messages, scope, repeat, reference, rebase)
 
     def generate_many(
         self,

@@ -11,6 +11,7 @@ from ragorder.adapters.openai.call import Call, CallSetup
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.openai.reply import Answer
 from ragorder.conversation import REFERENCE, Message, Repeat, message_key
+from ragorder.rebase import read_earlier
 
 __all__ = ["Conversation"]
 
@@ -38,6 +39,7 @@ class _TurnCall(Call):
             scope=self.scope,
             repeat=chat.repeat,
             reference=chat.reference,
+            rebase=chat.earlier(self.history),
             waiting=self.waiting,
             suffix_tokens=self.setup.ordered.suffix_tokens(self.query, self.options),
         )
@@ -63,6 +65,8 @@ class Conversation(Generic[A, S]):
 
     - `messages`: all that were sent and answered, an application's to store; a failed turn leaves them as they were
     - `turn`: the last one answered: its documents `new` and `repeated`
+    - `rebase`: documents of stored messages, if a conversation that the engine has lost may be laid out anew
+      (`PromptBuilder.turn`); those of its own turns are known
     """
 
     def __init__(
@@ -74,16 +78,22 @@ class Conversation(Generic[A, S]):
         scope: Hashable = None,
         repeat: Repeat = "name",
         reference: str = REFERENCE,
+        rebase: Iterable[Document] | None = None,
     ) -> None:
         self.messages: list[Message] = list(messages)
         self.scope = scope
         self.repeat = repeat
         self.reference = reference
+        self.rebase = None if rebase is None else read_earlier(rebase)
+        # By the messages in which they stand, as long as these are sent.
+        self._sent: dict[str, Sequence[Document]] = {}
         self._turn: Turn | None = None
         self._setup = setup
         self._generate = generate
         self._stream = stream
-        self._asked: tuple[list[Message], str, Sequence[Document]] | None = None
+        self._asked: tuple[str, Sequence[Document]] | None = None
+        # Whether `turn` is the answer to that.
+        self._answered = False
         self._topic: str | None = None
         # What is wrong with the messages is said at once.
         setup.builder.segments(self.messages)
@@ -105,23 +115,40 @@ class Conversation(Generic[A, S]):
         return self._stream(self._call(question, documents, options, hands_out=True))
 
     def regenerate(self, **options: Any) -> A:
-        """Another answer to the last question, in place of the one that there is. Raises ValueError if nothing was
-        asked here."""
+        """Another answer to the last question, in place of the one that there is, behind the `messages` as they are.
+        Raises ValueError if nothing was asked here."""
         if self._asked is None:
             raise ValueError("nothing to regenerate: this conversation has asked nothing yet")
-        history, question, documents = self._asked
+        history, (question, documents) = list(self.messages), self._asked
+        if self._answered:
+            places = (place for place in reversed(range(len(history))) if history[place] == self.turn.message)
+            del history[next(places, len(history)) :]
         return self._generate(self._call(question, documents, options, history, hands_out=False))
 
     def branch(self) -> Conversation[A, S]:
         """Another conversation with the same messages."""
-        naming = self.repeat, self.reference
+        naming = self.repeat, self.reference, self.rebase
         branch = Conversation(self._setup, self._generate, self._stream, self.messages, self.scope, *naming)
         branch._topic = self._topic
+        branch._sent = dict(self._sent)
         return branch
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> None:
         """A turn was answered."""
         self._turn, self.messages = turn, list(messages)
+        self._answered = True
+        if self.rebase is not None:
+            content = turn.bearer["content"]
+            # Parts are for clouds, where nothing is laid out anew.
+            known = self._sent | ({content: turn.new} if isinstance(content, str) else {})
+            self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
+
+    def earlier(self, history: Sequence[Message]) -> list[Document] | None:
+        """Documents that may be laid out anew: those given, and those of the turns in the history."""
+        if self.rebase is None:
+            return None
+        sent = (self._sent.get(content, ()) for content in _contents(history))
+        return [*self.rebase, *(each for documents in sent for each in documents)]
 
     def topic(self, documents: Sequence[Document], history: Sequence[Message]) -> str | None:
         """That of the first documents, or of the first message that was given, for all turns: the engine that has the
@@ -147,7 +174,6 @@ class Conversation(Generic[A, S]):
         for name in _TOOLS:
             if options.get(name) is not None:
                 raise ValueError(f"{name}: answers of a conversation are texts; with tools use PromptBuilder.turn")
-        history = list(self.messages) if history is None else history
         options = {"max_tokens": 256, "temperature": 0.0} | options
         waiting = options.pop("waiting", ())
         call = _TurnCall(
@@ -159,7 +185,11 @@ class Conversation(Generic[A, S]):
             options,
             hands_out,
             conversation=self,
-            history=history,
+            history=list(self.messages) if history is None else history,
         )
-        self._asked = history, question, call.documents
+        self._asked, self._answered = (question, call.documents), self._answered and history is not None
         return call
+
+
+def _contents(messages: Iterable[Message]) -> list[str]:
+    return [content for message in messages if isinstance(content := message.get("content"), str)]

@@ -18,7 +18,8 @@ _TURNS = ("function", "tool", "user")
 
 class RepeatedDocuments:
     """Names documents of a user's or tool's message that stand in a message in front of it, in the same words and under
-    the same id. What is sent depends on the messages alone, so an earlier turn is sent as it was before.
+    the same id, of which that is the last version. What is sent depends on the messages alone, so an earlier turn is
+    sent as it was before.
 
     `reference` has {id} in the place of the document. Raises TemplateError without one, or for a template without {id}.
     """
@@ -40,7 +41,7 @@ class RepeatedDocuments:
 
     def name(self, body: ChatBody) -> list[int] | None:
         """Ranks of those named in the last passage with documents; None if nothing was changed. Raises HTTPError."""
-        standing: set[bytes] = set()
+        standing: dict[str, bytes] = {}
         changes: list[tuple[Passage, str]] = []
         ranks: list[int] = []
         for passage in body.passages():
@@ -49,13 +50,14 @@ class RepeatedDocuments:
             spans = list(self._template.spans(passage.text))
             if not spans:
                 continue
-            digests = [digest_of(passage.text[start:end]) for start, end in spans]
+            texts = [passage.text[start:end] for start, end in spans]
+            known = [(self._template.split_at_id(text).id, digest_of(text)) for text in texts]
             ranks = []
             if passage.role in _TURNS:
-                ranks = [rank for rank, digest in enumerate(digests) if digest in standing]
+                ranks = [rank for rank, (id, digest) in enumerate(known) if standing.get(id) == digest]
             if ranks:
                 changes.append((passage, self._named(passage.text, [spans[rank] for rank in ranks])))
-            standing.update(digests)
+            standing.update(known)
         body.put_all(changes)
         return ranks if changes else None
 

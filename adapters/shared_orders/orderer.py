@@ -15,7 +15,7 @@ from ragorder.document import Estimate
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import Question, Segment
 
 __all__ = ["SharedOrderer"]
 
@@ -59,7 +59,7 @@ class SharedOrderer(Orderer):
         answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
+        question: Question | None = None,
     ) -> Ordering[D]:
         """What stands behind a history is not shared: no other request has it in front of its documents."""
         given = list(documents)

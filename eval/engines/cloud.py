@@ -33,10 +33,14 @@ class CloudAnswer:
     until_s: float
 
 
+_MESSAGES = 20
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     text: str
     marked: bool
+    ends_message: bool = False
 
 
 class SimulatedCloud:
@@ -77,6 +81,11 @@ class SimulatedCloud:
             return CloudAnswer(ends[-1], cached, 0, tuple(digests), until_s)
         eligible = [mark for mark in marks if ends[mark] >= rules.minimum_tokens]
         found = max((place for mark in marks for place in self._found(digests, ends, mark, now_s)), default=None)
+        if automatic and not self._additive:
+            # In implicit mode OpenAI looks at the ends of earlier messages, too.
+            earlier = [place for place, part in enumerate(parts[:-1]) if part.ends_message][-_MESSAGES:]
+            places = [place for place in earlier if self._lives(digests, ends, place, now_s)]
+            found = max([*places, *([] if found is None else [found])], default=None)
         cached = 0
         if found is not None:
             cached = ends[found]
@@ -107,9 +116,16 @@ class SimulatedCloud:
     def _found(self, digests: list[bytes], ends: list[int], mark: int, now_s: float) -> Iterator[int]:
         """Places of live entries that a mark finds, the longest alone."""
         for place in range(mark, max(-1, mark - self.rules.lookback_parts), -1):
-            if self._entries.get(digests[place], now_s) > now_s and ends[place] >= self.rules.minimum_tokens:
+            if self._lives(digests, ends, place, now_s):
                 yield place
                 return
+
+    def _lives(self, digests: list[bytes], ends: list[int], place: int, now_s: float) -> bool:
+        return self._entries.get(digests[place], now_s) > now_s and ends[place] >= self.rules.minimum_tokens
+
+    @property
+    def _additive(self) -> bool:
+        return self.rules.usage is not None and self.rules.usage.additive
 
 
 def estimated_tokens(text: str) -> int:
@@ -139,6 +155,8 @@ def _read(body: Mapping[str, Any], rules: CacheRules) -> tuple[list[_Part], bool
             if not part["text"].strip():
                 raise CloudError("a text must not be empty")
             parts.append(_Part(part["text"], "cache_control" in part or "prompt_cache_breakpoint" in part))
+        if parts:
+            parts[-1] = _Part(parts[-1].text, parts[-1].marked, ends_message=True)
     if not parts:
         raise CloudError("a request needs a text")
     additive = rules.usage is not None and rules.usage.additive

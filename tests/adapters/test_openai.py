@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import random
 import socket
 import threading
 import warnings
@@ -1385,6 +1386,110 @@ class TestConversation:
         with pytest.raises(ValueError, match="nothing to regenerate"):
             branch.regenerate()
 
+    def test_a_turn_is_generated_again_behind_the_messages_as_they_are_now(
+        self, connect: Connect, server: ScriptedServer
+    ) -> None:
+        made = connect(retries=0)
+        conversation = made.client.conversation()
+        for number in range(3):
+            finished(made, conversation.ask(f"{number}?", DOCUMENTS[number : number + 1]))
+        asked = server.requests[-1]["messages"][-1]
+        # What an application has redacted or cut off does not come back.
+        system, _, answer, *others = conversation.messages
+        conversation.messages = [system, {"role": "user", "content": "(deleted)"}, answer, *others]
+        for _ in range(2):
+            finished(made, conversation.regenerate())
+            assert server.requests[-1]["messages"] == [*conversation.messages[:5], asked]
+            assert conversation.messages[1]["content"] == "(deleted)"
+        server.plays(error(400))
+        with pytest.raises(openai.APIError):
+            finished(made, conversation.regenerate())
+        finished(made, conversation.regenerate())
+        assert server.requests[-1]["messages"] == [*conversation.messages[:5], asked]
+        assert len(conversation.messages) == 7
+
+    def test_messages_that_are_cut_off_or_summarised_have_their_documents_again(
+        self, connect: Connect, server: ScriptedServer
+    ) -> None:
+        made = connect()
+        conversation = made.client.conversation()
+        for _ in range(2):
+            finished(made, conversation.ask(QUERY, DOCUMENTS[:2]))
+        assert conversation.turn.repeated == DOCUMENTS[:2]
+        whole = list(conversation.messages)
+        summary = {"role": "user", "content": "We spoke of [d0] and [d1]."}
+        changed = Document("d0", "It has changed since.")
+        for messages in ([whole[0], *whole[3:]], [whole[0], summary, whole[2]]):
+            conversation.messages = list(messages)
+            finished(made, conversation.ask("And?", DOCUMENTS[:2]))
+            assert conversation.turn.repeated == []
+            assert server.requests[-1]["messages"][:-1] == messages
+            finished(made, conversation.ask("And?", [changed, DOCUMENTS[1]]))
+            assert (conversation.turn.new, conversation.turn.repeated) == ([changed], [DOCUMENTS[1]])
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_whatever_happens_what_is_sent_extends_what_is_replayed(self, server: ScriptedServer, seed: int) -> None:
+        draw = random.Random(seed)
+        orderer = Orderer(block_size=16, capacity_tokens=2000, strict=True, feedback=False)
+        client = openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60)
+        rag = OrderedClient(client, model="served", orderer=orderer, builder=PromptBuilder("Be brief."), retries=0)
+        texts = [
+            Document(f"d{each}", f"Version {version} of {each}. " * 9) for each in range(5) for version in range(2)
+        ]
+        chats = [rag.conversation()]
+        for number in range(60):
+            chat = draw.choice(chats)
+            kind = draw.choice(["ask", "ask", "ask", "fail", "again", "branch", "cut", "edit"])
+            documents = draw.sample(texts, draw.randrange(3))
+            before = list(chat.messages)
+            if kind == "branch":
+                chats.append(chat.branch())
+            elif kind == "cut" and len(before) > 5:
+                chat.messages = [before[0], *before[3:]]
+            elif kind == "edit" and before:
+                chat.messages[-1] = {"role": "assistant", "content": f"Edited: {number}."}
+            elif kind == "fail":
+                server.plays(error(500))
+                with pytest.raises(openai.APIError):
+                    chat.ask(f"{number}?", documents)
+                assert chat.messages == before
+            elif kind in ("ask", "again"):
+                asked = chat._asked
+                if kind == "again" and asked is not None:
+                    (_, documents), answered = asked, chat._answered
+                    chat.regenerate()
+                    before = before[:-2] if answered and len(before) > 3 else before[: 1 if answered else None]
+                else:
+                    chat.ask(f"{number}?", documents)
+                sent = server.requests[-1]["messages"]
+                assert sent[: len(before)] == before
+                assert len(sent) == max(1, len(before)) + 1
+                assert chat.messages[:-1] == sent
+                shown = "\0".join(message["content"] for message in sent if message["role"] == "user")
+                assert all(f"[{each.id}]\n{each.text}\n\n" in shown for each in documents)
+        client.close()
+
+    @pytest.mark.slow
+    def test_a_thousand_turns_are_flat_in_memory(self, server: ScriptedServer) -> None:
+        orderer = Orderer(block_size=16, capacity_tokens=8000, strict=True, feedback=False)
+        with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60) as client:
+            rag = OrderedClient(client, model="served", orderer=orderer, builder=PromptBuilder("Be brief."))
+            conversation = rag.conversation(rebase=[])
+            sizes = []
+            for number in range(1000):
+                before = list(conversation.messages)
+                conversation.ask(f"{number}?", self.LONG[number % 5 : number % 5 + 2])
+                if not conversation.turn.rebased:
+                    assert server.requests[-1]["messages"][: len(before)] == before
+                server.requests.clear()
+                if len(conversation.messages) > 40:
+                    conversation.messages = [conversation.messages[0], *conversation.messages[21:]]
+                sizes.append((orderer.tree_size, len(conversation._sent), len(orderer._scopes.segments)))
+        assert [max(column) for column in zip(*sizes[500:], strict=True)][:2] <= [
+            max(column) for column in zip(*sizes[:500], strict=True)
+        ][:2]
+        assert sizes[-1][2] <= 2500
+
     def test_a_streamed_turn_counts_once_it_is_whole(self, connect: Connect, server: ScriptedServer) -> None:
         made = connect()
         conversation = made.client.conversation()
@@ -1438,12 +1543,77 @@ class TestConversation:
         assert topic("Owls?") != topic("Owls?", "acme")
         assert message_key({"role": "user", "content": "Owls?"})[:16] not in str(topic("Owls?"))
 
+    LONG: ClassVar[list[Document]] = [Document(f"d{number}", f"It is number {number}. " * 60) for number in range(5)]
+
+    def lost(self, connect: Connect, rebase: Any) -> tuple[Any, Any]:
+        """A client, and its conversation of two turns, of which another prompt alone is still there."""
+        orderer = Orderer(strict=True, block_size=16, capacity_tokens=4096, feedback=False)
+        made = connect(orderer=orderer)
+        conversation = made.client.conversation(rebase=rebase)
+        finished(made, conversation.ask(QUERY, self.LONG[:2]))
+        finished(made, conversation.ask("And?", self.LONG[2:3]))
+        made.generate(QUERY, [Document("x", "y" * 16_000)])
+        made.generate(QUERY, [self.LONG[2], self.LONG[0]])
+        return made, conversation
+
+    def test_one_that_the_engine_has_lost_is_laid_out_anew_if_that_is_allowed(
+        self, connect: Connect, server: ScriptedServer
+    ) -> None:
+        made, conversation = self.lost(connect, [])
+        finished(made, conversation.ask("So?", self.LONG[3:4]))
+        turn = conversation.turn
+        assert turn.rebased
+        # As another prompt has them, which is still there.
+        assert {each.id for each in turn.new[:2]} == {"d0", "d2"}
+        assert turn.ordering.prefix_documents == 2
+        sent = server.requests[-1]["messages"]
+        assert sent == turn.messages == conversation.messages[:-1]
+        assert sent[3]["content"] == "[d2] is above.\nQuestion: And?"
+        # From then on as ever.
+        branch = conversation.branch()
+        for chat in (conversation, branch):
+            finished(made, chat.ask("Why?", self.LONG[:1]))
+            assert server.requests[-1]["messages"][: len(sent)] == sent
+        finished(made, conversation.regenerate())
+        assert server.requests[-1]["messages"][: len(sent)] == sent
+
+    def test_a_new_layout_is_generated_again_as_it_was_sent(self, connect: Connect, server: ScriptedServer) -> None:
+        made, conversation = self.lost(connect, [])
+        finished(made, conversation.ask("So?", self.LONG[3:4]))
+        finished(made, conversation.regenerate())
+        assert server.requests[-1]["messages"] == server.requests[-2]["messages"]
+        end = conversation.turn.ordering.documents_end
+        assert conversation.turn.ordering.cached_tokens > end // 16 * 16
+
+    def test_stored_messages_are_laid_out_anew_with_their_documents(
+        self, connect: Connect, server: ScriptedServer
+    ) -> None:
+        made, conversation = self.lost(connect, None)
+        for rebase, moved in ((None, False), ([], False), (self.LONG[:3], True)):
+            stored = made.client.conversation(conversation.messages, rebase=rebase)
+            finished(made, stored.ask("So?", self.LONG[3:4]))
+            assert stored.turn.rebased == moved
+            assert (server.requests[-1]["messages"][:5] == conversation.messages) != moved
+            made.generate(QUERY, [Document("x", "y" * 16_000)])
+            made.generate(QUERY, [self.LONG[2], self.LONG[0]])
+
+    def test_documents_of_messages_that_are_cut_off_are_forgotten(self, connect: Connect) -> None:
+        made = connect()
+        conversation = made.client.conversation(rebase=[])
+        for number in range(12):
+            finished(made, conversation.ask("And?", [Document(f"n{number}", "Text.")]))
+            conversation.messages = [conversation.messages[0], *conversation.messages[-4:]]
+        assert len(conversation.earlier(conversation.messages)) == 2
+        assert len(conversation._sent) == 3
+
     def test_what_cannot_be_a_conversation_is_refused(self, connect: Connect, tokenizers: dict[str, Any]) -> None:
         ids = connect(prompts="token_ids", builder=PromptBuilder(tokenizer=tokenizers["chatml"]))
         with pytest.raises(ValueError, match="sent as messages"):
             ids.client.conversation()
         with pytest.raises(TypeError, match="history must hold messages"):
             connect().client.conversation(["hello"])
+        with pytest.raises(TypeError, match="rebase must hold the documents"):
+            connect().client.conversation(rebase=True)
         with pytest.raises(ValueError, match="tools: answers of a conversation are texts"):
             connect().client.conversation().ask(QUERY, DOCUMENTS, tools=[{}])
 

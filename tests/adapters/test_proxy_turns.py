@@ -61,14 +61,14 @@ class Proxy(Bodies):
         super().__init__(TEMPLATE, **options)
         self.named: str | None = None
 
-    def sent(self, route: Any, body: dict[str, Any]) -> dict[str, Any]:
+    def sent(self, route: Any, body: dict[str, Any], *, fails: bool = False) -> dict[str, Any]:
         content = json.dumps(body).encode()
         parsed = self.parse(route, content)
         self.named = None
         if parsed is not None:
             request = self.order(parsed)
             content = request.take_body()
-            request.begin(200, [])
+            request.begin(503 if fails else 200, [])
             self.named = dict(request.headers()).get(b"x-ragorder-named", b"").decode() or None
             request.end()
         sent: dict[str, Any] = json.loads(content)
@@ -197,6 +197,77 @@ class TestEarlierTurns:
         later = body(first, assistant("a"), user("Why?"), salt="two")
         assert proxy.sent("chat", later) == later
 
+    @ROUTES
+    def test_of_two_branches_are_both_sent_as_before(self, route: Route) -> None:
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        first = user(written("cba") + "\nWhich?")
+        sent = turns_of(proxy.sent(*route(first)))
+        for turn in range(3):
+            for name in ("one", "other"):
+                history = [each for number in range(turn) for each in (assistant(f"{name} {number}"), user("Why?"))]
+                history = [*history, assistant(f"{name} {turn}"), user("Why?")]
+                assert turns_of(proxy.sent(*route(first, *history))) == [*sent, *history]
+
+    @ROUTES
+    def test_an_answer_that_the_client_has_edited_changes_nothing(self, route: Route) -> None:
+        proxy = Proxy()
+        proxy.sent(*route(user(written("abc") + "\nOther?")))
+        first = user(written("cba") + "\nWhich?")
+        sent = turns_of(proxy.sent(*route(first)))
+        for answer in ("a", "a, but shorter", ""):
+            later = [assistant(answer), user("Why?")]
+            assert turns_of(proxy.sent(*route(first, *later))) == [*sent, *later]
+
+    @pytest.mark.parametrize("dedup", [False, True])
+    @given(
+        st.lists(
+            st.tuples(
+                st.text("abcd", max_size=4), st.sampled_from(["ask", "fail", "branch", "other"]), st.integers(0, 3)
+            ),
+            max_size=10,
+        )
+    )
+    def test_whatever_comes_between_what_is_sent_extends_what_was_sent(self, dedup: bool, steps: Sequence[Any]) -> None:
+        proxy = with_repeats() if dedup else Proxy()
+        # What each client has, and what the server got.
+        branches: list[tuple[list[Any], list[Any]]] = [([], [])]
+        for number, (names, kind, which) in enumerate(steps):
+            place = which % len(branches)
+            history, before = branches[place]
+            if kind == "branch":
+                branches.append((history, before))
+            elif kind == "other":
+                proxy.sent(*chat(user(f"{written(names)}\nOther {number}?")))
+            else:
+                asked = [*history, user(f"{written(names)}\n{number}?")]
+                sent = turns_of(proxy.sent(*chat(*asked), fails=kind == "fail"))
+                assert sent[: len(before)] == before
+                assert len(sent) == len(asked)
+                if kind == "ask":
+                    answer = assistant(f"Answer {number}.")
+                    branches[place] = ([*asked, answer], [*sent, answer])
+
+    def test_a_thousand_turns_are_flat_in_memory(self) -> None:
+        proxy = Proxy(orderer=Orderer(block_size=16, capacity_tokens=8000, strict=True))
+        history: list[Any] = []
+        before: list[Any] = []
+        sizes = []
+        for number in range(1000):
+            # A window of five to ten turns.
+            if len(history) == 20:
+                history, before = history[10:], []
+            names = "".join("abcdefgh"[(number + place) % 8] for place in range(3))
+            history.append(user(f"{written(names)}\n{number}?"))
+            sent = turns_of(proxy.sent(*chat(*history)))
+            assert sent[: len(before)] == before
+            before = [*sent, assistant(str(number))]
+            history.append(assistant(str(number)))
+            sizes.append((proxy.orderer.tree_size, len(proxy.orderer._scopes)))
+        assert max(sizes[500:])[0] <= max(sizes[:500])[0]
+        assert max(scopes for _, scopes in sizes) <= 1024
+        assert len(proxy.parser._turns._orders) <= 2000
+
     def test_they_are_remembered_in_bounded_memory_and_without_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(turns, "_REMEMBERED", 10)
         proxy = Proxy()
@@ -248,6 +319,15 @@ class TestRepeatedDocuments:
         last = turns_of(with_repeats().sent(*body))[-1]
         assert last["content"] == f"{other}\n[b] is above."
 
+    def test_a_former_version_is_sent_again(self) -> None:
+        """Its name would be that of the version that stands last."""
+        other = document("a", "It has changed since.")
+        body = chat(user(document("a")), assistant("a"), user(other), assistant("b"), user(document("a")))
+        proxy = with_repeats()
+        assert proxy.sent(*body) == body[1]
+        again = chat(*body[1]["messages"][1:], assistant("c"), user(document("a")))
+        assert turns_of(proxy.sent(*again))[-1] == user("[a] is above.")
+
     def test_an_answer_that_quotes_one_does_not_hold_it(self) -> None:
         body = chat(user("Which?"), assistant(written("ab")), user(written("ab")))
         proxy = with_repeats()
@@ -276,6 +356,21 @@ class TestRepeatedDocuments:
         sent = turns_of(with_repeats().sent(*body))
         assert sent[-1] == output(f"[b] is above.\n{document('c')}")
         assert sent[:-1] == turns_of(body[1])[:-1]
+
+    def test_in_messages_of_tools(self) -> None:
+        calls = [{"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}]
+        call = {"role": "assistant", "content": None, "tool_calls": calls}
+
+        def result(content: str) -> dict[str, Any]:
+            return {"role": "tool", "tool_call_id": "1", "content": content}
+
+        body = chat(user(written("ab") + "\nWhich?"), call, result(written("bc")), call, result(written("cd")))
+        proxy = with_repeats()
+        sent = turns_of(proxy.sent(*body))
+        assert sent[2] == result(f"[b] is above.\n{document('c')}")
+        assert sent[4] == result(f"[c] is above.\n{document('d')}")
+        assert [sent[0], sent[1], sent[3]] == [turns_of(body[1])[place] for place in (0, 1, 3)]
+        assert proxy.named == "0"
 
     def test_in_parts_of_results_of_tools(self) -> None:
         use = assistant([{"type": "tool_use", "id": "1", "name": "search", "input": {}}])

@@ -4,24 +4,20 @@ history is known to the block."""
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.told_server import BLOCK, Told, ToldServer
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder, Segment, Turn
 from ragorder.adapters.observing import ObservedOrderer
-from ragorder.eval.engines.sim import SimEngine
-from ragorder.trie.histories import Histories
+from ragorder.trie.histories import Histories, KnownSegments
 from ragorder.trie.tree import KnowledgeTree
 
 SYSTEM = "Answer from the documents."
-BLOCK = 16
-CLOSING = 5
 
 
 def document(name: str, version: int = 0) -> Document:
@@ -228,69 +224,9 @@ class TestMessages:
             PromptBuilder(SYSTEM).turn("Why?", [A], orderer=strict(), **options)
 
 
-@dataclass
-class Told:
-    """A conversation as a server has it: tokens of what was said, by segment."""
-
-    segments: list[Segment] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-
-class Server:
-    """vLLM's block pool, and an application that tells the orderer about its conversations."""
-
-    def __init__(self, blocks: int | None, seed: int, **options: Any) -> None:
-        capacity = None if blocks is None else blocks * BLOCK
-        self.draw = random.Random(seed)
-        self.engine = SimEngine(block_size=BLOCK, capacity_tokens=capacity, like="vllm-0.32")
-        self.system = self._tokens(37)
-        self.texts = {f"d{number}": self._tokens(self.draw.randrange(10, 90)) for number in range(24)}
-        self.orderer = strict(
-            capacity_tokens=capacity,
-            prefix_tokens=len(self.system),
-            key=lambda name: name,
-            tokens=lambda name: len(self.texts[name]),
-            **options,
-        )
-        self.predicted: list[int] = []
-        self.reported: list[int] = []
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self.draw.randrange(1 << 40) for _ in range(count)]
-
-    def pick(self) -> list[str]:
-        return self.draw.sample(sorted(self.texts), 3)
-
-    def ask(
-        self, told: Told, documents: Sequence[str], question: Sequence[int] | None = None, *, fail: bool = False
-    ) -> Told:
-        """The conversation with one more turn, or as it was."""
-        question = self._tokens(self.draw.randrange(3, 40)) if question is None else question
-        answer = self._tokens(self.draw.randrange(2, 60))
-        named = Segment(f"q{hash(tuple(question))}", len(question))
-        ordering: Ordering[str] = self.orderer.order(
-            documents, behind=told.segments, question=named, suffix_tokens=len(question) + len(answer) - 1
-        )
-        self.last = ordering
-        sent = [*told.tokens, *(token for name in ordering.documents for token in self.texts[name]), *question]
-        prompt = [*self.system, *sent]
-        if fail:
-            ordering.discard()
-            return told
-        done = self.engine.generate(prompt, answer=answer[:-1])
-        self.predicted.append(ordering.cached_tokens)
-        self.reported.append(done.cached_tokens)
-        said = [*answer, *self._tokens(CLOSING)]
-        keys = f"m{hash(tuple(sent))}", f"a{hash(tuple(said))}"
-        ordering.remember_as(*keys, closing_tokens=CLOSING)
-        ordering.confirm(done.cached_tokens, len(prompt) + len(answer), prompt_tokens=len(prompt))
-        message = Segment(keys[0], len(sent) - len(told.tokens))
-        return Told([*told.segments, message, Segment(keys[1], len(said))], [*sent, *said])
-
-
 class TestPredictions:
     def test_a_conversation_is_predicted_to_the_token(self) -> None:
-        server = Server(None, 1)
+        server = ToldServer(None, 1)
         told = Told()
         for _ in range(8):
             told = server.ask(told, server.pick())
@@ -298,9 +234,9 @@ class TestPredictions:
         assert server.reported[-1] > 7 * 3 * 10
 
     def test_many_conversations_with_regenerations_branches_and_failures_are_predicted_to_the_token(self) -> None:
-        server = Server(None, 2)
+        server = ToldServer(None, 2)
         chats = [[Told()] for _ in range(6)]
-        question = server._tokens(30)
+        question = server.tokens(30)
         for _ in range(150):
             turns = server.draw.choice(chats)
             kind = server.draw.random()
@@ -316,17 +252,39 @@ class TestPredictions:
         assert server.predicted == server.reported
 
     def test_the_same_turn_again_is_found_up_to_its_last_token(self) -> None:
-        server = Server(None, 3)
+        server = ToldServer(None, 3)
         told = server.ask(Told(), server.pick())
-        documents, question = server.pick(), server._tokens(50)
+        documents, question = server.pick(), server.tokens(50)
         server.ask(told, documents, question)
         server.ask(told, documents[::-1], question)
         assert server.last.prefix_documents == 3
         assert [server.last.documents[place] for place in range(3)] == documents
         assert server.predicted == server.reported
 
+    def test_a_turn_whose_answer_was_cut_off_is_found_up_to_its_last_token(self) -> None:
+        server = ToldServer(None, 10)
+        told = server.ask(Told(), server.pick())
+        for _ in range(3):
+            documents, question = server.pick(), server.tokens(50)
+            assert server.ask(told, documents, question, cut=True) is told
+            told = server.ask(told, documents, question)
+        assert server.predicted == server.reported
+
+    def test_branches_that_are_in_flight_at_once_keep_apart(self) -> None:
+        server = ToldServer(None, 11)
+        told = server.ask(Told(), server.pick())
+        other = server.ask(told, server.pick())
+        question = Segment("q in flight", 40)
+        waiting = server.orderer.order(server.pick(), behind=told.segments, question=question)
+        for _ in range(3):
+            told, other = server.ask(told, server.pick()), server.ask(other, server.pick())
+        waiting.remember_as("m in flight", "a in flight")
+        waiting.discard()
+        told, other = server.ask(told, server.pick()), server.ask(other, server.pick())
+        assert server.predicted == server.reported
+
     def test_documents_of_a_later_turn_stay_as_ranked(self) -> None:
-        server = Server(None, 4)
+        server = ToldServer(None, 4)
         documents = server.pick()
         for order in (documents, documents[::-1]):
             server.ask(Told(), order)
@@ -338,7 +296,7 @@ class TestPredictions:
         assert server.last.permutation == [0, 1, 2]
 
     def test_a_history_without_its_first_turns_is_another_one(self) -> None:
-        server = Server(None, 5)
+        server = ToldServer(None, 5)
         first = server.ask(Told(), server.pick())
         told = server.ask(first, server.pick())
         cut = Told(told.segments[2:], told.tokens[len(first.tokens) :])
@@ -350,7 +308,7 @@ class TestPredictions:
 
     @pytest.mark.parametrize("seed", range(4))
     def test_in_a_small_cache_all_but_few_are_predicted_within_a_block(self, seed: int) -> None:
-        server = Server(160, seed)
+        server = ToldServer(160, seed)
         chats = [Told() for _ in range(8)]
         for _ in range(300):
             place = server.draw.randrange(len(chats))
@@ -362,10 +320,10 @@ class TestPredictions:
         assert sum(off) / len(off) <= 0.03
 
     def test_a_forecast_records_nothing_and_is_what_order_predicts(self) -> None:
-        server = Server(None, 6)
+        server = ToldServer(None, 6)
         told = Told()
         for _ in range(4):
-            documents, question = server.pick(), server._tokens(20)
+            documents, question = server.pick(), server.tokens(20)
             named = Segment(f"q{hash(tuple(question))}", 20)
             where: dict[str, Any] = {"behind": told.segments, "question": named}
             size = server.orderer.tree_size
@@ -378,7 +336,7 @@ class TestPredictions:
             assert server.predicted[-1] == predicted
 
     def test_first_turns_are_ordered_as_requests_without_a_conversation(self) -> None:
-        ours, plain = Server(None, 7), Server(None, 7)
+        ours, plain = ToldServer(None, 7), ToldServer(None, 7)
         for _ in range(60):
             documents = ours.pick()
             ours.ask(Told(), documents)
@@ -387,7 +345,7 @@ class TestPredictions:
             assert ours.last.permutation == ordering.permutation
 
     def test_an_answer_that_is_shown_otherwise_than_it_was_generated_is_no_eviction(self) -> None:
-        server = Server(None, 8)
+        server = ToldServer(None, 8)
         told = other = server.ask(Told(), server.pick())
         while told.segments[1].tokens < 3 * BLOCK:
             told = server.ask(Told(), server.pick())
@@ -409,7 +367,7 @@ class TestPredictions:
         assert other.cached_tokens == 0
 
     def test_an_observed_orderer_follows_both_orders(self) -> None:
-        server = Server(None, 9)
+        server = ToldServer(None, 9)
         observed = ObservedOrderer(server.orderer)
         plain, server.orderer = observed._other, observed  # type: ignore[assignment]
         told = Told()
@@ -430,13 +388,13 @@ class TestPredictions:
 
 class TestBounds:
     def test_a_thousand_turns_are_flat_in_memory(self) -> None:
-        server = Server(400, 1)
+        server = ToldServer(400, 1)
         told, kept = Told(), []
         for number in range(1000):
-            told = server.ask(told, server.pick()[:1], server._tokens(4))
+            told = server.ask(told, server.pick()[:1], server.tokens(4))
             if number % 100 == 0:
-                scope = server.orderer._scopes[None]
-                kept.append((server.orderer.tree_size, len(scope.histories), len(server.orderer._scopes.pool.log)))
+                scopes = server.orderer._scopes
+                kept.append((server.orderer.tree_size, len(scopes.segments), len(scopes.pool.log)))
             # A window of the last ten turns, cut at a turn's beginning now and then, as applications do.
             if len(told.segments) > 40:
                 told = Told(told.segments[20:], told.tokens[sum(each.tokens for each in told.segments[:20]) :])
@@ -444,19 +402,20 @@ class TestBounds:
         assert max(ends for _, ends, _ in kept) <= 2000
         assert max(entries for *_, entries in kept) <= 3 * 1024
 
-    def test_segments_used_last_are_remembered(self) -> None:
+    def test_of_all_scopes_the_segments_used_last_are_remembered(self) -> None:
         tree = KnowledgeTree(BLOCK)
-        histories = Histories(tree, kept=3)
+        known = KnownSegments(kept=3)
+        histories = Histories(tree, known), Histories(tree, known)
         nodes = tree.insert(["a", "b"], [20, 20], [0, 1])
         for number in range(10):
-            histories.add(b"%d" % number, nodes[1:])
-        assert len(histories) == 3
+            histories[number % 2].add(b"%d" % (number // 2), nodes[1:])
+        assert len(known) == 3
 
     def test_one_history_of_a_thousand_turns_is_answered(self) -> None:
-        server = Server(None, 2)
+        server = ToldServer(None, 2)
         told = Told()
         for _ in range(1000):
-            told = server.ask(told, server.pick()[:1], server._tokens(3))
+            told = server.ask(told, server.pick()[:1], server.tokens(3))
         assert server.predicted == server.reported
 
 

@@ -62,6 +62,14 @@ def test_the_suite_shows_each_turn_and_what_was_predicted(tmp_path: Path) -> Non
     assert "turn 3" in page
 
 
+def test_the_suite_of_lost_conversations_says_how_many_were_laid_out_anew(tmp_path: Path) -> None:
+    run = ["run", "turns-lost", "--reduced", "--seeds", "0", "-o", str(tmp_path)]
+    done = CliRunner().invoke(evaluate, run)
+    assert done.exit_code == 0, done.output
+    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    assert "laid out anew" in page and "turns that compute more than appended" in page
+
+
 def test_a_real_servers_cached_tokens_are_predicted_to_the_block(vllm_server: Any, vllm_model: Path) -> None:
     """128 blocks of 32 tokens: conversations of small documents, two at a time."""
     from ragorder.eval.engines.models import load_tokenizer

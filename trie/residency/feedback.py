@@ -79,7 +79,7 @@ class FeedbackResidency:
         prompt_tokens: float | None = None,
     ) -> None:
         if lease.open:
-            if prompt_tokens is not None and (lease.turn is None or not lease.turn.history):
+            if prompt_tokens is not None and (lease.turn is None or lease.turn.opens):
                 last = lease.path[-1 if lease.turn is None else lease.turn.documents]
                 self.learn_prompt(last.end - self.tree.root.end, prompt_tokens)
             if cached_tokens is not None:

@@ -1,1 +1,2 @@
-"""Costs of prompts at clouds, whose caches resume at marks alone: suites clouds and clouds-nothing-shared."""
+"""Costs of prompts at clouds, whose caches resume at marks alone: suites clouds, clouds-nothing-shared and
+clouds-conversations."""

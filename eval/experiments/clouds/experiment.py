@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.clouds import CacheRules, cache_rules
 from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.experiments.clouds.chats import CHATS
 from ragorder.eval.experiments.clouds.measuring import serve
 from ragorder.eval.experiments.clouds.policies import POLICIES
 from ragorder.eval.experiments.clouds.record import CloudsCell, CloudsRecord
+from ragorder.eval.experiments.clouds.talking import serve_conversations, talks
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.experiment import Experiment, Job, Line
 
@@ -37,17 +39,26 @@ class Clouds(Experiment):
     def obstacle(self, suite: Suite, cell: CloudsCell, policy: str) -> str | None:
         if self.options.engine != "sim":
             return "clouds are simulated: run it without --engine"
+        if cell.converses and policy not in CHATS:
+            return f"conversations are sent by {', '.join(CHATS)}"
         return super().obstacle(suite, cell, policy)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: CloudsCell = job.cell
         rules = _rules(cell)
-        rankings = make_workload(cell.workload, job.seed, requests=job.requests).rankings[: job.requests]
+        if cell.converses:
+            conversations = talks(max(1, job.requests // cell.turns), cell.turns, job.seed)
+        else:
+            rankings = make_workload(cell.workload, job.seed, requests=job.requests).rankings[: job.requests]
         for policy in job.policies:
+            if cell.converses:
+                rows = serve_conversations(conversations, cell, rules, policy, job.seed, advance)
+            else:
+                rows = serve(rankings, cell, rules, policy, job.seed, advance)
             yield {
                 "policy": policy,
                 "engine": {"name": "simulated cloud", "model": cell.model},
-                "rows": serve(rankings, cell, rules, policy, job.seed, advance),
+                "rows": rows,
                 "facts": {"write": rules.write, "read": rules.read, "minimum": rules.minimum_tokens},
             }
 

@@ -8,15 +8,14 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
-from ragorder import Document, Ordering, PromptBuilder
+from ragorder import Document, Ordering
 from ragorder.clouds import CacheRules
 from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
 from ragorder.eval.experiments.clouds.policies import POLICIES
+from ragorder.eval.experiments.clouds.prompts import make_builder, make_document, make_question
 from ragorder.eval.experiments.clouds.record import CloudsCell
 
 __all__ = ["serve"]
-
-_CHARACTERS = 4
 
 
 def serve(
@@ -29,9 +28,8 @@ def serve(
 ) -> dict[str, list[int]]:
     """Rows of a `CloudsRecord`. Requests overlap: what one writes can be read from its first token on."""
     now = 0.0
-    # With the blank line behind it, as long as asked for.
-    builder = PromptBuilder("s" * (_CHARACTERS * cell.system_tokens - 2))
-    documents = {number: _document(number, cell.document_tokens) for ranking in rankings for number in ranking}
+    builder = make_builder(cell)
+    documents = {number: make_document(number, cell.document_tokens) for ranking in rankings for number in ranking}
     asked = POLICIES[policy](rules, builder, lambda: now, cell.question_tokens)
     cloud = SimulatedCloud(rules)
     rng = random.Random(f"arrivals {seed}")
@@ -52,7 +50,7 @@ def serve(
         now = at_s
         ordering = asked.ordering([documents[each] for each in ranking])
         predicted = asked.predicted(ordering)
-        answer = cloud.begin(asked.body(_question(number, cell.question_tokens), ordering), now)
+        answer = cloud.begin(asked.body(make_question(number, cell.question_tokens), ordering), now)
 
         first: Callable[[], None] = partial(_first_token, cloud, answer, ordering)
         last: Callable[[], None] = partial(asked.confirm, ordering, cloud.usage(answer))
@@ -69,15 +67,3 @@ def serve(
 def _first_token(cloud: SimulatedCloud, answer: CloudAnswer, ordering: Ordering[Document]) -> None:
     cloud.first_token(answer)
     ordering.readable()
-
-
-def _document(number: int, tokens: int) -> Document:
-    """A text that takes so many tokens with its header and the blank line behind it."""
-    id = f"d{number:06}"
-    length = _CHARACTERS * tokens - len(f"[{id}]\n\n\n")
-    return Document(id, (f"{number} " * length)[:length].replace(" ", "-"))
-
-
-def _question(number: int, tokens: int) -> str:
-    length = _CHARACTERS * tokens - len("Question: ")
-    return f"{number:06}".ljust(length, "?")[:length]

@@ -1,4 +1,4 @@
-"""Three ways to send a conversation whose turns each have documents."""
+"""Ways to send a conversation whose turns each have documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHATS", "SYSTEM", "Chat", "send_turns"]
 
-_COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated")
+_COLUMNS = ("turn", "prompt_tokens", "cached_tokens", "predicted_tokens", "repeated", "rebased")
 
 SYSTEM = "Answer the question from the documents."
 
@@ -31,6 +31,7 @@ class Chat(ABC):
 
     predicted_tokens: int | None = None
     repeated = 0
+    rebased = 0
 
     def __init__(self, builder: PromptBuilder, orderer: Orderer) -> None:
         self.builder = builder
@@ -76,9 +77,13 @@ class TurnChat(Chat):
     """`PromptBuilder.turn`."""
 
     turn: Turn
+    earlier: list[Document] | None = None
+    """Documents of former turns, if they may be laid out anew."""
 
     def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
-        self.turn = self.builder.turn(question, documents, history=self.messages, orderer=self.orderer)
+        options: dict[str, Any] = {"orderer": self.orderer, "rebase": self.earlier}
+        self.turn = self.builder.turn(question, documents, history=self.messages, **options)
+        self.rebased = int(self.turn.rebased)
         self.predicted_tokens = self.turn.ordering.cached_tokens
         self.repeated = len(self.turn.repeated)
         return self.turn.messages
@@ -92,7 +97,25 @@ class TurnChat(Chat):
         self.turn.discard()
 
 
-CHATS: dict[str, type[Chat]] = {"system": SystemChat, "append": AppendingChat, "turns": TurnChat}
+class RebasingChat(TurnChat):
+    """With `rebase`."""
+
+    def __init__(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        super().__init__(builder, orderer)
+        self.earlier = []
+
+    def answered(self, text: str, usage: dict[str, Any]) -> None:
+        super().answered(text, usage)
+        known = {document.key: document for document in [*(self.earlier or ()), *self.turn.new]}
+        self.earlier = list(known.values())
+
+
+CHATS: dict[str, type[Chat]] = {
+    "system": SystemChat,
+    "append": AppendingChat,
+    "turns": TurnChat,
+    "rebased": RebasingChat,
+}
 
 
 async def send_turns(
@@ -141,7 +164,7 @@ async def send_turns(
                     raise
                 usage = answer["usage"]
                 chat.answered(answer["choices"][0]["message"]["content"] or "", usage)
-                counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated
+                counts = usage["prompt_tokens"], _cached(usage), chat.predicted_tokens, chat.repeated, chat.rebased
                 figures[number, place] = (number, *counts)
                 advance()
 

@@ -1,0 +1,153 @@
+"""Conversations laid out anew: all their documents in front of the first question, the words of all turns as they
+were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.document import Document
+
+__all__ = ["Layout", "Standing", "lay_out_anew", "read_earlier"]
+
+_BEARERS = ("user", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A document as it stands in a message: its whole `text`, which begins with its `header`, and the line by which it
+    is `named` instead."""
+
+    document: Document
+    text: str
+    header: str
+    named: str
+
+    @property
+    def movable(self) -> bool:
+        """Whether it can be told from a part of another one."""
+        return bool(self.text.strip() and self.header.strip()) and self.text.startswith(self.header)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Messages from which the `documents` have been taken, each named where it stood, but for those of the first
+    message: they are to stand in front of its content, behind the `system` prompt where that has no message."""
+
+    documents: list[Document]
+    system: str
+    messages: list[dict[str, Any]]
+
+
+def read_earlier(documents: Iterable[Document]) -> list[Document]:
+    """Raises TypeError for anything but documents."""
+    wanted = "rebase must hold the documents of earlier turns (ragorder.Document), or be None"
+    if isinstance(documents, bool) or not isinstance(documents, Iterable):
+        raise TypeError(f"{wanted}, got {documents!r}")
+    earlier = list(documents)
+    for each in earlier:
+        if not isinstance(each, Document):
+            raise TypeError(f"{wanted}, got {type(each).__name__}")
+    return earlier
+
+
+def lay_out_anew(
+    messages: Sequence[Mapping[str, Any]],
+    asked: Sequence[Standing],
+    earlier: Sequence[Standing],
+    *,
+    system: str,
+    openings: tuple[str, ...],
+) -> Layout | None:
+    """All documents `asked` for now, and those of `earlier` turns that stand in the messages, taken together.
+
+    `system` opens the first message where the system prompt has none of its own. Directly behind a document stands one
+    of `openings` (none: anything). A document stays where it is if another version of it does. None if there is nothing
+    to move, or if one that is asked for would have to stay.
+    """
+    first = messages[0].get("content")
+    if messages[0].get("role") != "user" or not isinstance(first, str) or not first.startswith(system):
+        return None
+    known: dict[str, Standing] = {}
+    for each in (*asked, *earlier):
+        if each.movable:
+            known.setdefault(each.text, each)
+    contents: list[str | None] = [
+        message["content"] if message.get("role") in _BEARERS and isinstance(message.get("content"), str) else None
+        for message in messages
+    ]
+    contents[0] = first[len(system) :]
+    runs = [None if content is None else _Run(content, list(known.values()), openings) for content in contents]
+    standing = {each.text for run in runs if run is not None for each in run.documents}
+    moved = standing | {each.text for each in asked}
+    while True:
+        texts = [*_others(messages, contents), *(run.without(moved) for run in runs if run is not None)]
+        headers = Counter(each.header for each in known.values() if each.text in moved)
+        kept = {
+            each.text
+            for each in known.values()
+            if each.text in moved and (headers[each.header] > 1 or any(_opens(each, text) for text in texts))
+        }
+        if not kept:
+            break
+        moved -= kept
+    if not moved & standing or not all(each.movable and each.text in moved for each in asked):
+        return None
+    anew = []
+    for message, run in zip(messages, runs, strict=True):
+        content = message.get("content")
+        if run is not None:
+            content = run.without(moved) if message is messages[0] else run.named(moved) + run.without(moved)
+        anew.append({**message, "content": content} if "content" in message else dict(message))
+    return Layout([each.document for each in known.values() if each.text in moved], system, anew)
+
+
+class _Run:
+    """The documents with which a message begins, and what stands behind them."""
+
+    def __init__(self, content: str, known: Sequence[Standing], openings: tuple[str, ...]) -> None:
+        self.documents: list[Standing] = []
+        end = 0
+        while (found := _at(content, end, known, openings)) is not None:
+            self.documents.append(found)
+            end += len(found.text)
+        self.rest = content[end:]
+
+    def without(self, moved: set[str]) -> str:
+        return "".join(each.text for each in self.documents if each.text not in moved) + self.rest
+
+    def named(self, moved: set[str]) -> str:
+        return "".join(each.named for each in self.documents if each.text in moved)
+
+
+def _at(content: str, place: int, known: Sequence[Standing], openings: tuple[str, ...]) -> Standing | None:
+    """The longest document there: another one may be its beginning."""
+    found: Standing | None = None
+    for each in known:
+        end = place + len(each.text)
+        whole = end == len(content) or not openings or content.startswith(openings, end)
+        if whole and content.startswith(each.text, place) and (found is None or len(each.text) > len(found.text)):
+            found = each
+    return found
+
+
+def _others(messages: Sequence[Mapping[str, Any]], contents: Sequence[str | None]) -> Iterator[str]:
+    """Texts in which no document is looked for."""
+    for message, content in zip(messages, contents, strict=True):
+        parts = message.get("content") if content is None and message.get("role") != "assistant" else None
+        if isinstance(parts, str):
+            yield parts
+        elif isinstance(parts, Sequence):
+            yield from (str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
+
+
+def _opens(standing: Standing, text: str) -> bool:
+    """Whether the text has the document's header, other than in its name."""
+    place = text.find(standing.header)
+    while place >= 0:
+        if not text.startswith(standing.named, place):
+            return True
+        place = text.find(standing.header, place + 1)
+    return False
