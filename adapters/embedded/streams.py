@@ -13,6 +13,9 @@ from ragorder.pipelining import AnswerChunk
 
 __all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
 
+# By what an engine's error came from: causes after which a batch may be tried again.
+_CAUSES = {"memory": MemoryError, "disk": OSError}
+
 
 class EmbeddedStreams:
     """Sends requests to an `EngineWorker`. Closing a stream aborts its request after the current step.
@@ -60,7 +63,9 @@ class EmbeddedStreams:
                     yield AnswerChunk(update.text)
                     continue
                 if done.finish_reason not in ("stop", "length"):
-                    raise EmbeddedRequestError(f"the engine ended the request ({done.finish_reason}): {done.error}")
+                    why = f"the engine ended the request ({done.finish_reason}): {done.error}"
+                    cause = _CAUSES.get(done.fault or "")
+                    raise EmbeddedRequestError(why) from (None if cause is None else cause(why))
                 if update.text:
                     yield AnswerChunk(update.text)
                 usage = done.prompt_tokens, done.cached.total, len(done.token_ids), done.finish_reason
@@ -68,4 +73,5 @@ class EmbeddedStreams:
 
 
 class EmbeddedRequestError(RuntimeError):
-    """A request that failed, ran out of time, or was aborted."""
+    """A request that failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError where memory or
+    the disk of the model was at fault."""

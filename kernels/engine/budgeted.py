@@ -151,7 +151,9 @@ class Relief:
             return self._scheduler.shrink(tokens)
         if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
             return True
-        return self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
+        given = self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
+        # A pool that made way for a smaller one may have found no memory: what was given back is for it.
+        return self.hold(_needed_tokens(unfinished)) and given
 
     def hold(self, tokens: int) -> bool:
         """Have a pool that holds a request of so many tokens, as large as planned at most; False without the memory."""

@@ -241,7 +241,12 @@ class LayerStreamer:
         return LayerBuffer(self.store.slot_bytes, self.device)
 
     def _adapt(self, tokens: int) -> None:
-        if self.room is None or not self.streamed:
+        if not self.streamed:
+            return
+        if not len(self._ring):
+            # There was no memory for a single one.
+            self._set_slots(1)
+        if self.room is None:
             return
         wanted = max(self._least, min(len(self.streamed), self.room(tokens) // self.store.slot_bytes))
         self._calm = self._calm + 1 if wanted > len(self._ring) else 0

@@ -28,7 +28,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite, load_suites
 
 REQUESTS = 6
-CELL = AllThreeCell(requests=REQUESTS, idle_layers=1, device_bytes=180 << 20, vectors=2000, clusters=16, nprobe=16)
+CELL = AllThreeCell(requests=REQUESTS, idle_layers=1, device_bytes=145 << 20, vectors=2000, clusters=16, nprobe=16)
 
 
 @pytest.fixture(scope="module")
