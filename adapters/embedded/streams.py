@@ -10,6 +10,7 @@ from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.pipelining import AnswerChunk
+from ragorder.pipelining.batching import Placement
 
 __all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
 
@@ -38,6 +39,12 @@ class EmbeddedStreams:
         """Give memory of the engine back: see `Relief`. False for an engine that has none to give."""
         relieve = getattr(self._worker.engine, "relieve", None)
         return relieve is not None and bool(relieve())
+
+    def place(self, placement: object) -> None:
+        """Have layers and KV of the engine lie as a `Placement` says; another object concerns it not. Raises what
+        `TieredEngine.place` raises."""
+        if isinstance(placement, Placement):
+            self._worker.engine.place(placement)
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The last chunk has the usage. Raises the worker's errors, TypeError for an option that `Sampling` does not

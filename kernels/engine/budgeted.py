@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ragorder.kernels.cache import KnowledgeCache
@@ -21,6 +22,7 @@ from ragorder.kernels.offload.footprint import Footprint
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
+from ragorder.pipelining.batching.placement import Placement
 
 __all__ = ["Relief", "StreamedMemory", "StreamedModel", "plan_streamed"]
 
@@ -208,6 +210,27 @@ class Relief:
             return self._streamer.move(residency)
         finally:
             self._residency = self._streamer.residency
+
+    def place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
+        """See `TieredEngine.place`."""
+        streamer, shape = self._streamer, self._cache.shape
+        if streamer is None:
+            raise ValueError("the layers lie on the device: load the engine with device_bytes to place them")
+        if placement.weights.total != len(streamer.store):
+            raise ValueError(
+                f"the placement is of {placement.weights.total} layers, the model has {len(streamer.store)}"
+            )
+        residency = Residency.spread(len(streamer.store), placement.weights.device, placement.weights.host)
+        blocks = placement.kv.device // shape.block_bytes
+        pools = partial(self.resize, blocks * shape.block_size, placement.kv.host, unfinished)
+        smaller = blocks < self._cache.pool.blocks
+        if smaller:
+            pools()
+        if placement.slots:
+            streamer.resize(placement.slots)
+        self.move(residency)
+        if not smaller:
+            pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
         """Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had;

@@ -47,6 +47,7 @@ from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.pipelining.batching.placement import Placement
 
 __all__ = ["TieredEngine"]
 
@@ -280,6 +281,21 @@ class TieredEngine:
                 self._pool_changed()
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
+
+    def place(self, placement: Placement) -> None:
+        """Have layers and KV lie like this from the next step on, each pool as large as its share; the largest step and
+        batch stay as they are. What becomes smaller does so first.
+
+        Raises ValueError for a model that does not stream and for another number of layers, and what `resize` and
+        `move_layers` raise, after a part of it."""
+        with self._lock:
+            self._failures.check_device()
+            self._forget_work()
+            try:
+                self._relief.place(placement, self._sequences.values())
+            finally:
+                self._pool_changed()
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
         """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model

@@ -301,3 +301,29 @@ class TestAModelThatStreams:
         answers = await self.answers(streamed)
         assert [answer.text for answer in answers] == expected
         assert sum(answer.trace.failures for answer in answers) > 0
+
+    async def test_is_placed_anew_between_batches(self, streamed: Any) -> None:
+        from ragorder.pipelining.batching import Placement, Spread
+
+        engine = streamed[0].engine
+        token = engine._cache.shape.block_bytes // engine.block_size
+        placements = [
+            Placement(Spread(device, 0, 3 - device), Spread(device=tokens * token), 0, 2, step_tokens=64, slots=1)
+            for device, tokens in ((2, 1024), (0, 2048))
+        ]
+        builder = PromptBuilder(tokenizer=streamed[1])
+        from ragorder.adapters.embedded import EmbeddedStreams
+
+        async with ordered_batches(
+            EmbeddedStreams(streamed[0]),
+            plain_retrieval(retrieve),
+            orderer=Orderer(capacity_tokens=1024, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
+            builder=builder,
+            prompts="token_ids",
+        ) as server:
+            runs = [asyncio.create_task(server.run(question)) for question in asked(8, max_tokens=3)]
+            for placement in placements:
+                await server.place(placement)
+                assert engine.stats().stream.device_layers == placement.weights.device
+                assert engine.device_tokens == placement.kv.device // token
+            assert all(answer.usage for answer in await asyncio.gather(*runs))

@@ -31,6 +31,7 @@ from ragorder.kernels.engine import (
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.offload import BudgetError, Place, Residency
 from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.pipelining.batching import Placement, Spread
 
 pytestmark = pytest.mark.merge
 
@@ -346,6 +347,42 @@ class TestPoolsAndRelief:
                     assert float((each.logits - other.logits).abs().max()) <= 1e-4
             assert refused
             assert engine.device_tokens == engine._cache.pool.blocks * 16
+
+    @pytest.mark.parametrize("unfinished", [False, True], ids=["idle", "while requests run"])
+    def test_a_placement_moves_layers_and_pools_and_changes_no_answer(self, folder: Path, unfinished: bool) -> None:
+        expected = answers(folder, (0, 0))[0]
+        with TieredEngine.load(folder, streaming(folder, 5, device_bytes=room_for(folder, 8))) as engine:
+            token, block = engine._cache.shape.block_bytes // 16, engine._cache.shape.block_bytes
+            for device, host, tokens_ in ((1, 2, 4096), (4, 0, 512), (0, 0, 512)):
+                ids = [engine.add(request) for request in requests()] if unfinished else []
+                if unfinished:
+                    engine.step()
+                kv = Spread(device=tokens_ * token, host=10 * block)
+                slots = 0 if device == 6 else 2
+                weights = Spread(device, host, 6 - device - host)
+                engine.place(Placement(weights, kv, partitions=0, batch=4, step_tokens=STEP, slots=slots))
+                stream = engine.stats().stream
+                assert stream is not None
+                assert (stream.device_layers, stream.host_layers, stream.slots) == (device, host, 2)
+                assert engine.device_tokens == tokens_
+                assert engine.stats().cache.host.capacity_bytes == 10 * block
+                done = {}
+                while engine.has_unfinished:
+                    for update in engine.step():
+                        if update.completion is not None:
+                            done[update.request_id] = update.completion
+                found = [done[each] for each in ids] if unfinished else engine.generate(requests())
+                for one, other in zip(found, expected, strict=True):
+                    assert one.error is None, one.error
+                    assert one.token_ids == other.token_ids
+
+    def test_a_placement_of_another_model_is_refused(self, folder: Path) -> None:
+        placement = Placement(Spread(3), Spread(device=1 << 20), partitions=0, batch=1, step_tokens=STEP)
+        with TieredEngine.load(folder, streaming(folder, 5)) as engine:
+            with pytest.raises(ValueError, match="is of 3 layers, the model has 6"):
+                engine.place(placement)
+        with TieredEngine.load(folder, whole()) as engine, pytest.raises(ValueError, match="load the engine with"):
+            engine.place(placement)
 
     def test_relief_gives_steps_then_kv_then_layers_and_says_when_nothing_is_left(self, folder: Path) -> None:
         expected = answers(folder, (0, 0))
