@@ -469,10 +469,10 @@ class TestPoolsAndRelief:
             streamer = engine._streamer
             assert streamer is not None
             placed = streamer.residency
-            assert placed.count(Place.DEVICE) == 2
+            assert placed.count(Place.DEVICE) == 2 and streamer.slots == 3
             while engine.relieve():
                 pass
-            assert engine.device_tokens < TOKENS and len(streamer.streamed) == 6
+            assert engine.device_tokens < TOKENS and len(streamer.streamed) == 6 and streamer.slots == 1
             # More than the pool has: it grows for the request.
             engine.generate([ask([], tokens(400, 1))])
             assert engine.device_tokens >= 400
@@ -482,6 +482,8 @@ class TestPoolsAndRelief:
                     assert each.token_ids == other.token_ids
             assert engine.device_tokens == TOKENS
             assert streamer.residency == placed
+            # Layers are read ahead again, as far as a small step leaves room.
+            assert streamer.slots > 3
 
     def test_layers_stay_where_they_were_moved_to(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)

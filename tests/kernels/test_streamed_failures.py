@@ -220,7 +220,7 @@ def test_ten_thousand_failures(
     assert outcomes["length"] > 0.7 * len(ended), outcomes
     assert faults.injected.keys() >= SITES, faults.injected
     assert moved and (failures < 1000 or refused)
-    assert engine.stats().cache.host > 0
+    assert engine.stats().cached.host > 0
     # Memory is there again, and so is what was planned.
     engine.resize(device_tokens=TOKENS, host_bytes=1 << 18)
     assert engine.move_layers(Residency.spread(LAYERS, 1)) == Residency.spread(LAYERS, 1)
