@@ -168,6 +168,16 @@ class Relief:
                     return False
         return True
 
+    def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
+        """Have a pool that holds each of the `unfinished` requests, if a shortage has left a smaller one; whether it
+        changed. Raises MemoryError without the memory."""
+        before = self._cache.pool.blocks
+        if before >= self._blocks:
+            return False
+        if not self.hold(_needed_tokens(unfinished)):
+            raise MemoryError("there is no memory for the KV of a request")
+        return self._cache.pool.blocks != before
+
     def step_succeeded(self) -> bool:
         """Whether pool or layers have come back by a part."""
         if self._streamer is None or self._residency is None:

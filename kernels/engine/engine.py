@@ -370,6 +370,8 @@ class TieredEngine:
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
+            if self._relief.restore_pool(self._sequences.values()):
+                self._pool_changed()
             chunks = scheduler.plan()
         except OutOfBlocksError:
             if self._relief.make_blocks():
@@ -478,7 +480,16 @@ class TieredEngine:
             except RequestRefusedError as error:
                 request_id = next(self._ids)
                 completions[request_id] = Completion(
-                    request_id, (), "", "error", len(request.token_ids), TierTokens(), None, 0.0, str(error)
+                    request_id,
+                    (),
+                    "",
+                    "error",
+                    len(request.token_ids),
+                    TierTokens(),
+                    None,
+                    0.0,
+                    str(error),
+                    fault="memory" if isinstance(error, ShortOfMemoryError) else None,
                 )
             self._updates.subscribe(request_id)
             return request_id

@@ -135,6 +135,7 @@ class Completion:
     tbt_s: float | None = None
     fused: TierTokens = field(default_factory=TierTokens)
     recomputed: int = 0
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)

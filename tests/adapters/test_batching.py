@@ -293,7 +293,7 @@ class TestAModelThatStreams:
         compute = engine._runner.compute
 
         def short(chunks: Any) -> Any:
-            if len(engine._scheduler.running) > 1:
+            if len(engine._sequences) > 1:
                 raise MemoryError
             return compute(chunks)
 
