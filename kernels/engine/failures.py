@@ -22,8 +22,8 @@ Ended = list[tuple[Sequence, str, Fault]]
 
 class FailedSteps:
     """Failures of an engine's steps. `forget_device` drops all that the device holds; a request is computed again
-    `max_retries` times, also after weights that could not be read, and with what is cached. `lost`: why the device cannot
-    be used any more."""
+    `max_retries` times, after weights that could not be read with all that is cached. `lost`: why the device cannot be
+    used any more."""
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import Path
+
 import torch
 
 from ragorder.kernels.engine.request import Fault

@@ -198,9 +198,10 @@ class DecoupledServer(Generic[Q, D, R]):
                 await asyncio.wait(left)
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Serve by another placement, as soon as no batch of each worker runs: partitions, the largest batch, and layers
-        and KV of an engine with a method `place`. More partitions come after what makes room for them. Raises ValueError
-        for a placement that the retrieval cannot take, and what the engine raises, maybe after a part of it."""
+        """Serve by another placement, as soon as no batch of each worker runs: its partitions, its largest batch, and
+        layers and KV of an engine that has `place`. More partitions come last, fewer first, so that there is room.
+        Raises ValueError for a placement that the retrieval cannot take, and what the engine raises, maybe after a part
+        of it."""
         self._check_placement(placement)
 
         async def place_engine() -> None:

@@ -118,8 +118,7 @@ class PartitionFile:
         missing = max(ends, default=0) - os.path.getsize(self.path)
         if missing > 0:
             raise ValueError(
-                f"{self.path} is cut off: {missing} bytes of the inverted lists of {path} are missing: copy it again, or "
-                "write the index again"
+                f"{self.path} is cut off: {missing} bytes of the inverted lists of {path} are missing: copy it again"
             )
 
     def _fill(self, buffer: NDArray[np.uint8], offset: int) -> None:

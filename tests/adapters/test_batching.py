@@ -257,9 +257,7 @@ class TestAModelThatStreams:
         async with ordered_batches(
             EmbeddedStreams(worker),
             plain_retrieval(retrieve),
-            orderer=Orderer(
-                capacity_tokens=2048, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens
-            ),
+            orderer=Orderer(capacity_tokens=2048, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
             builder=builder,
             prompts="token_ids",
             batching=StaticBatch(4),
