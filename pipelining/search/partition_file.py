@@ -154,9 +154,10 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
                 f"the inverted lists in {path} are of a kind that cannot be read in parts: use IndexIVFFlat, "
                 "IndexIVFPQ or IndexIVFScalarQuantizer"
             ) from error
+        size = os.path.getsize(path)
         raise ValueError(
-            f"FAISS cannot open {path} as an index ({os.path.getsize(path)} bytes): {_reason(error)}: give a whole file "
-            "written by faiss.write_index"
+            f"FAISS cannot open {path} as an index ({size} bytes): {_reason(error)}: give a whole file written by "
+            "faiss.write_index"
         ) from error
 
 

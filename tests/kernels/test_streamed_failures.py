@@ -153,9 +153,9 @@ def engine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_ten_thousand_failures(
     in_place: bool, engine: TieredEngine, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """10,000 in `make test-all`: of reads of weights and KV, and of allocations of buffers, pools and activations, while
-    layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or errors
-    that name memory or the disk, and each comes once."""
+    """10,000 in `make test-all`: of reads of weights and KV, and of allocations of buffers, pools and activations,
+    while layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or
+    errors that name memory or the disk, and each comes once."""
     failures, random, faults = length(10_000, 150), Random(int(in_place)), Faults(int(in_place))
     streamer = engine._streamer
     assert streamer is not None
