@@ -167,8 +167,8 @@ class LayerStreamer:
         return self.residency
 
     def shed(self) -> bool:
-        """Give memory back: slots beyond those of every step, else a quarter of the layers on the device or in the host,
-        else half of the slots. False if nothing is left but one slot."""
+        """Give memory back: slots beyond those of every step, else a quarter of the layers on the device or in the
+        host, else half of the slots. False if nothing is left but one slot."""
         self._end()
         self._short = True
         before = len(self._ring)
@@ -188,8 +188,8 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take again a part of what `shed` gave back: slots, else a quarter of the layers that lie on the disk and not as
-        in `residency`; False if nothing came."""
+        """Take again a part of what `shed` gave back: slots, else a quarter of the layers that lie on the disk and not
+        as in `residency`; False if nothing came."""
         if self.streamed and self._least < self._wanted:
             self._end()
             slots = self._least
