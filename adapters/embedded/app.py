@@ -31,7 +31,7 @@ from ragorder.adapters.embedded.translation import RequestTranslator, Translated
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.request_body import RequestBody
-from ragorder.kernels.engine import Completion, RequestRefusedError, Update
+from ragorder.kernels.engine import Completion, RequestRefusedError, ShortOfMemoryError, Update
 
 __all__ = ["BODY_LIMIT", "hosted", "make_engine_app"]
 
@@ -153,6 +153,8 @@ class _Handlers:
                 else:
                     completions = await _completions(updates, len(translated.requests))
                     await _send_json(builder.complete(completions), send)
+        except ShortOfMemoryError as error:
+            raise HTTPError(503, f"{error}.", code="short_of_memory", headers=_RETRY) from None
         except RequestRefusedError as error:
             raise HTTPError(400, f"The engine refuses this request: {error}", code="request_refused") from None
         except TooManyAtOnceError as error:

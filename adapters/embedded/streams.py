@@ -10,8 +10,12 @@ from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.pipelining import AnswerChunk
+from ragorder.pipelining.batching import Placement
 
 __all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
+
+# By what an engine's error came from: causes after which a batch may be tried again.
+_CAUSES = {"memory": MemoryError, "disk": OSError}
 
 
 class EmbeddedStreams:
@@ -35,6 +39,12 @@ class EmbeddedStreams:
         """Give memory of the engine back: see `Relief`. False for an engine that has none to give."""
         relieve = getattr(self._worker.engine, "relieve", None)
         return relieve is not None and bool(relieve())
+
+    def place(self, placement: object) -> None:
+        """Have layers and KV of the engine lie as a `Placement` says; another object concerns it not. Raises what
+        `TieredEngine.place` raises."""
+        if isinstance(placement, Placement):
+            self._worker.engine.place(placement)
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The last chunk has the usage. Raises the worker's errors, TypeError for an option that `Sampling` does not
@@ -60,7 +70,9 @@ class EmbeddedStreams:
                     yield AnswerChunk(update.text)
                     continue
                 if done.finish_reason not in ("stop", "length"):
-                    raise EmbeddedRequestError(f"the engine ended the request ({done.finish_reason}): {done.error}")
+                    why = f"the engine ended the request ({done.finish_reason}): {done.error}"
+                    cause = _CAUSES.get(done.fault or "")
+                    raise EmbeddedRequestError(why) from (None if cause is None else cause(why))
                 if update.text:
                     yield AnswerChunk(update.text)
                 usage = done.prompt_tokens, done.cached.total, len(done.token_ids), done.finish_reason
@@ -68,4 +80,5 @@ class EmbeddedStreams:
 
 
 class EmbeddedRequestError(RuntimeError):
-    """A request that failed, ran out of time, or was aborted."""
+    """A request that failed, ran out of time, or was aborted. Its cause is a MemoryError or an OSError where memory or
+    the disk of the model was at fault."""

@@ -32,6 +32,8 @@ class EngineStoppedError(RuntimeError):
 class TooManyWaitingError(RuntimeError):
     """Try again later."""
 
+    status_code = 503
+
 
 class TooManyAtOnceError(ValueError):
     """Send fewer at a time."""

@@ -38,14 +38,20 @@ _EXPECTED = (
     metavar="FILE|-",
     help="Write the report in Markdown; with - on standard output.",
 )
-def report(paths: tuple[Path, ...], page: Path | None, markdown: Path | None) -> None:
+@option(
+    "--pictures",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write the pictures of the page as SVG files into this folder.",
+)
+def report(paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None) -> None:
     """Report on results: what ordering saves.
 
     PATH is a folder or a results.jsonl of `ragorder eval run` or `ragorder eval quality`, or the JSON of `ragorder
     bench --json` or `ragorder replay --json`; several are reported on together. The report begins with what ordering
-    saves, with its 95 % interval. Without --html and --markdown it is printed.
+    saves, with its 95 % interval. Without --html, --markdown and --pictures it is printed.
     """
-    _write(_made(paths), page, markdown)
+    _write(_made(paths), page, markdown, pictures)
 
 
 @click.command(cls=Command)
@@ -115,7 +121,7 @@ def _section(path: Path) -> Section | None:
     raise ResultsError(f"{path} holds no results that a report can be made of: {_EXPECTED}")
 
 
-def _write(made: Report, page: Path | None, markdown: Path | None) -> None:
+def _write(made: Report, page: Path | None, markdown: Path | None, pictures: Path | None = None) -> None:
     from rich.console import Console
 
     from ragorder.eval.report import print_report, render_html, render_markdown
@@ -130,7 +136,24 @@ def _write(made: Report, page: Path | None, markdown: Path | None) -> None:
         elif markdown is not None:
             markdown.write_text(render_markdown(made), "utf-8")
             click.echo(f"wrote {markdown}", err=True)
-        if page is None and markdown is None:
+        if pictures is not None:
+            _write_pictures(made, pictures)
+        if page is None and markdown is None and pictures is None:
             print_report(made, Console(highlight=False))
     except (ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _write_pictures(made: Report, folder: Path) -> None:
+    from ragorder.eval.report.canvas import standalone
+
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with progress_bar() as progress:
+        advance = progress("drawing", len(made.sections))
+        for section in made.sections:
+            for number, picture in enumerate(section.pictures, 1):
+                (folder / f"{section.suite.name}-{number}.svg").write_text(standalone(picture), "utf-8")
+                count += 1
+            advance()
+    click.echo(f"wrote {count} pictures into {folder}", err=True)

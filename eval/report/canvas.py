@@ -13,7 +13,18 @@ from typing import Any
 from ragorder.eval.report.words import policy_words
 from ragorder.extras import needs
 
-__all__ = ["COLOURS", "Picture", "Style", "draw", "label_ends", "name_marks", "need_matplotlib", "style", "titled"]
+__all__ = [
+    "COLOURS",
+    "Picture",
+    "Style",
+    "draw",
+    "label_ends",
+    "name_marks",
+    "need_matplotlib",
+    "standalone",
+    "style",
+    "titled",
+]
 
 WIDTH, HEIGHT = 4.2, 3.1
 _DPI = 100
@@ -30,6 +41,13 @@ COLOURS = {
     "none": ("#8a8a8a", "#8f8f8f"),
     "contextpilot": ("#7a6a00", "#f0e442"),
     "other": ("#6a51a3", "#b3a2e0"),
+}
+# As page.html has them.
+_PAGE = {
+    "ink": ("#1c2126", "#e8e6e1"),
+    "soft": ("#59626b", "#a3acb4"),
+    "line": ("#e0ddd5", "#363d44"),
+    "card": ("#ffffff", "#1d2125"),
 }
 _MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h"), strict=True))
 _DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-"), strict=True))
@@ -105,6 +123,17 @@ def draw(paint: Callable[[Any], None], *, title: str, alt: str, caption: str = "
         file = io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return Picture(title, _inline(file.getvalue().decode(), f"{title}: {alt}"), alt, caption)
+
+
+def standalone(picture: Picture) -> str:
+    """The picture as a file of its own, on light ground and on dark."""
+    light, dark = (
+        "".join(f"--{name}:{colours[place]};" for name, colours in (_PAGE | COLOURS).items()) for place in (0, 1)
+    )
+    rules = f"svg{{{light}}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    opening, rest = picture.svg.split(">", 1)
+    namespace = 'xmlns="http://www.w3.org/2000/svg" '
+    return f"{opening.replace('<svg ', '<svg ' + namespace, 1)}><style>{rules}</style>{rest}\n"
 
 
 def titled(title: str, label: str) -> str:

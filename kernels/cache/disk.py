@@ -125,7 +125,12 @@ class StoreTier:
         if self._backlog_bytes + size > self._settings.backlog_bytes:
             self._refused["backlog"] += 1
             return None
-        staged = BlockPool(self._shape, len(blocks), pinned=self._pinned)
+        try:
+            staged = BlockPool(self._shape, len(blocks), pinned=self._pinned)
+        except MemoryError:
+            # A node that leaves for want of memory is lost, and nothing else.
+            self._refused["memory"] += 1
+            return None
         write = _Write(staged, self._copies.start(source, blocks, staged, staged.allocate(len(blocks))))
         # Without a history the store knows of no use before.
         used = not self._history
@@ -134,9 +139,14 @@ class StoreTier:
             write.copy.transfer.wait()
             return not write.copy.failed and store.write(key, memoryview(staged.rows()), parent, cost=cost, used=used)
 
+        try:
+            write.future = self._writer.submit(job)
+        except RuntimeError:
+            # No thread could be started.
+            self._refused["memory"] += 1
+            return write.copy
         self._backlog[key] = write
         self._backlog_bytes += size
-        write.future = self._writer.submit(job)
         return write.copy
 
     def copying(self, key: bytes) -> Copy | None:
@@ -162,7 +172,13 @@ class StoreTier:
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
         """The node's blocks in a pool of their own; None if unreadable."""
         waiting = self._backlog.get(key)
-        return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
+        try:
+            return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
+        except RuntimeError:
+            # No thread could be started.
+            unread: Future[BlockPool | None] = Future()
+            unread.set_result(None)
+            return unread
 
     def poll(self) -> None:
         if not self._backlog:

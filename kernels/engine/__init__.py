@@ -19,6 +19,7 @@ from ragorder.kernels.engine.request import (
     Request,
     RequestRefusedError,
     Sampling,
+    ShortOfMemoryError,
     TokenLogprobs,
     Update,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "RequestRefusedError",
     "Sampling",
+    "ShortOfMemoryError",
     "TierTokens",
     "TieredEngine",
     "TokenLogprobs",

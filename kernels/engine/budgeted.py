@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ragorder.kernels.cache import KnowledgeCache
@@ -21,6 +22,7 @@ from ragorder.kernels.offload.footprint import Footprint
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
+from ragorder.pipelining.batching.placement import Placement
 
 __all__ = ["Relief", "StreamedMemory", "StreamedModel", "plan_streamed"]
 
@@ -151,7 +153,9 @@ class Relief:
             return self._scheduler.shrink(tokens)
         if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
             return True
-        return self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
+        given = self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
+        # A pool that made way for a smaller one may have found no memory: what was given back is for it.
+        return self.hold(_needed_tokens(unfinished)) and given
 
     def hold(self, tokens: int) -> bool:
         """Have a pool that holds a request of so many tokens, as large as planned at most; False without the memory."""
@@ -163,6 +167,16 @@ class Relief:
                 if self._streamer is None or not self._streamer.shed():
                     return False
         return True
+
+    def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
+        """Have a pool that holds each of the `unfinished` requests, if a shortage has left a smaller one; whether it
+        changed. Raises MemoryError without the memory."""
+        before = self._cache.pool.blocks
+        if before >= self._blocks:
+            return False
+        if not self.hold(_needed_tokens(unfinished)):
+            raise MemoryError("there is no memory for the KV of a request")
+        return self._cache.pool.blocks != before
 
     def step_succeeded(self) -> bool:
         """Whether pool or layers have come back by a part."""
@@ -206,6 +220,27 @@ class Relief:
             return self._streamer.move(residency)
         finally:
             self._residency = self._streamer.residency
+
+    def place(self, placement: Placement, unfinished: Collection[Sequence]) -> None:
+        """See `TieredEngine.place`."""
+        streamer, shape = self._streamer, self._cache.shape
+        if streamer is None:
+            raise ValueError("the layers lie on the device: load the engine with device_bytes to place them")
+        if placement.weights.total != len(streamer.store):
+            raise ValueError(
+                f"the placement is of {placement.weights.total} layers, the model has {len(streamer.store)}"
+            )
+        residency = Residency.spread(len(streamer.store), placement.weights.device, placement.weights.host)
+        blocks = placement.kv.device // shape.block_bytes
+        pools = partial(self.resize, blocks * shape.block_size, placement.kv.host, unfinished)
+        smaller = blocks < self._cache.pool.blocks
+        if smaller:
+            pools()
+        if placement.slots:
+            streamer.resize(placement.slots)
+        self.move(residency)
+        if not smaller:
+            pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
         """Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had;

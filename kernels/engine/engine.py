@@ -25,7 +25,15 @@ from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.pools import cache_maker
 from ragorder.kernels.engine.prefill_times import engine_profile
 from ragorder.kernels.engine.recovery import fault_of
-from ragorder.kernels.engine.request import Completion, FinishReason, Request, RequestRefusedError, Update
+from ragorder.kernels.engine.request import (
+    Completion,
+    Fault,
+    FinishReason,
+    Request,
+    RequestRefusedError,
+    ShortOfMemoryError,
+    Update,
+)
 from ragorder.kernels.engine.runner import ModelRunner
 from ragorder.kernels.engine.sampling import SampledToken
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
@@ -39,6 +47,7 @@ from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.pipelining.batching.placement import Placement
 
 __all__ = ["TieredEngine"]
 
@@ -273,6 +282,21 @@ class TieredEngine:
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
+    def place(self, placement: Placement) -> None:
+        """Have layers and KV lie like this from the next step on, each pool as large as its share; the largest step and
+        batch stay as they are. What becomes smaller does so first.
+
+        Raises ValueError for a model that does not stream and for another number of layers, and what `resize` and
+        `move_layers` raise, after a part of it."""
+        with self._lock:
+            self._failures.check_device()
+            self._forget_work()
+            try:
+                self._relief.place(placement, self._sequences.values())
+            finally:
+                self._pool_changed()
+            self._validator = replace(self._validator, device_tokens=self.device_tokens)
+
     def move_layers(self, residency: Residency) -> Residency:
         """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
         that does not stream, LayerReadError."""
@@ -346,13 +370,16 @@ class TieredEngine:
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
+            if self._relief.restore_pool(self._sequences.values()):
+                self._pool_changed()
             chunks = scheduler.plan()
         except OutOfBlocksError:
             if self._relief.make_blocks():
                 self._pool_changed()
                 return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
-            return [self._end(first, "error", "the pool has no room for it: give the engine more device_tokens")]
+            why = "the pool has no room for it: give the engine more device_tokens"
+            return [self._end(first, "error", why, "memory")]
         except Exception as error:
             # Any of them may be the cause.
             sequences = _requests(scheduler.with_turns or scheduler.waiting)
@@ -418,23 +445,24 @@ class TieredEngine:
         return given
 
     def _hold(self, sequence: Sequence) -> None:
-        """Raises RequestRefusedError if memory was short, and still is."""
+        """Raises ShortOfMemoryError if memory was short, and still is."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
             if not self._relief.hold(needed):
-                raise RequestRefusedError(
-                    f"the request needs KV of {needed} tokens, and memory is short now: try again later, or give less"
-                )
+                why = f"the request needs KV of {needed} tokens, and memory is short now: try again later, or give less"
+                raise ShortOfMemoryError(why) from MemoryError(why)
             self._pool_changed()
 
     def _pool_changed(self) -> None:
         self.device_tokens = self._cache.pool.blocks * self.block_size
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Update:
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, fault: Fault | None = None
+    ) -> Update:
         # Nothing of a lost device is given back.
         if self._failures.lost is None:
             self._scheduler.finish(sequence)
-        return self._ended(sequence.end(reason, error))
+        return self._ended(sequence.end(reason, error, fault))
 
     def _ended(self, update: Update) -> Update:
         assert update.completion is not None
@@ -443,7 +471,7 @@ class TieredEngine:
         return update
 
     def _ended_all(self, ended: Ended) -> list[Update]:
-        return [self._ended(sequence.end("error", why)) for sequence, why in ended]
+        return [self._ended(sequence.end("error", why, fault)) for sequence, why, fault in ended]
 
     def _subscribe(self, request: Request, completions: dict[int, Completion]) -> int:
         with self._lock:
@@ -452,7 +480,16 @@ class TieredEngine:
             except RequestRefusedError as error:
                 request_id = next(self._ids)
                 completions[request_id] = Completion(
-                    request_id, (), "", "error", len(request.token_ids), TierTokens(), None, 0.0, str(error)
+                    request_id,
+                    (),
+                    "",
+                    "error",
+                    len(request.token_ids),
+                    TierTokens(),
+                    None,
+                    0.0,
+                    str(error),
+                    fault="memory" if isinstance(error, ShortOfMemoryError) else None,
                 )
             self._updates.subscribe(request_id)
             return request_id

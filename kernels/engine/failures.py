@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
+from ragorder.kernels.engine.request import Fault
 from ragorder.kernels.engine.runner import ModelRunner
 from ragorder.kernels.engine.scheduler import Scheduler
 from ragorder.kernels.engine.sequence import Sequence
@@ -15,13 +16,14 @@ __all__ = ["Ended", "FailedSteps"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-Ended = list[tuple[Sequence, str]]
-"""Requests that have left the scheduler, and why."""
+Ended = list[tuple[Sequence, str, Fault]]
+"""Requests that have left the scheduler, why, and what was at fault."""
 
 
 class FailedSteps:
     """Failures of an engine's steps. `forget_device` drops all that the device holds; a request is computed again
-    `max_retries` times. `lost`: why the device cannot be used any more."""
+    `max_retries` times, after weights that could not be read with all that is cached. `lost`: why the device cannot be
+    used any more."""
 
     def __init__(
         self,
@@ -57,6 +59,9 @@ class FailedSteps:
         try:
             if fault == "memory" and shrink():
                 sequences = []
+            elif fault == "disk":
+                # What earlier steps have computed is as it was.
+                self._scheduler.requeue()
             else:
                 self._forget_device()
             self._runner.recover()
@@ -64,13 +69,13 @@ class FailedSteps:
             self.lost = f"{why}, and the device cannot be used again ({type(failure).__name__}): start another process"
             _logger.error("the device is lost: %s", self.lost)
             raise DeviceLostError(self.lost) from error
-        return [(each, ended) for each in sequences if (ended := self._retry(each, why)) is not None]
+        return [(each, ended, fault) for each in sequences if (ended := self._retry(each, why)) is not None]
 
     def fail(self, sequences: list[Sequence], error: BaseException, what: str) -> Ended:
         why = describe(error, what)
         self._count(len(sequences), why)
         self._scheduler.fail(sequences)
-        return [(sequence, why) for sequence in sequences]
+        return [(sequence, why, "other") for sequence in sequences]
 
     def _retry(self, sequence: Sequence, why: str) -> str | None:
         sequence.failures += 1

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from ragorder.kernels.engine.request import Fault
 from ragorder.kernels.offload.checkpoint import LayerReadError
 
-__all__ = ["DeviceLostError", "Fault", "describe", "fault_of"]
-
-Fault = Literal["memory", "device", "other"]
-"""Too little memory for the step; a failed device; an error that would come again."""
+__all__ = ["DeviceLostError", "describe", "fault_of"]
 
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't start new thread")
 
@@ -26,6 +23,8 @@ class DeviceLostError(RuntimeError):
 def fault_of(error: Exception) -> Fault:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "memory"
+    if isinstance(error, LayerReadError):
+        return "disk"
     # torch raises plain RuntimeErrors for devices, and for some mistakes of models too: retries are bounded.
     if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
         return "other"

@@ -12,13 +12,30 @@ import torch
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.fusion.settings import Fusion
 
-__all__ = ["Completion", "FinishReason", "Request", "RequestRefusedError", "Sampling", "TokenLogprobs", "Update"]
+__all__ = [
+    "Completion",
+    "Fault",
+    "FinishReason",
+    "Request",
+    "RequestRefusedError",
+    "Sampling",
+    "ShortOfMemoryError",
+    "TokenLogprobs",
+    "Update",
+]
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+
+Fault = Literal["memory", "device", "disk", "other"]
+"""Too little memory for the step; a failed device; weights that could not be read; an error that would come again."""
 
 
 class RequestRefusedError(ValueError):
     """The request can never be served. The message quotes nothing of the prompt."""
+
+
+class ShortOfMemoryError(RequestRefusedError):
+    """The request can be served when memory is there again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +118,7 @@ class Completion:
     token's, fp32 on the CPU. `tbt_s`: the mean time between its tokens (RAGCache 5.4).
 
     Of the prompt's tokens `cached` are an exact prefix, `fused` were taken over from elsewhere, and `recomputed` of
-    these were computed anew (FusionRAG).
+    these were computed anew (FusionRAG). `fault`: what an `error` came from; None: the request.
     """
 
     request_id: int
@@ -118,6 +135,7 @@ class Completion:
     tbt_s: float | None = None
     fused: TierTokens = field(default_factory=TierTokens)
     recomputed: int = 0
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)

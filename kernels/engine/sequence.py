@@ -15,6 +15,7 @@ from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import (
     Completion,
+    Fault,
     FinishReason,
     Request,
     TokenLogprobs,
@@ -247,11 +248,11 @@ class Sequence:
         else:
             self.gap_s = self._latest - before
 
-    def end(self, reason: FinishReason, error: str | None = None) -> Update:
+    def end(self, reason: FinishReason, error: str | None = None, fault: Fault | None = None) -> Update:
         text = "" if reason == "error" else self._text.finish()
-        return Update(self.request_id, (), text, self.completion(reason, error))
+        return Update(self.request_id, (), text, self.completion(reason, error, fault))
 
-    def completion(self, reason: FinishReason, error: str | None = None) -> Completion:
+    def completion(self, reason: FinishReason, error: str | None = None, fault: Fault | None = None) -> Completion:
         return Completion(
             self.request_id,
             tuple(self.tokens[self.prompt_tokens :]),
@@ -267,4 +268,5 @@ class Sequence:
             self.tbt_s,
             self.fused or TierTokens(),
             self.recomputed,
+            fault,
         )

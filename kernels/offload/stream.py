@@ -11,6 +11,7 @@ import torch
 
 from ragorder.kernels.offload.buffers import LayerBuffer, allocate
 from ragorder.kernels.offload.feeder import Feeder
+from ragorder.kernels.offload.hooks import After, Before, placeholders, targets
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.ring import LayerRing, Slot
 from ragorder.kernels.offload.store import LayerStore
@@ -74,24 +75,27 @@ class LayerStreamer:
         self.residency = Residency((Place.DISK,) * len(store))
         self._gpu = device.type == "cuda"
         self._in_place = not self._gpu if in_place is None else in_place
-        self._targets = [_targets(layer, store, place) for place, layer in enumerate(layers)]
-        self._placeholders = [_placeholders(store, place, device) for place in range(len(store))]
-        for layer, placeholders in enumerate(self._placeholders):
-            self._bind(layer, placeholders)
+        self._targets = [targets(layer, store, place) for place, layer in enumerate(layers)]
+        self._placeholders = [placeholders(store, place, device) for place in range(len(store))]
+        for layer, parameters in enumerate(self._placeholders):
+            self._bind(layer, parameters)
         # Of layers that keep their weights, and copies of streamed ones in host memory.
         self._resident: dict[int, LayerBuffer] = {}
         self._host: dict[int, torch.Tensor] = {}
         self._feeder = Feeder(store, device)
-        self._least = 0
+        # Slots of every step: at present, and once memory is there again.
+        self._least = self._wanted = 0
         self._calm = 0
+        # Memory was given back: the ring is no deeper than that.
+        self._short = False
         self._taken: tuple[int, Slot] | None = None
         self._ring = LayerRing(self._fill, [self._buffer() for _ in range(max(1, slots))])
-        self._least = len(self._ring)
+        self._least = self._wanted = len(self._ring)
         self._hooks: list[Any] = []
         for layer, module in enumerate(layers):
             self._hooks += [
-                module.register_forward_pre_hook(_Before(self, layer)),
-                module.register_forward_hook(_After(self, layer)),
+                module.register_forward_pre_hook(Before(self._before, layer)),
+                module.register_forward_hook(After(self._after, layer)),
             ]
         self._ring.order(self.streamed)
 
@@ -129,9 +133,8 @@ class LayerStreamer:
         if slots < 1:
             raise ValueError(f"slots is {slots}: give 1 or more")
         self._end()
-        self._set_slots(slots)
-        self._least = len(self._ring)
-        return self._least
+        self._wanted = slots
+        return self._keep_slots(slots)
 
     def move(self, residency: Residency) -> Residency:
         """Have the layers lie there, between two steps; returns where they lie: what there is no memory for stays
@@ -164,12 +167,14 @@ class LayerStreamer:
         return self.residency
 
     def shed(self) -> bool:
-        """Give memory back: a quarter of the layers on the device or in the host go out, or else half of the slots.
-        False if nothing is left but one slot."""
-        if self.room is not None:
-            self.room = None
-            self._end()
-            self._set_slots(self._least)
+        """Give memory back: slots beyond those of every step, else a quarter of the layers on the device or in the
+        host, else half of the slots. False if nothing is left but one slot."""
+        self._end()
+        self._short = True
+        before = len(self._ring)
+        self._set_slots(min(self._least, before))
+        if len(self._ring) < before:
+            return True
         kept = [layer for layer, place in enumerate(self.residency.places) if place is not Place.DISK]
         if kept:
             places = list(self.residency.places)
@@ -179,17 +184,25 @@ class LayerStreamer:
             return True
         if len(self._ring) <= 1:
             return False
-        self.resize(max(1, len(self._ring) // 2))
+        self._keep_slots(max(1, len(self._ring) // 2))
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Bring back a quarter of the layers that lie on the disk and not as in `residency`; False if none came."""
+        """Take again a part of what `shed` gave back: slots, else a quarter of the layers that lie on the disk and not
+        as in `residency`; False if nothing came."""
+        if self.streamed and self._least < self._wanted:
+            self._end()
+            slots = self._least
+            return self._keep_slots(self._wanted) > slots
         now = list(self.residency.places)
         missing = [layer for layer, place in enumerate(now) if place is Place.DISK and residency[layer] is not place]
         for layer in missing[: -(-len(missing) // 4)]:
             now[layer] = residency[layer]
+        if not missing:
+            self._short = False
+            return False
         before = self.residency
-        return bool(missing) and self.move(Residency(tuple(now))) != before
+        return self.move(Residency(tuple(now))) != before
 
     def close(self) -> None:
         """Stop the threads, and release all weights and the checkpoint's files."""
@@ -241,13 +254,24 @@ class LayerStreamer:
         return LayerBuffer(self.store.slot_bytes, self.device)
 
     def _adapt(self, tokens: int) -> None:
-        if self.room is None or not self.streamed:
+        if not self.streamed:
+            return
+        if not len(self._ring):
+            # There was no memory for a single one.
+            self._set_slots(1)
+        if self.room is None or self._short:
             return
         wanted = max(self._least, min(len(self.streamed), self.room(tokens) // self.store.slot_bytes))
         self._calm = self._calm + 1 if wanted > len(self._ring) else 0
         if wanted < len(self._ring) or self._calm >= _CALM_STEPS:
             self._calm = 0
             self._set_slots(wanted)
+
+    def _keep_slots(self, slots: int) -> int:
+        """Have so many in every step, or those that there is memory for."""
+        self._set_slots(slots)
+        self._least = len(self._ring)
+        return self._least
 
     def _set_slots(self, slots: int) -> None:
         self._ring.shrink(slots)
@@ -300,41 +324,3 @@ class LayerStreamer:
 
 # From the least memory to the most.
 _ORDER = (Place.DEVICE, Place.HOST, Place.DISK)
-
-
-class _Hook:
-    """Gives weights, and changes no result: a model's identity leaves it out."""
-
-    without_effect = True
-
-    def __init__(self, streamer: LayerStreamer, layer: int) -> None:
-        self._streamer = streamer
-        self._layer = layer
-
-
-class _Before(_Hook):
-    def __call__(self, module: Any, arguments: Any) -> None:
-        self._streamer._before(self._layer)
-
-
-class _After(_Hook):
-    def __call__(self, module: Any, arguments: Any, result: Any) -> None:
-        self._streamer._after(self._layer)
-
-
-def _targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
-    """The dictionary and the key under which a module keeps each parameter."""
-    found = {}
-    for parameter in store.layouts[number].parameters:
-        module, _, attribute = parameter.name.rpartition(".")
-        found[parameter.name] = layer.get_submodule(module)._parameters, attribute
-    return found
-
-
-def _placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
-    """Parameters of the right shape and dtype in no memory."""
-    found = {}
-    for each in store.layouts[layer].parameters:
-        number = torch.zeros((), dtype=each.dtype, device=device)
-        found[each.name] = torch.nn.Parameter(number.expand(each.shape), requires_grad=False)
-    return found

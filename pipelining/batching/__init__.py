@@ -21,9 +21,10 @@ from ragorder.pipelining.batching.retrieval import (
     PartitionedRetrieval,
     SearchTask,
 )
-from ragorder.pipelining.batching.server import BatchedStream, DecoupledServer, ServingPlacement
+from ragorder.pipelining.batching.server import DecoupledServer, ServingPlacement
 from ragorder.pipelining.batching.shared_tokens import shared_tokens
 from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.batching.stream import BatchedStream
 from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
 
 __all__ = [

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
@@ -21,12 +21,13 @@ from ragorder.pipelining.batching.kv import Context, KVTokens
 from ragorder.pipelining.batching.requests import BatchedAnswer, BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRetrieval
 from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
+from ragorder.pipelining.batching.stream import BatchedStream
 from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
 
-__all__ = ["BatchedStream", "DecoupledServer", "ServingPlacement"]
+__all__ = ["DecoupledServer", "ServingPlacement"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
@@ -101,6 +102,7 @@ class DecoupledServer(Generic[Q, D, R]):
             raise ValueError(f"kv_limit={kv_limit}: it must be at least 1, and takes kv, which counts tokens (TrieKV)")
         self.max_requests = max_requests
         self.trace: deque[BatchEvent] = deque(maxlen=events)
+        self._engine = engine
         self._lengths = lengths
         self._observer = observer
         self._clock = clock
@@ -142,6 +144,7 @@ class DecoupledServer(Generic[Q, D, R]):
             reliefs=chosen,
             **common,
         )
+        self._resident: int = getattr(self._searched, "partitions", None) or 0
         if placement is not None:
             self._check_placement(placement)
             self.generating.most = placement.batch
@@ -195,15 +198,27 @@ class DecoupledServer(Generic[Q, D, R]):
                 await asyncio.wait(left)
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Serve by another placement, as soon as no batch of each worker runs. Raises ValueError for one that the
-        retrieval cannot take."""
+        """Serve by another placement, as soon as no batch of each worker runs: its partitions, its largest batch, and
+        layers and KV of an engine that has `place`. More partitions come last, fewer first, so that there is room.
+        Raises ValueError for a placement that the retrieval cannot take, and what the engine raises, maybe after a part
+        of it."""
         self._check_placement(placement)
 
-        async def take_batch() -> None:
+        async def place_engine() -> None:
+            place = getattr(self._engine, "place", None)
+            if callable(place):
+                await asyncio.to_thread(place, placement)
             self.generating.most = placement.batch
 
-        await self.retrieving.between_batches(lambda: self._resize_now(placement.partitions))
-        await self.generating.between_batches(take_batch)
+        def place_partitions() -> None:
+            self._resize_now(placement.partitions)
+
+        more = placement.partitions > self._resident
+        if not more:
+            await self.retrieving.between_batches(place_partitions)
+        await self.generating.between_batches(place_engine)
+        if more:
+            await self.retrieving.between_batches(place_partitions)
 
     async def close(self) -> None:
         """End all requests with RuntimeError. Engine and retrieval stay open."""
@@ -304,6 +319,7 @@ class DecoupledServer(Generic[Q, D, R]):
             )
 
     def _resize_now(self, partitions: int) -> None:
+        self._resident = partitions
         resize = getattr(self._searched, "resize", None)
         if callable(resize):
             resize(partitions)
@@ -321,31 +337,6 @@ class DecoupledServer(Generic[Q, D, R]):
             if not self._failing:
                 self._failing = True
                 _logger.warning("an observer failed: %s; later failures are not logged", type(error).__name__)
-
-
-class BatchedStream(AsyncIterator[str], Generic[D]):
-    """The pieces of an answer. Closing it early, or leaving `async with`, ends its request. `answer` is there once the
-    stream has ended."""
-
-    def __init__(self, pieces: AsyncGenerator[str | BatchedAnswer[D], None]) -> None:
-        self.answer: BatchedAnswer[D] | None = None
-        self._pieces = pieces
-
-    async def __anext__(self) -> str:
-        async for piece in self._pieces:
-            if isinstance(piece, str):
-                return piece
-            self.answer = piece
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._pieces.aclose()
 
 
 def _outcome(task: asyncio.Task[BatchedAnswer[D]]) -> BatchedAnswer[D] | Exception:

@@ -65,6 +65,7 @@ class PartitionFile:
         self._capacities = np.array([place.capacity for place in places], np.int64)
         self._offsets = [int(place.offset) for place in places]
         del places
+        self._check_whole(path)
         # The last place is that of cluster -1: none.
         self.sizes = np.append(self._sizes, 0)
         self.bounds = _cut(self._sizes, count)
@@ -111,6 +112,15 @@ class PartitionFile:
         if file is not None:
             os.close(file)
 
+    def _check_whole(self, path: str | os.PathLike[str]) -> None:
+        lists = zip(self._offsets, self._capacities.tolist(), self._sizes.tolist(), strict=True)
+        ends = (start + capacity * self.code_size + size * _ID_BYTES for start, capacity, size in lists if size)
+        missing = max(ends, default=0) - os.path.getsize(self.path)
+        if missing > 0:
+            raise ValueError(
+                f"{self.path} is cut off: {missing} bytes of the inverted lists of {path} are missing: copy it again"
+            )
+
     def _fill(self, buffer: NDArray[np.uint8], offset: int) -> None:
         if self._file is None:
             raise ValueError("this index file is closed")
@@ -144,7 +154,11 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
                 f"the inverted lists in {path} are of a kind that cannot be read in parts: use IndexIVFFlat, "
                 "IndexIVFPQ or IndexIVFScalarQuantizer"
             ) from error
-        raise ValueError(f"FAISS cannot open {path} as an index: {_reason(error)}") from error
+        size = os.path.getsize(path)
+        raise ValueError(
+            f"FAISS cannot open {path} as an index ({size} bytes): {_reason(error)}: give a whole file written by "
+            "faiss.write_index"
+        ) from error
 
 
 def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:

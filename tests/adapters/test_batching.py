@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,113 @@ async def test_on_the_embedded_engine_and_an_index_on_disk(engine: Any, index_pa
     cached = sum(answer.trace.cached_tokens or 0 for answer in answers)
     assert cached > 10 * 3 * builder.document_tokens(DOCUMENTS[0])
     assert not streams.relieve() or hasattr(worker.engine, "relieve")
+
+
+class TestAModelThatStreams:
+    """What the engine could not do for want of memory, or of its disk, is done in a smaller batch, or later."""
+
+    @pytest.fixture
+    def streamed(self, tmp_path: Path) -> Iterator[Any]:
+        for module in ("torch", "transformers"):
+            pytest.importorskip(module)
+        from transformers import AutoTokenizer
+
+        from ragorder.adapters.embedded import EngineWorker
+        from ragorder.kernels.engine import EngineSettings, TieredEngine
+        from ragorder.kernels.offload import Residency
+        from ragorder.kernels.random_model import make_model
+
+        texts = [document.text for document in DOCUMENTS]
+        make_model(tmp_path, texts=texts, layers=3, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
+        settings = EngineSettings(
+            device_bytes="64MiB",
+            device_tokens=2048,
+            host_bytes=0,
+            dtype="float32",
+            device="cpu",
+            max_retries=0,
+            verify=False,
+        )
+        engine = TieredEngine.load(tmp_path, settings)
+        engine.move_layers(Residency.spread(3, 0))
+        worker = EngineWorker(engine)
+        yield worker, AutoTokenizer.from_pretrained(tmp_path)
+        worker.close()
+
+    async def answers(self, streamed: Any, observe: Any = lambda observed: None) -> list[Any]:
+        from ragorder.adapters.embedded import EmbeddedStreams
+
+        worker, tokenizer = streamed
+        worker.engine.clear_cache()
+        builder = PromptBuilder(tokenizer=tokenizer)
+        async with ordered_batches(
+            EmbeddedStreams(worker),
+            plain_retrieval(retrieve),
+            orderer=Orderer(capacity_tokens=2048, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
+            builder=builder,
+            prompts="token_ids",
+            batching=StaticBatch(4),
+            observers=[observe],
+        ) as server:
+            return list(await asyncio.gather(*(server.run(question) for question in asked(8, max_tokens=3))))
+
+    async def test_goes_on_after_its_disk_has_failed(self, streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = [answer.text for answer in await self.answers(streamed)]
+        read, broken = os.preadv, True
+
+        def reading(*arguments: Any) -> int:
+            if broken:
+                raise OSError(5, "Input/output error")
+            return read(*arguments)
+
+        def observe(observed: Any) -> None:
+            nonlocal broken
+            broken &= getattr(observed, "event", "") != "failed"
+
+        monkeypatch.setattr(os, "preadv", reading)
+        answers = await self.answers(streamed, observe)
+        assert [answer.text for answer in answers] == expected
+        assert sum(answer.trace.failures for answer in answers) > 0
+
+    async def test_runs_one_request_at_a_time_where_memory_is_for_one(
+        self, streamed: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = [answer.text for answer in await self.answers(streamed)]
+        engine = streamed[0].engine
+        compute = engine._runner.compute
+
+        def short(chunks: Any) -> Any:
+            if len(engine._sequences) > 1:
+                raise MemoryError
+            return compute(chunks)
+
+        monkeypatch.setattr(engine._runner, "compute", short)
+        answers = await self.answers(streamed)
+        assert [answer.text for answer in answers] == expected
+        assert sum(answer.trace.failures for answer in answers) > 0
+
+    async def test_is_placed_anew_between_batches(self, streamed: Any) -> None:
+        from ragorder.pipelining.batching import Placement, Spread
+
+        engine = streamed[0].engine
+        token = engine._cache.shape.block_bytes // engine.block_size
+        placements = [
+            Placement(Spread(device, 0, 3 - device), Spread(device=tokens * token), 0, 2, step_tokens=64, slots=1)
+            for device, tokens in ((2, 1024), (0, 2048))
+        ]
+        builder = PromptBuilder(tokenizer=streamed[1])
+        from ragorder.adapters.embedded import EmbeddedStreams
+
+        async with ordered_batches(
+            EmbeddedStreams(streamed[0]),
+            plain_retrieval(retrieve),
+            orderer=Orderer(capacity_tokens=1024, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
+            builder=builder,
+            prompts="token_ids",
+        ) as server:
+            runs = [asyncio.create_task(server.run(question)) for question in asked(8, max_tokens=3)]
+            for placement in placements:
+                await server.place(placement)
+                assert engine.stats().stream.device_layers == placement.weights.device
+                assert engine.device_tokens == placement.kv.device // token
+            assert all(answer.usage for answer in await asyncio.gather(*runs))

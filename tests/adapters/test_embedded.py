@@ -940,6 +940,19 @@ class TestWorker:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "too_many_waiting")
         assert response.headers["retry-after"] == "1"
 
+    async def test_a_request_that_memory_is_too_short_for_now_gets_a_503(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = load()
+        monkeypatch.setattr(worker.engine._relief, "hold", lambda tokens: False)
+        monkeypatch.setattr(worker.engine, "device_tokens", 1)
+        async with reaching(make_engine_app(worker)) as client:
+            response = await client.post(COMPLETIONS, json={"prompt": "a"})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (503, "short_of_memory")
+        assert "memory is short now" in error["message"]
+        assert response.headers["retry-after"] == "1"
+
     async def test_a_failed_engine_fails_all_and_says_so(
         self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

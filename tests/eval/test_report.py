@@ -8,9 +8,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files as files_of
 from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from support.rings import grid
@@ -781,6 +783,19 @@ class TestReportOnAnyResult:
         assert {"## Benchmark mine.json", "## Replay of log.jsonl", "## Strategies compared"} <= set(titles)
         text = page.read_text("utf-8")
         assert text.index('id="headline"') < text.index("<svg") < text.index('id="bench-mine"')
+
+    def test_has_its_pictures_as_files_too(self, folder: Path, tmp_path: Path) -> None:
+        """In colours of their own: the page's, on light ground and on dark."""
+        reported(folder, "--pictures", tmp_path / "pictures")
+        files = sorted((tmp_path / "pictures").iterdir())
+        assert len(files) >= 15 and all(re.fullmatch(r"[a-z0-9-]+-\d+\.svg", file.name) for file in files)
+        page = files_of("ragorder.eval.report").joinpath("page.html").read_text("utf-8")
+        for file in files:
+            text = file.read_text("utf-8")
+            assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314
+            rules = dict(re.findall(r"--([a-z]+):(#\w+);", text.partition("@media")[0]))
+            assert set(re.findall(r"var\(--([a-z]+)\)", text)) <= rules.keys()
+            assert all(f"--{name}: {rules[name]}" in page for name in ("ink", "soft", "line", "card"))
 
     def test_of_pipelines_is_about_the_time(self, tmp_path: Path) -> None:
         run = {"workload": "mix8", "policy": "auto", "engine": "openai", "seed": 0, "requests": 20, "failures": 0}

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import pytest
 from support.families import FAMILIES, VOCABULARY, family, make_model
-from support.rings import grid, length
+from support.rings import grid
 from support.streamed import STEP, TOKENS, room_for, saved, streaming, whole
 
 torch = pytest.importorskip("torch")
@@ -29,9 +29,9 @@ from ragorder.kernels.engine import (
     UnsupportedModelError,
 )
 from ragorder.kernels.engine.identity import identity
-from ragorder.kernels.offload import BudgetError, LayerReadError, Place, Residency
-from ragorder.kernels.offload.checkpoint import Checkpoint
+from ragorder.kernels.offload import BudgetError, Place, Residency
 from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.pipelining.batching import Placement, Spread
 
 pytestmark = pytest.mark.merge
 
@@ -279,6 +279,30 @@ class TestFaults:
         again = engine.generate(requests())
         assert [each.token_ids for each in again] == [each.token_ids for each in expected]
 
+    def test_of_the_disk_that_pass_end_no_request_and_take_nothing_that_is_cached(
+        self, engine: TieredEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = engine.generate(requests())
+        read, left = os.preadv, 0
+
+        def preadv(*arguments: Any) -> int:
+            nonlocal left
+            if left:
+                left -= 1
+                raise OSError(5, "Input/output error")
+            return read(*arguments)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        before = engine.stats()
+        # More than the two attempts at a layer take.
+        left = 40
+        again = engine.generate(requests())
+        assert not left
+        assert [each.token_ids for each in again] == [each.token_ids for each in expected]
+        assert [each.error for each in again] == [None] * 4
+        assert engine.stats().failed_steps > before.failed_steps and engine.stats().retries > before.retries
+        assert again[0].cached.device == 71
+
     def test_of_a_file_that_is_cut_short_name_it(self, engine: TieredEngine) -> None:
         streamer = engine._streamer
         assert streamer is not None
@@ -293,49 +317,6 @@ class TestFaults:
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         [served] = engine.generate([ask([], tokens(9, 1))])
         assert served.finish_reason == "length"
-
-    def test_in_any_read_lose_no_request_and_answer_none_twice(
-        self, engine: TieredEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Failed reads and failed allocations at random."""
-        random = Random(3)
-        expected = {seed: engine.generate(requests(seed)) for seed in (0, 50)}
-        read, compute = Checkpoint.read, engine._runner.compute
-        injected = 0
-
-        def faulty(self: Checkpoint, *arguments: Any) -> None:
-            nonlocal injected
-            if random.random() < 0.003:
-                injected += 1
-                raise LayerReadError("broken")
-            read(self, *arguments)
-
-        def short(chunks: Any) -> Any:
-            nonlocal injected
-            if random.random() < 0.03:
-                injected += 1
-                raise torch.OutOfMemoryError("x")
-            return compute(chunks)
-
-        monkeypatch.setattr(Checkpoint, "read", faulty)
-        monkeypatch.setattr(engine._runner, "compute", short)
-        ended: dict[str, int] = {}
-        for turn in range(length(600, 16)):
-            seed = (0, 50)[turn % 2]
-            ids = [engine.add(request) for request in requests(seed)]
-            done: dict[int, Completion] = {}
-            while engine.has_unfinished:
-                for update in engine.step():
-                    if update.completion is not None:
-                        assert update.request_id not in done
-                        done[update.request_id] = update.completion
-            assert sorted(done) == sorted(ids)
-            for each, other in zip((done[each] for each in ids), expected[seed], strict=True):
-                ended[each.finish_reason] = ended.get(each.finish_reason, 0) + 1
-                if each.finish_reason != "error":
-                    assert len(each.token_ids) == len(other.token_ids)
-        assert injected > 5
-        assert ended.get("length", 0) > 0
 
 
 class TestPoolsAndRelief:
@@ -366,6 +347,41 @@ class TestPoolsAndRelief:
                     assert float((each.logits - other.logits).abs().max()) <= 1e-4
             assert refused
             assert engine.device_tokens == engine._cache.pool.blocks * 16
+
+    @pytest.mark.parametrize("unfinished", [False, True], ids=["idle", "while requests run"])
+    def test_a_placement_moves_layers_and_pools_and_changes_no_answer(self, folder: Path, unfinished: bool) -> None:
+        expected = answers(folder, (0, 0))[0]
+        with TieredEngine.load(folder, streaming(folder, 5, device_bytes=room_for(folder, 8))) as engine:
+            token, block = engine._cache.shape.block_bytes // 16, engine._cache.shape.block_bytes
+            for device, host, tokens_ in ((1, 2, 4096), (4, 0, 512), (0, 0, 512)):
+                ids = [engine.add(request) for request in requests()] if unfinished else []
+                if unfinished:
+                    engine.step()
+                kv = Spread(device=tokens_ * token, host=10 * block)
+                slots = 0 if device == 6 else 2
+                weights = Spread(device, host, 6 - device - host)
+                engine.place(Placement(weights, kv, partitions=0, batch=4, step_tokens=STEP, slots=slots))
+                stream = engine.stats().stream
+                assert stream is not None
+                assert (stream.device_layers, stream.host_layers, stream.slots) == (device, host, 2)
+                assert engine.device_tokens == tokens_
+                assert engine.stats().cache.host.capacity_bytes == 10 * block
+                done = {}
+                while engine.has_unfinished:
+                    for update in engine.step():
+                        if update.completion is not None:
+                            done[update.request_id] = update.completion
+                found = [done[each] for each in ids] if unfinished else engine.generate(requests())
+                for one, other in zip(found, expected, strict=True):
+                    assert one.error is None, one.error
+                    assert one.token_ids == other.token_ids
+
+    def test_a_placement_of_another_model_is_refused(self, folder: Path) -> None:
+        placement = Placement(Spread(3), Spread(device=1 << 20), partitions=0, batch=1, step_tokens=STEP)
+        settings = streaming(folder, 5), whole()
+        for each, said in zip(settings, ("is of 3 layers, the model has 6", "load the engine with"), strict=True):
+            with TieredEngine.load(folder, each) as engine, pytest.raises(ValueError, match=said):
+                engine.place(placement)
 
     def test_relief_gives_steps_then_kv_then_layers_and_says_when_nothing_is_left(self, folder: Path) -> None:
         expected = answers(folder, (0, 0))
@@ -452,10 +468,10 @@ class TestPoolsAndRelief:
             streamer = engine._streamer
             assert streamer is not None
             placed = streamer.residency
-            assert placed.count(Place.DEVICE) == 2
+            assert placed.count(Place.DEVICE) == 2 and streamer.slots == 3
             while engine.relieve():
                 pass
-            assert engine.device_tokens < TOKENS and len(streamer.streamed) == 6
+            assert engine.device_tokens < TOKENS and len(streamer.streamed) == 6 and streamer.slots == 1
             # More than the pool has: it grows for the request.
             engine.generate([ask([], tokens(400, 1))])
             assert engine.device_tokens >= 400
@@ -465,6 +481,8 @@ class TestPoolsAndRelief:
                     assert each.token_ids == other.token_ids
             assert engine.device_tokens == TOKENS
             assert streamer.residency == placed
+            # Layers are read ahead again, as far as a small step leaves room.
+            assert streamer.slots > 3
 
     def test_layers_stay_where_they_were_moved_to(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ragorder.kernels.engine.budgeted._STEPS_TO_GROW", 2)

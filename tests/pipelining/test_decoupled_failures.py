@@ -51,11 +51,15 @@ class Faults:
         self.random = Random(seed)
         self.share = share
         self.injected: Counter[str] = Counter()
+        # Of memory and input or output alone.
+        self.shortages = 0
 
     def at(self, site: str, *kinds: type[Exception], share: float | None = None) -> None:
         if self.random.random() < (self.share if share is None else share):
             self.injected[site] += 1
-            raise self.random.choice(kinds or (MemoryError, OSError, OutOfMemoryError))("a secret")
+            kind = self.random.choice(kinds or (MemoryError, OSError, OutOfMemoryError))
+            self.shortages += issubclass(kind, (MemoryError, OSError, OutOfMemoryError))
+            raise kind("a secret")
 
 
 class FailingEngine(SlowEngine):
@@ -146,8 +150,8 @@ class OnlyBatches:
 
 @pytest.mark.parametrize(("joins", "passes"), [(True, True), (False, True), (True, False)])
 async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, index: Any) -> None:
-    """And cancellations at random times, streams, reorganisations, policies and observers that fail, with engines and
-    passes that requests join or not."""
+    """Of allocations, input and output, beside cancellations at random times, streams, reorganisations, policies and
+    observers that fail; with engines and passes that requests join or not."""
     failures, rounds = length(10_000, 600), 0
     faults = Faults(seed=int(joins) + 2 * int(passes), share=0.03)
     random, outcomes, events, traces = faults.random, Counter[str](), list[BatchEvent](), list[RequestTrace]()
@@ -238,7 +242,7 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
             max_contexts=20,
             observer=observe,
         ) as server:
-            while sum(faults.injected.values()) + outcomes["cancelled"] < failures:
+            while faults.shortages < failures:
                 rounds += 1
                 count += 40
                 await asyncio.gather(

@@ -332,6 +332,29 @@ class TestWorkers:
                 with pytest.raises(ValueError, match=r"batch of at least 1|resident must be 0 to 5"):
                     await server.place(wrong)
 
+    async def test_an_engine_takes_its_part_of_a_placement_and_what_becomes_smaller_makes_room(
+        self, search: Any, index: Any
+    ) -> None:
+        order: list[tuple[str, int]] = []
+
+        class Placed(SlowEngine):
+            def place(self, placement: Placement) -> None:
+                assert not self.running
+                order.append(("engine", search.resident))
+
+        def placed(partitions: int) -> Placement:
+            return Placement(Spread(device=4), Spread(device=100), partitions, batch=3, step_tokens=64)
+
+        engine = Placed()
+        async with DecoupledServer(retrieval_of(search), PlainPrompts(), engine, placement=placed(2)) as server:
+            runs = [asyncio.create_task(server.run(question(number))) for number in range(12)]
+            for partitions in (4, 1):
+                await server.place(placed(partitions))
+                order.append(("server", search.resident))
+            await asyncio.gather(*runs)
+        # Of more partitions the engine gives up its memory first; fewer give up theirs.
+        assert order == [("engine", 2), ("server", 4), ("engine", 1), ("server", 1)]
+
     async def test_requests_that_are_cached_go_first(self) -> None:
         """Within the window, and the others in order of arrival."""
         engine = SlowEngine()

@@ -434,10 +434,21 @@ class TestBadInput:
         with pytest.raises(FileNotFoundError, match="missing"):
             PartitionedSearch(tmp_path / "missing.faiss")
         (tmp_path / "text.faiss").write_text("no index")
-        with pytest.raises(ValueError, match=r"FAISS cannot open .*text\.faiss as an index: "):
+        with pytest.raises(
+            ValueError, match=r"FAISS cannot open .*text\.faiss as an index \(8 bytes\): .*give a whole file"
+        ):
             PartitionedSearch(tmp_path / "text.faiss")
         with pytest.raises(OSError, match=str(tmp_path)):
             PartitionedSearch(tmp_path)
+
+    def test_a_file_that_is_cut_off_before_it_is_opened(self, index: Any, tmp_path: Path) -> None:
+        path, data = write_apart(index, tmp_path), tmp_path / "index.ivfdata"
+        missing = data.stat().st_size // 2
+        os.truncate(data, data.stat().st_size - missing)
+        with pytest.raises(
+            ValueError, match=rf"index\.ivfdata is cut off: {missing} bytes .* are missing: copy it again"
+        ):
+            PartitionedSearch(path, 4)
 
     def test_an_index_without_clusters(self, tmp_path: Path) -> None:
         for name, description in enumerate(("Flat", "HNSW8,Flat")):

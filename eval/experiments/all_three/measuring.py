@@ -33,7 +33,9 @@ __all__ = ["serve"]
 
 _DEVICE_TOKENS = 4_096
 _STEP_TOKENS = 512
-_PROMPT_TOKENS = 160
+# Of requests that one step has logits of: a vocabulary of pairs makes these the largest part of a small step.
+_MOST_REQUESTS = 16
+_DOCUMENT_TOKENS = 18
 _PROFILE_S = 1.0
 _UNBOUNDED = 1_000_000
 
@@ -75,7 +77,7 @@ async def serve(
                 questions.embed,
                 document,
                 prompts,
-                load=EngineLoad(prefill_batch(_STEP_TOKENS, _PROMPT_TOKENS)),
+                load=EngineLoad(prefill_batch(_STEP_TOKENS, _DOCUMENT_TOKENS * cell.top_k)),
                 max_requests=_UNBOUNDED,
                 max_waiting=_UNBOUNDED,
             )
@@ -120,6 +122,7 @@ def _engine(system: System, cell: AllThreeCell, folder: Path) -> TieredEngine:
         host_bytes=0,
         device_tokens=_DEVICE_TOKENS,
         max_batch_tokens=_STEP_TOKENS,
+        max_requests=_MOST_REQUESTS,
         replicate_nodes=0,
         reuse="fused" if system.copies else "exact",
         recompute=cell.recompute,

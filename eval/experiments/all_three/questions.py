@@ -28,6 +28,8 @@ _TOPIC_SIZE = 16
 _TOPIC_WEIGHT = 0.3
 _MOST_LINKS = 4
 _FILLER_LENGTH = 0.05
+# Of the others from all words: nearer to no question than any document.
+_FAR = -1.0
 
 
 def two_hops(top_k: int) -> CompiledGraph:
@@ -62,12 +64,14 @@ class TwoHopQuestions:
         return _normal(self.words[known].sum(0) if known else self.words.sum(0))
 
     def index(self, vectors: int, clusters: int, nprobe: int) -> Any:
-        """By inner product: the documents, and shorter random vectors behind them, which are never found."""
+        """By inner product: the documents, and random vectors behind them, which are never found."""
         import faiss
 
         draw, size = np.random.default_rng(0), self.vectors.shape[1]
         others = draw.standard_normal((max(0, vectors - len(self.vectors)), size), np.float32)
-        rows = np.concatenate([self.vectors, _FILLER_LENGTH * _normal(others)])
+        others = _FILLER_LENGTH * _normal(others)
+        others[:, : len(self.words)] += _FAR
+        rows = np.concatenate([self.vectors, others])
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, clusters, faiss.METRIC_INNER_PRODUCT)
         index.cp.min_points_per_centroid = 1
         index.train(rows[: 64 * clusters])

@@ -26,6 +26,7 @@ SYSTEMS: Mapping[str, System] = {
     "without copies": System(copies=False),
     "without streaming": System(streamed=False),
     "without ordering": System(ordered=False),
+    "streaming alone": System(workflows=False, copies=False, ordered=False),
     "none": System(workflows=False, copies=False, streamed=False, ordered=False),
 }
 """By policy."""

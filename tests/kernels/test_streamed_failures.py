@@ -1,0 +1,230 @@
+"""No request of a model that streams is lost or answered twice, whatever allocation or read fails, and whenever."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from threading import Lock
+from typing import Any
+
+import pytest
+from support.families import VOCABULARY, make_model
+from support.rings import length
+from support.streamed import TOKENS, room_for, saved, streaming, whole
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ragorder.kernels.engine import Completion, Request, Sampling, ShortOfMemoryError, TieredEngine
+from ragorder.kernels.offload import LayerReadError, Residency, buffers
+from ragorder.kernels.offload.footprint import decoder_layers
+from ragorder.kernels.paging import BlockPool, OutOfBlocksError
+
+pytestmark = pytest.mark.merge
+
+LAYERS = 4
+SITES = {
+    *("read of a layer", "end of a file", "buffer of a layer", "pool of blocks", "within a layer", "sampling"),
+    *("planning", "read of KV", "write of KV"),
+}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+class Faults:
+    """Fails calls at random while `active`, and counts the failures by site. Threads call, too."""
+
+    def __init__(self, seed: int) -> None:
+        self.active = False
+        self.injected: Counter[str] = Counter()
+        self._random = Random(seed)
+        self._lock = Lock()
+
+    def due(self, site: str, share: float) -> bool:
+        with self._lock:
+            fails = self.active and self._random.random() < share
+            self.injected[site] += fails
+            return fails
+
+    def install(self, engine: TieredEngine, patch: Callable[..., None]) -> None:
+        preadv, readv, writev, mmap, make = os.preadv, os.readv, os.writev, buffers.mmap, BlockPool._make
+        plan = engine._scheduler.plan
+
+        def reading(*arguments: Any) -> int:
+            if self.due("read of a layer", 0.006):
+                raise OSError(errno.EIO, "Input/output error")
+            return 0 if self.due("end of a file", 0.001) else preadv(*arguments)
+
+        def reading_kv(*arguments: Any) -> int:
+            if self.due("read of KV", 0.2):
+                raise OSError(errno.EIO, "Input/output error")
+            return readv(*arguments)
+
+        def writing_kv(*arguments: Any) -> int:
+            if self.due("write of KV", 0.2):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return writev(*arguments)
+
+        def mapping(*arguments: Any, **options: Any) -> Any:
+            if self.due("buffer of a layer", 0.3):
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return mmap(*arguments, **options)
+
+        def making(pool: BlockPool, blocks: int) -> Any:
+            if blocks and self.due("pool of blocks", 0.2):
+                raise MemoryError(f"no room for {blocks} blocks")
+            return make(pool, blocks)
+
+        def planning() -> Any:
+            if self.due("planning", 0.004):
+                raise MemoryError
+            return plan()
+
+        def computing(module: Any, arguments: Any) -> None:
+            if self.due("within a layer", 0.01):
+                raise torch.OutOfMemoryError("out of memory")
+
+        def choosing(*arguments: Any) -> Any:
+            if self.due("sampling", 0.01):
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return choose(*arguments)
+
+        from ragorder.kernels.engine import runner
+
+        choose = runner.choose
+        for name, call in (("preadv", reading), ("readv", reading_kv), ("writev", writing_kv)):
+            patch(os, name, call)
+        patch(buffers, "mmap", mapping)
+        patch(BlockPool, "_make", making)
+        patch(engine._scheduler, "plan", planning)
+        patch(runner, "choose", choosing)
+        for layer in decoder_layers(engine._model.model)[1]:
+            layer.mlp.register_forward_pre_hook(computing)
+
+
+class Requests:
+    """Those of a test, and what an engine without failures answers to each; some share documents."""
+
+    def __init__(self, folder: Path) -> None:
+        random = Random(5)
+        documents = [tokens(random.randint(10, 60), 100 + number) for number in range(8)]
+        self.kinds = []
+        for number in range(30):
+            chosen = random.sample(documents, random.randint(1, 3))
+            ends = [sum(map(len, chosen[: place + 1])) for place in range(len(chosen))]
+            prompt = [token for document in chosen for token in document] + tokens(random.randint(1, 9), 200 + number)
+            self.kinds.append(Request(prompt, ends, Sampling(max_tokens=random.randint(1, 6))))
+        with TieredEngine.load(folder, whole(verify=False)) as engine:
+            self.expected = []
+            for request in self.kinds:
+                engine.clear_cache()
+                self.expected += [completion.token_ids for completion in engine.generate([request])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(make_model("Llama", num_hidden_layers=LAYERS), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def requests(folder: Path) -> Requests:
+    return Requests(folder)
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredEngine]:
+    # Memory is short far more often here than pools and steps could grow again.
+    for module in ("scheduler", "budgeted"):
+        monkeypatch.setattr(f"ragorder.kernels.engine.{module}._STEPS_TO_GROW", 3)
+    tiers = {"host_bytes": "300KiB", "disk_path": tmp_path / "kv", "disk_bytes": 1 << 22}
+    settings = streaming(folder, 3, verify=False, max_retries=2, device_bytes=room_for(folder, 3), **tiers)
+    with TieredEngine.load(folder, settings) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["on a CPU", "as on a GPU"])
+def test_ten_thousand_failures(
+    in_place: bool, engine: TieredEngine, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 in `make test-all`: of reads of weights and KV, and of allocations of buffers, pools and activations,
+    while layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or
+    errors that name memory or the disk, and each comes once."""
+    failures, random, faults = length(10_000, 150), Random(int(in_place)), Faults(int(in_place))
+    streamer = engine._streamer
+    assert streamer is not None
+    engine.move_layers(Residency.spread(LAYERS, 0))
+    streamer._in_place = in_place
+    faults.install(engine, monkeypatch.setattr)
+    asked: dict[int, int] = {}
+    told: dict[int, list[int]] = {}
+    ended: dict[int, Completion] = {}
+    refused = moved = 0
+
+    def step() -> None:
+        for update in engine.step():
+            # Nothing comes behind the end.
+            assert update.request_id not in ended
+            told[update.request_id] += update.token_ids
+            if update.completion is not None:
+                ended[update.request_id] = update.completion
+
+    while faults.injected.total() < failures:
+        faults.active = True
+        for _ in range(60):
+            if len(asked) - len(ended) < 6 and random.random() < 0.5:
+                kind = random.randrange(len(requests.kinds))
+                try:
+                    number = engine.add(requests.kinds[kind])
+                except ShortOfMemoryError:
+                    refused += 1
+                    continue
+                asked[number], told[number] = kind, []
+            try:
+                match random.randrange(40):
+                    case 0:
+                        engine.relieve()
+                    case 1:
+                        device = random.randrange(LAYERS + 1)
+                        engine.move_layers(Residency.spread(LAYERS, device, random.randrange(LAYERS + 1 - device)))
+                        moved += 1
+                    case 2:
+                        engine.resize(device_tokens=random.randrange(300, TOKENS), host_bytes=random.randrange(1 << 19))
+                    case 3 if left := sorted(asked.keys() - ended.keys()):
+                        engine.abort(random.choice(left))
+            except (MemoryError, OutOfBlocksError, LayerReadError):
+                pass
+            step()
+        # Failures are over: what runs ends, and nothing is held any more.
+        faults.active = False
+        while engine.has_unfinished:
+            step()
+        assert asked.keys() == ended.keys()
+        assert not engine._cache._leases
+    outcomes: Counter[str] = Counter()
+    for number, completion in ended.items():
+        expected, reason = requests.expected[asked[number]], completion.finish_reason
+        outcomes[reason] += 1
+        assert told[number] == list(completion.token_ids) == list(expected[: len(completion.token_ids)])
+        if reason == "error":
+            assert completion.fault in ("memory", "disk"), completion.error
+            outcomes[completion.fault] += 1
+        else:
+            assert reason == "abort" or completion.token_ids == expected
+    assert outcomes["length"] > 0.7 * len(ended), outcomes
+    assert faults.injected.keys() >= SITES, faults.injected
+    assert moved and (failures < 1000 or refused)
+    assert engine.stats().cached.host > 0
+    # Memory is there again, and so is what was planned.
+    engine.resize(device_tokens=TOKENS, host_bytes=1 << 18)
+    assert engine.move_layers(Residency.spread(LAYERS, 1)) == Residency.spread(LAYERS, 1)
+    for completion, expected in zip(engine.generate(requests.kinds), requests.expected, strict=True):
+        assert completion.token_ids == expected
+    engine.clear_cache()
+    assert engine._cache.pool.used_blocks == engine._cache._host.pool.used_blocks == 0
