@@ -104,6 +104,7 @@ async def serve_live(
             "total_s": total_s,
             "prompt_tokens": engine.prompt_tokens,
             "cached_tokens": engine.cached_tokens,
+            "generation_ms": 1e3 * engine.generation_s / max(1, engine.generations),
             **facts_of_traces([trace for trace in traces if trace is not None]),
         },
     }
