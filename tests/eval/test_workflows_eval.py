@@ -151,6 +151,14 @@ class TestSystems:
         assert facts["speculations"] >= facts["right"] > 0
         assert facts["prompt_tokens"] >= plain[0]
 
+    def test_tell_what_is_one_stage_ahead_from_what_is_two(self, materials: Materials) -> None:
+        near, far = (served(system, materials)["facts"] for system in ("hedra-across", "hedra"))
+        assert near["near_speculations"] == near["speculations"] > 0
+        assert 0 < far["near_speculations"] < far["speculations"]
+        for facts in (near, far):
+            assert facts["near_right"] <= facts["near_speculations"]
+            assert facts["search_right"] <= facts["search_speculations"] > 0
+
     def test_take_the_same_times_in_every_run(self, materials: Materials) -> None:
         assert served("hedra", materials) == served("hedra", materials)
 
@@ -235,6 +243,18 @@ class TestTheReport:
         ]
         (table,) = self.part("speculation", *records).tables
         assert [row[1] for row in texts(table)] == ["2.00 (100.0 %)", "3.00 (50.0 %)", "1.00", "2.00"]
+
+    def test_has_what_was_right_of_what_ran_ahead_of_need(self) -> None:
+        known = {"speculations": 10, "right": 5, "near_speculations": 4, "near_right": 3}
+        records = [
+            record("ralmspec", 1, 3, **known, search_speculations=0, search_right=0),
+            record("hedra", 1, 1, **known, search_speculations=8, search_right=2),
+        ]
+        _, table = self.part("speculation", *records).tables
+        assert texts(table) == [
+            ["irg, nprobe 512: local cache alone (RaLMSpec)", "50.0", "75.0", "–"],
+            ["irg, nprobe 512: ours", "50.0", "75.0", "25.0"],
+        ]
 
     def test_compares_with_its_baseline(self) -> None:
         records = [

@@ -47,7 +47,9 @@ class SpeculateGeneration:
                 continue
             runs = [run for run in request.foreseen(search) if isinstance(run.node, Generation)]
             for run in runs:
-                piece = Piece(request, run, PieceTrace(run.id, "speculative", "engine", applied=[self.name]), search)
+                stages = 1 if search.due else 2
+                trace = PieceTrace(run.id, "speculative", "engine", stages_ahead=stages, applied=[self.name])
+                piece = Piece(request, run, trace, search)
                 if self.gain_s(piece, facts) <= 0:
                     request.trace.declined += 1
                 elif not self._has_room(wavefront, facts, replaced * len(runs)) or not _admit(piece, facts):
