@@ -15,20 +15,20 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.pipelining import StreamingEngine
 
-__all__ = ["CAPACITY_TOKENS", "TOKEN_BUDGET", "LiveEngine", "LiveTorch", "LiveVLLM", "vllm_environment"]
+__all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "vllm_environment"]
 
 CAPACITY_TOKENS = 32_768
-TOKEN_BUDGET = 512
-"""Tokens of a step."""
+_TOKEN_BUDGET = 512
 
 
 class LiveEngine(Protocol):
-    """`forced`: options that make an answer as long as its `max_tokens`."""
+    """`forced`: options that make an answer as long as its `max_tokens`. `token_budget`: prompt tokens of a step."""
 
     name: str
     block_size: int
     partial_blocks_first: bool
     vocabulary: int
+    token_budget: int
     forced: Mapping[str, Any]
 
     def emptied(self) -> AbstractAsyncContextManager[StreamingEngine[PromptRequest]]:
@@ -41,6 +41,7 @@ class LiveTorch:
     name = "torch"
     block_size = 16
     partial_blocks_first = TorchEngine.partial_blocks_first
+    token_budget = _TOKEN_BUDGET
     forced: Mapping[str, Any] = {"ignore_eos": True}
 
     def __init__(self, model: TorchModel) -> None:
@@ -49,7 +50,7 @@ class LiveTorch:
 
     @asynccontextmanager
     async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
-        served = TorchEngine(self._model, capacity_tokens=CAPACITY_TOKENS, max_batch_tokens=TOKEN_BUDGET)
+        served = TorchEngine(self._model, capacity_tokens=CAPACITY_TOKENS, max_batch_tokens=_TOKEN_BUDGET)
         worker = EngineWorker(served.engine)
         try:
             yield EmbeddedStreams(worker)
@@ -62,6 +63,7 @@ class LiveVLLM:
 
     name = "vllm"
     partial_blocks_first = True
+    token_budget = 8192
     forced: Mapping[str, Any] = {"extra_body": {"ignore_eos": True}}
 
     def __init__(self, server: VLLMServer, vocabulary: int) -> None:
