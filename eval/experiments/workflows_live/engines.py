@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
@@ -15,7 +15,7 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.pipelining import StreamingEngine
 
-__all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "vllm_environment"]
+__all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "off_the_engines_core", "vllm_environment"]
 
 CAPACITY_TOKENS = 32_768
 _TOKEN_BUDGET = 512
@@ -75,9 +75,25 @@ class LiveVLLM:
     async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
         from openai import AsyncOpenAI
 
-        await asyncio.to_thread(self._server.reset)
-        async with AsyncOpenAI(base_url=f"{self._server.base_url}/v1", api_key="none", max_retries=0) as client:
-            yield OpenAIStreams(client, self._server.model_name)
+        address = f"{self._server.base_url}/v1"
+        with off_the_engines_core():
+            await asyncio.to_thread(self._server.reset)
+            async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+                yield OpenAIStreams(client, self._server.model_name)
+
+
+@contextmanager
+def off_the_engines_core() -> Iterator[None]:
+    """This thread, and what it starts, leave the last core to a server that is bound to it."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
+    if len(cores) < 2:
+        yield
+        return
+    os.sched_setaffinity(0, cores - {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def vllm_environment() -> Mapping[str, str]:
