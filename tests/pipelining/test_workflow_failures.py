@@ -293,8 +293,9 @@ async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
 
     def kept() -> Counter[str]:
         gc.collect()
-        ours = (type(each) for each in gc.get_objects() if type(each).__module__.startswith("ragorder.pipelining."))
-        return Counter(kind.__name__ for kind in ours if kind.__name__ in _OF_A_REQUEST)
+        kinds = (type(each) for each in gc.get_objects())
+        ours = (kind.__name__ for kind in kinds if str(kind.__module__).startswith("ragorder.pipelining."))
+        return Counter(name for name in ours if name in _OF_A_REQUEST)
 
     before = kept()
     with ContinuousIVF(index, cores=1, budget=Budget(1e-12)) as search:
