@@ -104,11 +104,15 @@ def main() -> None:
     frameworks = (langgraph, langchain, haystack)
     with workflows, ThreadPoolExecutor() as threads:
         asked = [(ask, question) for question in QUESTIONS for ask in frameworks]
-        for (ask, question), said in zip(asked, threads.map(lambda each: each[0](workflows, each[1]), asked), strict=True):
+        for (ask, question), said in zip(
+            asked, threads.map(lambda each: each[0](workflows, each[1]), asked), strict=True
+        ):
             print(f"{ask.__name__:10} {question:32} {said}")
     worker.close()
     prompts = [piece for trace in traces for piece in trace.pieces if piece.prompt_tokens]
-    cached, length = (sum(getattr(piece, name) or 0 for piece in prompts) for name in ("cached_tokens", "prompt_tokens"))
+    cached, length = (
+        sum(getattr(piece, name) or 0 for piece in prompts) for name in ("cached_tokens", "prompt_tokens")
+    )
     print(f"{len(traces)} workflows, cached {cached} of {length} tokens")
 
 

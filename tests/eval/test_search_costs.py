@@ -30,7 +30,7 @@ def index() -> Any:
 def test_calls_scan_one_cluster_up_to_a_quarter_and_are_predicted_from_those_before(index: Any) -> None:
     rows = scans(index, clustered(5, 8, clusters=40, seed=1), 40)
     assert {len(column) for column in rows.values()} == {40}
-    assert 0 <= min(rows["codes"]) and max(rows["codes"]) <= index.ntotal
+    assert min(rows["codes"]) >= 0 and max(rows["codes"]) <= index.ntotal
     # Before the first call only a guess is known.
     assert rows["predicted_ms"][0] == pytest.approx(0.05 + 1e-4 * rows["codes"][0])
     assert min(rows["ms"]) > 0

@@ -123,9 +123,7 @@ class TestTheResultIsThatOfFaiss:
         for number, handle in enumerate(handles):
             assert_same(handle.result(), index.search(queries[number : number + 1], 1 + number % 9))
 
-    @pytest.mark.parametrize(
-        ("description", "metric"), grid([*itertools.product(FLAVOURS, METRICS.values())], 4)
-    )
+    @pytest.mark.parametrize(("description", "metric"), grid([*itertools.product(FLAVOURS, METRICS.values())], 4))
     def test_of_64_at_a_time_that_join_and_leave_in_every_kind_of_index(self, description: str, metric: int) -> None:
         chance, index, queries = random.Random(0), build(description, metric, tied(600, 0)), tied(160, 1)
         faiss.ParameterSpace().set_index_parameter(index, "nprobe", 7)

@@ -317,7 +317,6 @@ async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
             assert kept() - before == Counter()
 
 
-
 def test_what_is_learnt_of_speculations_is_bounded() -> None:
     """By the graphs used last: their number may grow, as where each tenant has one."""
     facts = Facts(EngineLoad(1), Wavefront(lambda: None), None)

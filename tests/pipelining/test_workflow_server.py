@@ -735,7 +735,9 @@ class TestServer:
                     return refused.value.failure
 
                 assert await beside(good, "long") == "queries must have the shape (n, 8), got (1, 3)"
-                assert (await beside(one_shot(topk=N + 1).compile(), "why?")).startswith(f"k={N + 1}, but the index has")
+                assert (await beside(one_shot(topk=N + 1).compile(), "why?")).startswith(
+                    f"k={N + 1}, but the index has"
+                )
                 index.nprobe = 0
                 with pytest.raises(NodeError, match="node 'search': the index has nprobe 0: set it to at least 1"):
                     await server.run(good, "why?")

@@ -69,7 +69,6 @@ def decoding_ms(engine: TorchEngine, vocabulary: int, requests: int, context: in
     """Of a step that decodes a token for each of these requests (Figures 4 and 6a). The median."""
     engine.reset()
     draw = random.Random(requests * context)
-    times = []
     # What has been prefilled decodes while the others are.
     longest = steps + requests * (1 + context // _SMALLEST_STEP)
     for _ in range(requests):
@@ -78,8 +77,7 @@ def decoding_ms(engine: TorchEngine, vocabulary: int, requests: int, context: in
     begun: set[int] = set()
     while len(begun) < requests:
         begun.update(update.request_id for update in engine.engine.step())
-    for _ in range(steps):
-        times.append(_cpu_ms(engine.engine.step))
+    times = [_cpu_ms(engine.engine.step) for _ in range(steps)]
     for request in begun:
         engine.engine.abort(request)
     return median(times)

@@ -112,9 +112,7 @@ async def serve_live(
     }
 
 
-def _prompts(
-    builder: PromptBuilder, engine: LiveEngine, learn: Callable[[int], None] | None = None
-) -> WorkflowPrompts:
+def _prompts(builder: PromptBuilder, engine: LiveEngine, learn: Callable[[int], None] | None = None) -> WorkflowPrompts:
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,
