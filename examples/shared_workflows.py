@@ -101,18 +101,15 @@ def main() -> None:
     documents = [Document(f"d{number}", " ".join(draw.choices(WORDS, k=24))) for number in range(1500)]
     traces: list[WorkflowTrace] = []
     workflows, worker = serve(documents, traces.append)
-    frameworks = (langgraph, langchain, haystack)
     with workflows, ThreadPoolExecutor() as threads:
-        asked = [(ask, question) for question in QUESTIONS for ask in frameworks]
-        for (ask, question), said in zip(
-            asked, threads.map(lambda each: each[0](workflows, each[1]), asked), strict=True
-        ):
-            print(f"{ask.__name__:10} {question:32} {said}")
+        asked = [(ask, question) for question in QUESTIONS for ask in (langgraph, langchain, haystack)]
+        running = [threads.submit(ask, workflows, question) for ask, question in asked]
+        for (ask, question), answer in zip(asked, running, strict=True):
+            print(f"{ask.__name__:10} {question:32} {answer.result()}")
     worker.close()
     prompts = [piece for trace in traces for piece in trace.pieces if piece.prompt_tokens]
-    cached, length = (
-        sum(getattr(piece, name) or 0 for piece in prompts) for name in ("cached_tokens", "prompt_tokens")
-    )
+    cached = sum(piece.cached_tokens or 0 for piece in prompts)
+    length = sum(piece.prompt_tokens or 0 for piece in prompts)
     print(f"{len(traces)} workflows, cached {cached} of {length} tokens")
 
 
