@@ -623,6 +623,7 @@ class TestWhatIsCommitted:
                     "embedded-fused",
                     "fused-reuse",
                     "doll",
+                    "hedra",
                     "doll-live",
                     "replicas",
                     "clouds",
