@@ -185,12 +185,16 @@ class OrderedPrompts:
         ordering = self.order(question.query, documents, question.scope, options, waiting)
         try:
             request = self._of(question, ordering)
-            if self._learn is not None and request.prompt_tokens is not None:
-                self._learn(request.prompt_tokens)
+            self.note_sent(request)
         except BaseException:
             ordering.discard()
             raise
         return _CommittedRequest(request, ordering, self.answer_length)
+
+    def note_sent(self, request: PromptRequest) -> None:
+        """For `learn`; `commit` does so."""
+        if self._learn is not None and request.prompt_tokens is not None:
+            self._learn(request.prompt_tokens)
 
     def _of(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
         return self.request(question.query, ordering, question.scope, question.all_options())

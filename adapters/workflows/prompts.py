@@ -35,7 +35,9 @@ class WorkflowPrompts:
         asked = _question(question)
         if question.ordered or not documents:
             return self._prompts.commit(asked, documents)
-        return _Ranked(self._ranked(asked, documents))
+        request = self._ranked(asked, documents)
+        self._prompts.note_sent(request)
+        return _Ranked(request)
 
     def _ranked(self, question: Question, documents: Sequence[Document]) -> PromptRequest:
         ordering = Ordering(list(documents), list(range(len(documents))))

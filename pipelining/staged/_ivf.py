@@ -65,7 +65,9 @@ class ClusterIndex:
             )
 
     def nprobe(self, nprobe: int | None) -> int:
-        """As asked for, or the index's own; at most all clusters."""
+        """As asked for, or the index's own; at most all clusters. Raises ValueError if that is 0."""
+        if nprobe is None and self.ivf.nprobe < 1:
+            raise ValueError("the index has nprobe 0: set it to at least 1")
         return min(int(self.ivf.nlist), int(self.ivf.nprobe) if nprobe is None else nprobe)
 
     def slices(self, queries: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["GraphError", "NodeError", "UnknownNameError", "UnusableValueError", "WorkflowError"]
+__all__ = ["GraphError", "NodeError", "RefusedSearchError", "UnknownNameError", "UnusableValueError", "WorkflowError"]
 
 
 class WorkflowError(Exception):
@@ -21,6 +21,10 @@ class UnknownNameError(WorkflowError, KeyError):
 
 class UnusableValueError(WorkflowError, TypeError):
     """A prompt, query or result of another type."""
+
+
+class RefusedSearchError(WorkflowError, ValueError):
+    """A search that the index cannot answer: a vector of another dimension, more results than it has vectors."""
 
 
 class NodeError(WorkflowError, RuntimeError):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ragorder.pipelining.workflow.errors import UnusableValueError
+from ragorder.pipelining.workflow.errors import RefusedSearchError, UnusableValueError
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
@@ -45,6 +45,7 @@ class Searcher(Generic[D]):
         self._document = document
         self._shared = hasattr(search, "submit")
         self._tiered = getattr(search, "tier_gains", None) is not None
+        self._checks = self._shared and _is_ours(search)
 
     async def vector(self, query: str) -> Any:
         return await _called(self._embed, query)
@@ -60,12 +61,18 @@ class Searcher(Generic[D]):
         fast: bool = True,
         prefetch: bool = False,
     ) -> Handle:
+        """Raises what the search raises, RefusedSearchError where one of ours says what to change."""
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
         options = {"history": history, "due": due} | ({} if split else {"whole": True})
         if self._tiered:
             options |= {"fast": fast, "prefetch": prefetch}
-        handle: Handle = self._search.submit(vector, k, **options)
+        try:
+            handle: Handle = self._search.submit(vector, k, **options)
+        except (ValueError, RuntimeError) as error:
+            if self._checks:
+                raise RefusedSearchError(str(error)) from error
+            raise
         return handle
 
     def history(self) -> History | None:
@@ -125,6 +132,13 @@ class _WholeSearch:
             )
         found = found.astype(np.int64).reshape(1, -1)
         return Stage(1, 1, found, np.zeros(found.shape, np.float32))
+
+
+def _is_ours(search: Any) -> bool:
+    """Whose errors name shapes, counts and settings, and no query."""
+    from ragorder.pipelining.search.shared import SharedSearch
+
+    return isinstance(search, SharedSearch)
 
 
 async def _called(function: Callable[..., Any], *args: Any) -> Any:

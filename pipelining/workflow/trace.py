@@ -26,6 +26,7 @@ class PieceTrace:
     - `tokens` generated, `prompt_tokens` and `cached_tokens` by the engine's report (None: not reported)
     - `stages` seen of a search, `clusters` scanned, and for how many of them the result had `settled`
     - `embed_s`: of a search's query; `first_token_s`: from the request's start
+    - `stages_ahead` of need: 1 if it was foreseen from a due piece, 2 from one that was ahead itself
     - `applied`: names of the transformations
     """
 
@@ -36,6 +37,7 @@ class PieceTrace:
     started_s: float | None = None
     ended_s: float | None = None
     outcome: Outcome = "running"
+    stages_ahead: int = 0
     applied: list[str] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int | None = None

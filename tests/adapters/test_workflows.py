@@ -95,6 +95,16 @@ class TestPrompts:
         assert prompts.preview(question, DOCUMENTS[3::-1]) == committed.request
         assert orderer.tree_size == size
 
+    def test_lengths_of_all_that_are_sent_are_learnt_in_either_order(self) -> None:
+        learnt: list[int] = []
+        _, prompts = parts(learn=learnt.append)
+        for ordered in (True, False):
+            question = NodeQuestion("What is it?", ordered=ordered)
+            prompts.preview(question, DOCUMENTS[:2])
+            assert learnt == []
+            request = prompts.commit(question, DOCUMENTS[:2]).request
+            assert [learnt.pop()] == [request.prompt_tokens]
+
     def test_all_generations_share_the_system_prompt(self) -> None:
         _, prompts = parts()
         without, with_documents = (prompts.preview(NodeQuestion("Plan."), each) for each in ([], DOCUMENTS[:2]))

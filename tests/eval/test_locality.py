@@ -88,6 +88,9 @@ class TestATrace:
             assert trace.shape == (40, index.nprobe, 3)
             assert trace[:, -1].tolist() == expected.tolist()
 
+    def test_of_all_searches_those_that_find_what_faiss_finds_are_counted(self, index: Any, pairs: Any) -> None:
+        assert measuring.as_faiss(index, list(zip(*pairs, strict=True)), 3) == 80
+
     def test_is_final_earlier_by_what_a_similar_search_has_found(self, index: Any, pairs: Any) -> None:
         ends = [
             np.mean(measuring.final_at(measuring.trace(index, zip(*pairs, strict=True), 3, history=history)))

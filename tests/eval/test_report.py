@@ -625,6 +625,7 @@ class TestWhatIsCommitted:
                     "embedded-fused",
                     "fused-reuse",
                     "doll",
+                    "hedra",
                     "doll-live",
                     "replicas",
                     "clouds",

@@ -12,18 +12,22 @@ faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
 from ragorder.document import Document
+from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.corpora import Corpus, CorpusQuestion
 from ragorder.eval.experiments.locality.measuring import build_index
+from ragorder.eval.experiments.workflows import measuring
+from ragorder.eval.experiments.workflows.costs import MODELS
 from ragorder.eval.experiments.workflows.embedder import Embedder
 from ragorder.eval.experiments.workflows.lockstep import Lockstep, Stages
 from ragorder.eval.experiments.workflows.measuring import Materials, serve
 from ragorder.eval.experiments.workflows.record import WorkflowsCell, WorkflowsRecord
 from ragorder.eval.experiments.workflows.report import make_part
 from ragorder.eval.experiments.workflows.script import WORKFLOWS, Script, WordTokenizer, without_marks
-from ragorder.eval.experiments.workflows.systems import SYSTEMS
+from ragorder.eval.experiments.workflows.systems import SYSTEMS, System
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Display, Suite, load_suites
+from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
 from ragorder.eval.virtual.loop import run_virtual
 
 WORDS = 60
@@ -151,6 +155,14 @@ class TestSystems:
         assert facts["speculations"] >= facts["right"] > 0
         assert facts["prompt_tokens"] >= plain[0]
 
+    def test_tell_what_is_one_stage_ahead_from_what_is_two(self, materials: Materials) -> None:
+        near, far = (served(system, materials)["facts"] for system in ("hedra-across", "hedra"))
+        assert near["near_speculations"] == near["speculations"] > 0
+        assert 0 < far["near_speculations"] < far["speculations"]
+        for facts in (near, far):
+            assert facts["near_right"] <= facts["near_speculations"]
+            assert facts["search_right"] <= facts["search_speculations"] > 0
+
     def test_take_the_same_times_in_every_run(self, materials: Materials) -> None:
         assert served("hedra", materials) == served("hedra", materials)
 
@@ -178,6 +190,31 @@ class TestSystems:
             for name in ("langchain", "flashrag", "dealt", "pieces")
         )
         assert max(dealt, cut) < min(batched, lockstep)
+
+
+class TestWhereTheEngineIsTheBottleneck:
+    """Prompts take most of the time, as on a CPU, and a search a fraction of one: there is nothing to overlap."""
+
+    @pytest.fixture(autouse=True)
+    def slow_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        costs = EngineCosts(10e-3, 1e-3, 1.5e-6, capacity_tokens=32_768, token_budget=512, max_requests=64)
+        monkeypatch.setitem(MODELS, "cpu", costs)
+        search = SearchCosts(code_s=1e-7, vectors=300_000, clusters=512, busy_cores=1, piece_s=2e-4)
+        monkeypatch.setattr(measuring, "SEARCH", search)
+
+    def mean_s(self, system: System, materials: Materials, workflow: str) -> float:
+        cell = WorkflowsCell(workflow=workflow, model="cpu", cores=1, top_k=5, nprobe=2048)
+        at_s = [arrival.at_s for arrival in poisson_arrivals(0.7, 40, 0)]
+        found = run_virtual(serve(system, cell, materials, at_s, [workflow] * len(at_s)))
+        return float(np.mean(found["rows"]["latency_s"]))
+
+    @pytest.mark.parametrize("workflow", ["irg", "multistep"])
+    def test_speculation_costs_at_most_three_percent_and_ordering_gains(
+        self, materials: Materials, workflow: str
+    ) -> None:
+        stages = self.mean_s(System("stage by stage", "alone"), materials, workflow)
+        assert self.mean_s(SYSTEMS["hedra"], materials, workflow) < 1.03 * stages
+        assert self.mean_s(SYSTEMS["hedra+order"], materials, workflow) < stages / 1.1
 
 
 class TestSuites:
@@ -235,6 +272,18 @@ class TestTheReport:
         ]
         (table,) = self.part("speculation", *records).tables
         assert [row[1] for row in texts(table)] == ["2.00 (100.0 %)", "3.00 (50.0 %)", "1.00", "2.00"]
+
+    def test_has_what_was_right_of_what_ran_ahead_of_need(self) -> None:
+        known = {"speculations": 10, "right": 5, "near_speculations": 4, "near_right": 3}
+        records = [
+            record("ralmspec", 1, 3, **known, search_speculations=0, search_right=0),
+            record("hedra", 1, 1, **known, search_speculations=8, search_right=2),
+        ]
+        _, table = self.part("speculation", *records).tables
+        assert texts(table) == [
+            ["irg, nprobe 512: local cache alone (RaLMSpec)", "50.0", "75.0", "–"],
+            ["irg, nprobe 512: ours", "50.0", "75.0", "25.0"],
+        ]
 
     def test_compares_with_its_baseline(self) -> None:
         records = [

@@ -123,6 +123,32 @@ class TestTheResultIsThatOfFaiss:
         for number, handle in enumerate(handles):
             assert_same(handle.result(), index.search(queries[number : number + 1], 1 + number % 9))
 
+    @pytest.mark.parametrize(("description", "metric"), grid([*itertools.product(FLAVOURS, METRICS.values())], 4))
+    def test_of_64_at_a_time_that_join_and_leave_in_every_kind_of_index(self, description: str, metric: int) -> None:
+        chance, index, queries = random.Random(0), build(description, metric, tied(600, 0)), tied(160, 1)
+        faiss.ParameterSpace().set_index_parameter(index, "nprobe", 7)
+        search = ContinuousIVF(index, cores=2, budget=pieces(), thread=False)
+        histories = [None, *(History() for _ in range(4))]
+        handles: list[SearchHandle] = []
+        cancelled: set[SearchHandle] = set()
+        most = 0
+        for number, query in enumerate(queries):
+            due, history = chance.random() < 0.8, chance.choice(histories)
+            handles.append(search.submit(query, 1 + number % 9, history=history, due=due))
+            most = max(most, search.in_flight)
+            while search.in_flight >= 64:
+                search.advance()
+                chance.choice(handles).promote()
+                if chance.random() < 0.3 and (leaves := chance.choice(handles)).cancel():
+                    cancelled.add(leaves)
+        advance_all(search)
+        assert most == 64 and cancelled
+        for number, handle in enumerate(handles):
+            if handle in cancelled:
+                assert handle.cancelled
+            else:
+                assert_same(handle.result(), index.search(queries[number : number + 1], 1 + number % 9))
+
     @settings(max_examples=examples(400))
     @given(
         data=st.data(),
@@ -133,6 +159,7 @@ class TestTheResultIsThatOfFaiss:
         cores=st.integers(1, 3),
         order=st.sampled_from(["oldest", "shortest"]),
         overhead_s=st.sampled_from([1e-12, 1e-8, 1e-6, 1e-3]),
+        crowd=st.sampled_from([0, 0, 0, 64]),
         seed=st.integers(0, 2**16),
     )
     def test_whoever_joins_and_leaves_between_two_pieces(
@@ -145,6 +172,7 @@ class TestTheResultIsThatOfFaiss:
         cores: int,
         order: Any,
         overhead_s: float,
+        crowd: int,
         seed: int,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -157,7 +185,8 @@ class TestTheResultIsThatOfFaiss:
         histories = [History(kept=4), History(), None]
         handles: list[tuple[SearchHandle, Any, int]] = []
         cancelled: set[SearchHandle] = set()
-        for step in data.draw(st.lists(st.sampled_from(["join", "join", "join", "advance", "leave", "promote"]))):
+        steps = data.draw(st.lists(st.sampled_from(["join", "join", "join", "advance", "leave", "promote"])))
+        for step in ["join"] * crowd + steps:
             if step == "join":
                 query = rng.integers(0, levels, (1, 3)).astype(np.float32)
                 k = int(rng.integers(1, 30))
@@ -826,6 +855,10 @@ class TestBadInput:
     def test_a_setting_of_the_index_that_comes_later(self, queries: Any) -> None:
         index = build("IVF24,Flat")
         search = ContinuousIVF(index, thread=False)
+        index.nprobe = 0
+        with pytest.raises(ValueError, match="the index has nprobe 0: set it to at least 1"):
+            search.submit(queries[0], 5)
+        index.nprobe = 1
         index.max_codes = 100
         with pytest.raises(ValueError, match="a limit across stages: set it to 0"):
             search.submit(queries[0], 5)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import AsyncGenerator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,11 @@ from support.workflows import Asked, PlainPrompts
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, Stage
 from ragorder.pipelining.search import Budget
 from ragorder.pipelining.workflow import (
+    END,
+    START,
     NodeError,
+    RAGraph,
+    State,
     WorkflowServer,
     WorkflowTrace,
     hyde,
@@ -38,8 +44,19 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
+from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.join import Tokens
+from ragorder.pipelining.workflow.trace import PieceTrace
+from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
 
 GRAPHS = [graph.compile() for graph in (one_shot(), multistep(rounds=2), irg(rounds=2), hyde(), recomp(each=True))]
+_OF_A_REQUEST = frozenset(
+    (
+        *("Attempt", "GenerationAhead", "History", "NodeRun", "PastSearch", "Piece", "PieceTrace", "RunningSearch"),
+        *("SearchAhead", "SearchHandle", "Speculation", "Speculations", "State", "Tokens", "WorkflowRun"),
+        "WorkflowTrace",
+    )
+)
 
 
 class FailingEngine(SlowEngine):
@@ -267,3 +284,54 @@ async def test_an_engine_that_dies_ends_its_requests_with_an_error_and_the_next_
             engine.dead = False
             assert (await server.run(graph, "why?")).text == (await interpreted(graph, index, "why?")).text
             await settled(server, engine, search, prompts)
+
+
+async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    """Answered, failed or cancelled: memory grows by none of them."""
+    random, index = Random(1), small_index()
+    engine, prompts = FailingEngine(random), PlainPrompts()
+
+    def kept() -> Counter[str]:
+        gc.collect()
+        kinds = (type(each) for each in gc.get_objects())
+        ours = (kind.__name__ for kind in kinds if str(kind.__module__).startswith("ragorder.pipelining."))
+        return Counter(name for name in ours if name in _OF_A_REQUEST)
+
+    before = kept()
+    with ContinuousIVF(index, cores=1, budget=Budget(1e-12)) as search:
+        async with WorkflowServer(
+            engine, search, vector, document, prompts, transformations=eager(), load=EngineLoad(16)
+        ) as server:
+
+            async def serve(requests: int) -> None:
+                runs = [asyncio.create_task(server.run(random.choice(GRAPHS), "why?")) for _ in range(requests)]
+                for _ in range(60):
+                    await asyncio.sleep(0)
+                for run in runs[::5]:
+                    run.cancel()
+                await asyncio.gather(*runs, return_exceptions=True)
+                del runs
+                await settled(server, engine, search, prompts)
+
+            await serve(50)
+            assert kept() - before == Counter()
+
+
+def test_what_is_learnt_of_speculations_is_bounded() -> None:
+    """By the graphs used last: their number may grow, as where each tenant has one."""
+    facts = Facts(EngineLoad(1), Wavefront(lambda: None), None)
+
+    def source(name: int) -> Any:
+        graph = RAGraph(str(name)).add_retrieval("search", query="query").add_generation("answer", prompt="{docs}")
+        graph = graph.add_edge(START, "search").add_edge("search", "answer").add_edge("answer", END)
+        (run,) = Tokens(graph.compile(), State.of("why?")).take()
+        return Piece(SimpleNamespace(graph=graph), run, PieceTrace(run.id, "due", "search"))
+
+    first = facts.odds(source(0))
+    first.learn([(True, 1.0)], [1])
+    assert facts.odds(source(0)).right(1) == 1.0
+    for name in range(1, 1100):
+        facts.odds(source(name))
+    assert facts.odds(source(0)).right(1) is None
+    assert facts.odds(source(1099)) is facts.odds(source(1099))
+    assert len(facts._odds) == 1024

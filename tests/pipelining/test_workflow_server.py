@@ -704,16 +704,46 @@ class TestServer:
         """A vector of another dimension, more results than vectors, an index that is gone."""
         engine, prompts = SlowEngine(), PlainPrompts()
         async with WorkflowServer(engine, search, lambda query: np.zeros(3), document, prompts) as server:
-            with pytest.raises(NodeError, match="node 'search': ValueError"):
+            with pytest.raises(NodeError, match=r"node 'search': queries must have the shape \(n, 8\), got \(1, 3\)"):
                 await server.run(one_shot().compile(), "why?")
         async with WorkflowServer(engine, search, vector, document, prompts) as server:
-            with pytest.raises(NodeError, match="node 'search': ValueError"):
+            with pytest.raises(NodeError, match=f"node 'search': k={N + 1}, but the index has {N} vectors"):
                 await server.run(one_shot(topk=N + 1).compile(), "why?")
             await server.run(one_shot().compile(), "why?")
             search.close()
-            with pytest.raises(NodeError, match="node 'search': RuntimeError"):
+            with pytest.raises(NodeError, match="node 'search': this search is closed"):
                 await server.run(one_shot().compile(), "why?")
             await settled(server, engine, search, prompts)
+
+    async def test_a_search_that_the_index_cannot_answer_ends_its_request_alone(self) -> None:
+        """Each error says what to change, and requests beside it are answered."""
+        index = small_index()
+        engine, prompts, good = SlowEngine(), PlainPrompts(), one_shot().compile()
+        expected = (await interpreted(good, index, "why?")).text
+
+        def embed(query: str) -> Any:
+            return np.zeros(3) if query == "long" else vector(query)
+
+        with ContinuousIVF(index, cores=1) as search:
+            async with WorkflowServer(engine, search, embed, document, prompts, transformations=eager()) as server:
+
+                async def beside(graph: CompiledGraph, question: str) -> str:
+                    others = [asyncio.create_task(server.run(good, "why?")) for _ in range(3)]
+                    with pytest.raises(NodeError) as refused:
+                        await server.run(graph, question)
+                    assert [(await other).text for other in others] == [expected] * 3
+                    return refused.value.failure
+
+                assert await beside(good, "long") == "queries must have the shape (n, 8), got (1, 3)"
+                assert (await beside(one_shot(topk=N + 1).compile(), "why?")).startswith(
+                    f"k={N + 1}, but the index has"
+                )
+                index.nprobe = 0
+                with pytest.raises(NodeError, match="node 'search': the index has nprobe 0: set it to at least 1"):
+                    await server.run(good, "why?")
+                index.nprobe = 8
+                assert (await server.run(good, "why?")).text == expected
+                await settled(server, engine, search, prompts)
 
     async def test_a_transformation_or_an_observer_that_fails_changes_nothing(
         self, search: ContinuousIVF, index: Any, caplog: pytest.LogCaptureFixture

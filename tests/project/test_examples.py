@@ -105,6 +105,18 @@ def test_a_workflow(python: Any, tmp_path: Path) -> None:
     assert "12 (12 answered)" in shown.stdout
 
 
+@pytest.mark.slow
+def test_frameworks_that_share_workflows(python: Any) -> None:
+    for module in ("faiss", "torch", "transformers", "starlette", "langgraph", "langchain_core", "haystack"):
+        pytest.importorskip(module)
+    done = python(EXAMPLES / "shared_workflows.py", timeout=180)
+    assert done.returncode == 0, done.stderr
+    *answers, summary = done.stdout.strip().splitlines()
+    assert [line.split()[0] for line in answers] == ["langgraph", "langchain", "haystack"] * 3
+    cached, length = map(int, re.findall(r"^9 workflows, cached (\d+) of (\d+) tokens$", summary)[0])
+    assert 0 < cached < length
+
+
 def test_batches_of_a_backlog(python: Any) -> None:
     for module in ("faiss", "torch", "transformers", "starlette"):
         pytest.importorskip(module)

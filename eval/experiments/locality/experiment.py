@@ -18,6 +18,8 @@ _PATIENCE = (1, 2, 4, 8, 16)
 _GENERATED = (0.1, 0.3, 0.5, 0.7, 0.9)
 _HELD = (0.05, 0.1, 0.2, 0.4)
 _NEIGHBOURS = 5
+_EMBEDDED = 300
+"""Answers in the making that are embedded, and compared with the whole answer."""
 
 
 class Locality(Experiment):
@@ -53,6 +55,7 @@ class Locality(Experiment):
         index = measuring.build_index(documents, cell.nprobe)
         distances, _ = index.search(second, _NEIGHBOURS)
         facts: dict[str, Any] = {
+            "as_faiss": measuring.as_faiss(index, list(zip(first, second, strict=True)), cell.top_k),
             "clusters": index.nlist,
             "nprobe": index.nprobe,
             "observations": measuring.observations(index, first, second, cell.top_k),
@@ -62,10 +65,11 @@ class Locality(Experiment):
             "to_neighbours": float(np.sqrt(np.maximum(0, 2 - 2 * distances)).mean()),
             "to_nearest": float(np.sqrt(np.maximum(0, 2 - 2 * distances[:, 0])).mean()),
         }
-        whole = embed(measuring.partial_texts(questions, passages, 1.0), cache)
+        some = questions[:_EMBEDDED], passages[:_EMBEDDED]
+        whole = embed(measuring.partial_texts(*some, 1.0), cache)
         facts["to_whole"] = {
             f"{share:g}": float(
-                np.linalg.norm(embed(measuring.partial_texts(questions, passages, share), cache) - whole, axis=1).mean()
+                np.linalg.norm(embed(measuring.partial_texts(*some, share), cache) - whole, axis=1).mean()
             )
             for share in _GENERATED
         }

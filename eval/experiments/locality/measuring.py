@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.search import Budget, History
 
-__all__ = ["build_index", "early_ends", "final_at", "observations", "partial_texts", "skew", "trace"]
+__all__ = ["as_faiss", "build_index", "early_ends", "final_at", "observations", "partial_texts", "skew", "trace"]
 
 Vectors = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -19,6 +19,7 @@ Ids = NDArray[np.int64]
 # No time for a piece: each is one cluster.
 _ONE_CLUSTER_S = 1e-30
 _KEPT = 20
+_AT_ONCE = 64
 
 
 def build_index(vectors: Vectors, nprobe: float) -> Any:
@@ -55,6 +56,21 @@ def trace(index: Any, pairs: Iterable[tuple[Vectors, Vectors]], k: int, *, histo
         stages = search.submit(second, k, history=past).stages()
         found.append([stage.ids[0] for stage in stages if stage.number])
     return np.array(found)
+
+
+def as_faiss(index: Any, pairs: Sequence[tuple[Vectors, Vectors]], k: int) -> int:
+    """Searches whose ids and distances are FAISS's: both of each pair, with a history, those of 64 pairs at a time."""
+    search, equal = ContinuousIVF(index, cores=1, budget=Budget(_ONE_CLUSTER_S), thread=False), 0
+    for start in range(0, len(pairs), _AT_ONCE):
+        group = pairs[start : start + _AT_ONCE]
+        histories = [History(kept=_KEPT) for _ in group]
+        for queries in zip(*group, strict=True):
+            handles = [search.submit(query, k, history=past) for query, past in zip(queries, histories, strict=True)]
+            for query, handle in zip(queries, handles, strict=True):
+                distances, ids = index.search(query[None], k)
+                found = handle.result()
+                equal += bool((found.ids == ids).all() and (found.distances == distances).all())
+    return equal
 
 
 def final_at(found: Ids) -> list[int]:

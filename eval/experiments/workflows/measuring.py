@@ -31,6 +31,10 @@ __all__ = ["Materials", "facts_of_traces", "serve"]
 
 _PROMPT_TOKENS = 256
 _UNBOUNDED = 1_000_000
+_FACTS = (
+    *("speculations", "right", "near_speculations", "near_right", "search_speculations", "search_right"),
+    *("later_prompt_tokens", "later_cached_tokens", "declined"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +149,17 @@ def _ordered(builder: PromptBuilder, engine: VirtualEngine[PromptRequest]) -> Wo
 
 
 def facts_of_traces(traces: Sequence[Any]) -> dict[str, int]:
-    """Of speculative generations, and of the generations after each request's first."""
-    facts = {"speculations": 0, "right": 0, "later_prompt_tokens": 0, "later_cached_tokens": 0, "declined": 0}
+    """Of speculative generations, those one stage ahead apart, of searches ahead of need, and of the generations after
+    each request's first."""
+    facts = dict.fromkeys(_FACTS, 0)
     for trace in traces:
         generations = [piece for piece in trace.pieces if piece.worker == "engine"]
         ahead = [piece for piece in generations if piece.kind == "speculative" and piece.started_s is not None]
-        facts["speculations"] += len(ahead)
-        facts["right"] += sum(piece.outcome == "used" for piece in ahead)
+        searches = [piece for piece in trace.pieces if piece.worker == "search" and piece.kind == "speculative"]
+        near = [piece for piece in ahead if piece.stages_ahead == 1]
+        for name, pieces in (("", ahead), ("near_", near), ("search_", searches)):
+            facts[f"{name}speculations"] += len(pieces)
+            facts[f"{name}right"] += sum(piece.outcome == "used" for piece in pieces)
         facts["declined"] += trace.declined
         used = sorted((piece for piece in generations if piece.prompt_tokens), key=lambda piece: piece.planned_s)
         for piece in used[1:]:

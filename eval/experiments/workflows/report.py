@@ -133,6 +133,22 @@ def _speculation(runs: _Runs) -> Iterator[Table]:
         table.add("best of the two / ours", *(format_number(ratio, 2) for ratio in ratios))
         table.note = "Below it: speculative generations that turned out right, of those that ran."
         yield table
+    yield from _ahead(runs)
+
+
+def _ahead(runs: _Runs) -> Iterator[Table]:
+    kinds = {"": "generations", "near_": "of these one stage ahead", "search_": "searches"}
+    table = Table("Right of what ran ahead of need, %", ["", *kinds.values()])
+    for setting, systems in runs.items():
+        for policy, rates in systems.items():
+            records = [record for each in rates.values() for record in each if "near_speculations" in record.facts]
+            shares = [_share(records, f"{kind}right", f"{kind}speculations") for kind in kinds]
+            if any(share is not None for share in shares):
+                shown = (format_number(None if share is None else 100 * share) for share in shares)
+                table.add(f"{setting.words(runs)}: {_words(policy)}", *shown)
+    table.note = "One stage ahead: on what a due search has found so far, as the paper counts. All rates together."
+    if table.rows:
+        yield table
 
 
 def _compared(runs: _Runs, baseline: str) -> Iterator[Table]:

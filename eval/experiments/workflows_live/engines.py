@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
@@ -15,20 +15,20 @@ from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.pipelining import StreamingEngine
 
-__all__ = ["CAPACITY_TOKENS", "TOKEN_BUDGET", "LiveEngine", "LiveTorch", "LiveVLLM", "vllm_environment"]
+__all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "off_the_engines_core", "vllm_environment"]
 
 CAPACITY_TOKENS = 32_768
-TOKEN_BUDGET = 512
-"""Tokens of a step."""
+_TOKEN_BUDGET = 512
 
 
 class LiveEngine(Protocol):
-    """`forced`: options that make an answer as long as its `max_tokens`."""
+    """`forced`: options that make an answer as long as its `max_tokens`. `token_budget`: prompt tokens of a step."""
 
     name: str
     block_size: int
     partial_blocks_first: bool
     vocabulary: int
+    token_budget: int
     forced: Mapping[str, Any]
 
     def emptied(self) -> AbstractAsyncContextManager[StreamingEngine[PromptRequest]]:
@@ -41,6 +41,7 @@ class LiveTorch:
     name = "torch"
     block_size = 16
     partial_blocks_first = TorchEngine.partial_blocks_first
+    token_budget = _TOKEN_BUDGET
     forced: Mapping[str, Any] = {"ignore_eos": True}
 
     def __init__(self, model: TorchModel) -> None:
@@ -49,7 +50,7 @@ class LiveTorch:
 
     @asynccontextmanager
     async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
-        served = TorchEngine(self._model, capacity_tokens=CAPACITY_TOKENS, max_batch_tokens=TOKEN_BUDGET)
+        served = TorchEngine(self._model, capacity_tokens=CAPACITY_TOKENS, max_batch_tokens=_TOKEN_BUDGET)
         worker = EngineWorker(served.engine)
         try:
             yield EmbeddedStreams(worker)
@@ -62,6 +63,7 @@ class LiveVLLM:
 
     name = "vllm"
     partial_blocks_first = True
+    token_budget = 8192
     forced: Mapping[str, Any] = {"extra_body": {"ignore_eos": True}}
 
     def __init__(self, server: VLLMServer, vocabulary: int) -> None:
@@ -73,9 +75,25 @@ class LiveVLLM:
     async def emptied(self) -> AsyncIterator[StreamingEngine[PromptRequest]]:
         from openai import AsyncOpenAI
 
-        await asyncio.to_thread(self._server.reset)
-        async with AsyncOpenAI(base_url=f"{self._server.base_url}/v1", api_key="none", max_retries=0) as client:
-            yield OpenAIStreams(client, self._server.model_name)
+        address = f"{self._server.base_url}/v1"
+        with off_the_engines_core():
+            await asyncio.to_thread(self._server.reset)
+            async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+                yield OpenAIStreams(client, self._server.model_name)
+
+
+@contextmanager
+def off_the_engines_core() -> Iterator[None]:
+    """This thread, and what it starts, leave the last core to a server that is bound to it."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
+    if len(cores) < 2:
+        yield
+        return
+    os.sched_setaffinity(0, cores - {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def vllm_environment() -> Mapping[str, str]:

@@ -102,6 +102,7 @@ class WorkflowsLive(Experiment):
             CAPACITY_TOKENS,
             LiveTorch,
             LiveVLLM,
+            off_the_engines_core,
             vllm_environment,
         )
         from ragorder.kernels.random_model import make_model
@@ -115,4 +116,6 @@ class WorkflowsLive(Experiment):
         server = VLLMServer(
             folder, blocks=CAPACITY_TOKENS // _BLOCK_SIZE, max_model_len=_LONGEST, environment=vllm_environment()
         )
-        return LiveVLLM(self.resources.enter_context(server), shape.vocabulary)
+        with off_the_engines_core():
+            self.resources.enter_context(server)
+        return LiveVLLM(server, shape.vocabulary)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ragorder import Orderer
 from ragorder.adapters.openai.prompts import OrderedPrompts
+from ragorder.adapters.openai.server_load import PromptLoad
+from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.adapters.workflows import WorkflowPrompts
 from ragorder.document import Document
 from ragorder.eval.experiments.workflows.costs import SYSTEM_PROMPT_WORDS
@@ -20,15 +22,14 @@ from ragorder.eval.experiments.workflows.measuring import facts_of_traces
 from ragorder.eval.experiments.workflows.prompts import RankedPrompts
 from ragorder.eval.experiments.workflows.script import Script, WordTokenizer, compiled
 from ragorder.eval.experiments.workflows.systems import System
-from ragorder.eval.experiments.workflows_live.engines import CAPACITY_TOKENS, TOKEN_BUDGET, LiveEngine
+from ragorder.eval.experiments.workflows_live.engines import CAPACITY_TOKENS, LiveEngine
 from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, ScriptedEngine
-from ragorder.pipelining import ContinuousIVF, EngineLoad, prefill_batch
+from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.workflow import WorkflowServer
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["LiveMaterials", "serve_live"]
 
-_PROMPT_TOKENS = 256
 _UNBOUNDED = 1_000_000
 
 
@@ -75,14 +76,15 @@ async def serve_live(
             )
         else:
             search = stack.enter_context(ContinuousIVF(materials.index, cores=1))
+            load = PromptLoad(WatchedEngine(engine), token_budget=materials.engine.token_budget)
             server = WorkflowServer(
                 engine,
                 search,
                 materials.embed.anew,
                 document,
-                _prompts(builder, materials.engine),
+                _prompts(builder, materials.engine, load.learn),
                 transformations=system.transformations(),
-                load=EngineLoad(prefill_batch(TOKEN_BUDGET, _PROMPT_TOKENS)),
+                load=load,
                 max_requests=_UNBOUNDED,
                 max_waiting=_UNBOUNDED,
             )
@@ -104,12 +106,13 @@ async def serve_live(
             "total_s": total_s,
             "prompt_tokens": engine.prompt_tokens,
             "cached_tokens": engine.cached_tokens,
+            "generation_ms": 1e3 * engine.generation_s / max(1, engine.generations),
             **facts_of_traces([trace for trace in traces if trace is not None]),
         },
     }
 
 
-def _prompts(builder: PromptBuilder, engine: LiveEngine) -> WorkflowPrompts:
+def _prompts(builder: PromptBuilder, engine: LiveEngine, learn: Callable[[int], None] | None = None) -> WorkflowPrompts:
     orderer = Orderer(
         tokens=builder.document_tokens,
         prefix_tokens=builder.prefix_tokens,
@@ -117,4 +120,4 @@ def _prompts(builder: PromptBuilder, engine: LiveEngine) -> WorkflowPrompts:
         block_size=engine.block_size,
         partial_blocks_first=engine.partial_blocks_first,
     )
-    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids"))
+    return WorkflowPrompts(OrderedPrompts(orderer, builder, "token_ids", learn=learn))

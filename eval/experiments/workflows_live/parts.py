@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ Vectors = NDArray[np.float32]
 
 # Of a copy and its document the cosine is 0.5: less than most questions have with their passage.
 _JITTER = 3**0.5
+# Vectors a cluster.
+_TRAINED_ON = 64
 
 
 class ScriptedEngine:
     """Computes what `engine` computes, for as many tokens as the scripted answer has words, and streams these instead
     of the tokens. `forced`: options that make the engine compute as many. `prompt_tokens` and `cached_tokens` are its
-    reports."""
+    reports, `generation_s` the seconds of `generations` that have ended."""
 
     def __init__(
         self,
@@ -39,12 +42,15 @@ class ScriptedEngine:
     ) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.generations = 0
+        self.generation_s = 0.0
         self._engine = engine
         self._answer = answer
         self._vocabulary = vocabulary
         self._forced = forced
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
+        began_s = time.perf_counter()
         words = [f"{word} " for word in self._answer(request)] or [" "]
         asked = replace(
             request,
@@ -58,6 +64,8 @@ class ScriptedEngine:
                     continue
                 self.prompt_tokens += chunk.usage.prompt_tokens or 0
                 self.cached_tokens += chunk.usage.cached_tokens or 0
+                self.generations += 1
+                self.generation_s += time.perf_counter() - began_s
                 yield AnswerChunk("".join(words), chunk.usage)
                 words = []
 
@@ -104,19 +112,27 @@ def large_index(documents: Vectors, vectors: int, clusters: int, nprobe: int) ->
     """By inner product. Vector i is the document i % len(documents), or a jittered copy of it."""
     import faiss
 
-    draw, size = np.random.default_rng(0), documents.shape[1]
+    size = documents.shape[1]
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(size), size, clusters, faiss.METRIC_INNER_PRODUCT)
     index.cp.min_points_per_centroid = 1
-    parts = [documents]
-    while sum(map(len, parts)) < vectors:
-        noise = draw.standard_normal(documents.shape, np.float32)
-        copies = documents + _JITTER * noise / np.linalg.norm(noise, axis=1, keepdims=True)
-        parts.append(copies / np.linalg.norm(copies, axis=1, keepdims=True))
-    rows = np.concatenate(parts)[: max(vectors, len(documents))]
-    index.train(rows[:: max(1, len(rows) // (64 * clusters))])
-    index.add(rows)
+    parts = _with_copies(documents, max(vectors, len(documents)))
+    # Copies are alike, so the first ones train it. The rest is never in memory beside the index.
+    first = list(islice(parts, 1 + _TRAINED_ON * clusters // len(documents)))
+    index.train(np.concatenate(first))
+    for part in chain(first, parts):
+        index.add(part)
     index.nprobe = min(nprobe, clusters)
     return index
+
+
+def _with_copies(documents: Vectors, vectors: int) -> Iterator[Vectors]:
+    """The documents, then jittered copies of them, in parts of at most as many."""
+    draw = np.random.default_rng(0)
+    yield documents
+    for start in range(len(documents), vectors, len(documents)):
+        noise = draw.standard_normal(documents.shape, np.float32)
+        copies = documents + _JITTER * noise / np.linalg.norm(noise, axis=1, keepdims=True)
+        yield (copies / np.linalg.norm(copies, axis=1, keepdims=True))[: vectors - start]
 
 
 def search_ms(index: Any, queries: Vectors) -> float:

@@ -31,8 +31,8 @@ class LiveCell(SuiteCell):
 
 
 class LiveRecord(Record):
-    """`rows`: seconds from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search, and
-    those of `ragorder.eval.experiments.workflows.measuring`."""
+    """`rows`: seconds from each request's arrival to its answer. Facts: the rate, milliseconds of one whole search and
+    of a generation under this load, and those of `ragorder.eval.experiments.workflows.measuring`."""
 
     called: ClassVar[str] = "a run of workflows on real parts"
     facts_needed: ClassVar[tuple[str, ...]] = ("rate", "search_ms", "total_s", "prompt_tokens", "cached_tokens")

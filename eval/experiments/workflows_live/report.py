@@ -34,6 +34,8 @@ def _table(group: RecordGroup[LiveRecord]) -> Table:
     rate, search_ms = (fmean(float(run.facts[name]) for run in group.runs()) for name in ("rate", "search_ms"))
     title = f"{cell.workflow} on {_ENGINES[cell.engine]}, load {cell.load:g}: {rate:.2f} requests/s, "
     title += f"searches of {search_ms:.0f} ms"
+    baseline = [run.facts["generation_ms"] for run in group.runs("stages") if "generation_ms" in run.facts]
+    title += f", generations of {fmean(baseline):.0f} ms" if baseline else ""
     headings = ["", "mean, s", "p99, s", "cached, %", "later, %", "right, %"]
     table = Table(title, [*headings, *(f"÷ {policy}" for policy in _OURS)])
     ours = {policy: _mean(group, policy) for policy in _OURS}
@@ -54,7 +56,7 @@ def _table(group: RecordGroup[LiveRecord]) -> Table:
         )
     table.note = (
         "Cached: of all prompt tokens; later: of those after a request's first generation; right: of speculative "
-        "generations; ÷: mean latency, times that of ours."
+        "generations; ÷: mean latency, times that of ours. A generation: stage by stage, under this load."
     )
     return table
 

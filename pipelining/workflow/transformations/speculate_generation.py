@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.nodes import Generation
 from ragorder.pipelining.workflow.trace import PieceTrace
@@ -47,7 +48,9 @@ class SpeculateGeneration:
                 continue
             runs = [run for run in request.foreseen(search) if isinstance(run.node, Generation)]
             for run in runs:
-                piece = Piece(request, run, PieceTrace(run.id, "speculative", "engine", applied=[self.name]), search)
+                stages = 1 if search.due else 2
+                trace = PieceTrace(run.id, "speculative", "engine", stages_ahead=stages, applied=[self.name])
+                piece = Piece(request, run, trace, search)
                 if self.gain_s(piece, facts) <= 0:
                     request.trace.declined += 1
                 elif not self._has_room(wavefront, facts, replaced * len(runs)) or not _admit(piece, facts):
@@ -58,31 +61,22 @@ class SpeculateGeneration:
     def gain_s(self, piece: Piece, facts: Facts, /) -> float:
         """The rest of the search, at most the generation, if the documents are right. A wrong prefill may keep the
         engine busy beyond the search, and holds up every other generation on it meanwhile."""
-        prefill_s, generation_s = facts.prefill_s, facts.generation_s.value
-        if not self.odds or piece.after is None or prefill_s is None:
+        if not self.odds or piece.after is None:
             return math.inf
         odds, part = facts.odds(piece.after), piece.after.part
-        if odds.right(part) is None:
-            part = ANY_PART
-        right, gain_s = odds.right(part), odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
-        if right is None or gain_s is None:
-            return math.inf
-        others = facts.wavefront.count("engine", speculative=False)
-        # The mean was measured with others' prefills in the same iterations.
-        alone_s = prefill_s / (1 + facts.load.pending)
-        return gain_s - (1 - right) * others * alone_s
+        gain_s = _gain_s(odds, ANY_PART if odds.right(part) is None else part, facts)
+        return math.inf if gain_s is None else gain_s
 
     def across_s(self, search: Piece, facts: Facts) -> float:
         """Seconds that a generation on what a search ahead of need finds saves on average."""
         graph = search.request.graph
         if not self.across or not any(isinstance(graph.nodes[id], Generation) for id in graph.foreseen(search.run.id)):
             return 0.0
-        prefill_s, generation_s = facts.prefill_s, facts.generation_s.value
-        if not self.odds or prefill_s is None:
+        if not self.odds:
             return math.inf
-        odds, saved_s = facts.odds(search), max(prefill_s, generation_s or 0.0)
+        odds = facts.odds(search)
         parts = [part for part in search.parts if odds.right(part) is not None] or [ANY_PART]
-        gains_s = [odds.gain_s(part, prefill_s, saved_s) for part in parts]
+        gains_s = [_gain_s(odds, part, facts) for part in parts]
         known_s = [gain_s for gain_s in gains_s if gain_s is not None]
         return max(0.0, *known_s) if known_s else math.inf
 
@@ -96,6 +90,20 @@ class SpeculateGeneration:
         if piece.stage is None or not (piece.due or self.across):
             return False
         return not (self.recalled_only and piece.stage.number)
+
+
+def _gain_s(odds: SpeculationGain, part: int, facts: Facts) -> float | None:
+    """None: nothing is known yet."""
+    prefill_s, generation_s = facts.prefill_s, facts.generation_s.value
+    if prefill_s is None:
+        return None
+    right, gain_s = odds.right(part), odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
+    if right is None or gain_s is None:
+        return None
+    others = facts.wavefront.count("engine", speculative=False)
+    # The mean was measured with others' prefills in the same iterations.
+    alone_s = prefill_s / (1 + facts.load.pending)
+    return gain_s - (1 - right) * others * alone_s
 
 
 def _admit(piece: Piece, facts: Facts) -> bool:

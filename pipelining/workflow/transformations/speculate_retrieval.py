@@ -54,7 +54,7 @@ class SpeculateRetrieval:
             for run in request.foreseen(generation):
                 if not isinstance(run.node, Retrieval):
                     continue
-                trace = PieceTrace(run.id, "speculative", "search", applied=[self.name])
+                trace = PieceTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
                 piece = Piece(request, run, trace, generation, looks=generation.looks)
                 if self.gain_s(piece, facts) > 0:
                     room -= 1
