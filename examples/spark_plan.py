@@ -9,6 +9,7 @@ read each shard from its first row to its last. Answers are joined with the ques
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -55,6 +56,8 @@ def saved_documents(rows: DataFrame) -> int:
 
 
 def main(path: str | None) -> None:
+    # Spark's workers on this machine are started with this Python, and not with the first one on the path.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     try:

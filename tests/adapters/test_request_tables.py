@@ -25,7 +25,9 @@ def in_shards(table: Any, shards: int, columns: RequestColumns = RequestColumns(
         there, known = pickle.loads(paths)  # noqa: S301
         dealt.append(there.deal(table.slice(first, length), known))
     rows = pyarrow.concat_tables(dealt)
-    chosen = [[place for place, each in enumerate(rows["shard"].to_pylist()) if each == shard] for shard in range(shards)]
+    chosen = [
+        [place for place, each in enumerate(rows["shard"].to_pylist()) if each == shard] for shard in range(shards)
+    ]
     return [columns.plan(rows.take(pyarrow.array(places, pyarrow.int64()))) for places in chosen]
 
 
@@ -34,9 +36,13 @@ def saved(orders: list[Any]) -> int:
 
 
 def test_every_row_comes_once_and_nearly_all_is_saved_that_one_plan_saves() -> None:
-    rankings = [[f"d{each}" for each in ranking] for ranking in make_workload("mix64", 0, requests=1500).rankings[:1500]]
+    rankings = [
+        [f"d{each}" for each in ranking] for ranking in make_workload("mix64", 0, requests=1500).rankings[:1500]
+    ]
     numbers = list(range(len(rankings)))
-    source = pyarrow.table({"id": numbers, "documents": rankings, "note": [None if each % 2 else each for each in numbers]})
+    source = pyarrow.table(
+        {"id": numbers, "documents": rankings, "note": [None if each % 2 else each for each in numbers]}
+    )
     shards = in_shards(source, 4)
     rows = {row["id"]: row for shard in shards for row in shard.to_pylist()}
     assert len(rows) == sum(shard.num_rows for shard in shards) == len(rankings)
@@ -45,7 +51,9 @@ def test_every_row_comes_once_and_nearly_all_is_saved_that_one_plan_saves() -> N
         assert sorted(rows[number]["permutation"]) == list(range(5))
         assert rows[number]["note"] == (None if number % 2 else number)
     at_once = plan(rankings, {name: 256 for ranking in rankings for name in ranking})
-    assert sum(saved(shard["documents"].to_pylist()) for shard in shards) >= 0.95 * saved([order for _, order in at_once])
+    assert sum(saved(shard["documents"].to_pylist()) for shard in shards) >= 0.95 * saved(
+        [order for _, order in at_once]
+    )
 
 
 def test_objects_keep_their_type_and_tenants_stand_together() -> None:

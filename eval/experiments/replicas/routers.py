@@ -106,8 +106,8 @@ class BoundedBy1Quarter(BoundedOwner):
 
 
 class TableOwner(TopicOwner):
-    """The replica that was least busy when the topic was new, as routers with a table of sessions choose it; another one
-    that is least busy once that has `bound` times the mean number in flight, which then keeps the topic."""
+    """The replica that was least busy when the topic was new, as routers with a table of sessions choose it; anew once
+    that has `bound` times the mean number in flight."""
 
     bound: ClassVar[float] = inf
 
