@@ -36,9 +36,12 @@ def plan(rows: DataFrame, shards: int, sample: float = 1.0) -> DataFrame:
         for batch in batches:
             yield from columns.deal(pa.Table.from_batches([batch]), shared.value).to_batches()
 
+    def planned(rows_of_shard: pa.Table) -> pa.Table:
+        return columns.plan(rows_of_shard)
+
     with_shard = StructType([*rows.schema, StructField("shard", IntegerType())])
     with_both = StructType([*with_shard, StructField("permutation", ArrayType(LongType()))])
-    return rows.mapInArrow(deal, with_shard).groupBy("shard").applyInArrow(columns.plan, with_both)
+    return rows.mapInArrow(deal, with_shard).groupBy("shard").applyInArrow(planned, with_both)
 
 
 def requests(count: int) -> Iterator[dict[str, Any]]:
