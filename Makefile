@@ -39,7 +39,7 @@ check: $(VENV)/.dev ## Before each push: lint, types, import rules, and the test
 test: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey ## Before each merge, and what CI runs: the same with real vLLM and all formats and paths
 	@$(MAKE) --no-print-directory -j2 static merge
 
-test-all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
+test-all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey $(VENV)/.spark ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
 	@$(MAKE) --no-print-directory static all test-lowest
 	@$(MAKE) --no-print-directory chaos CYCLES=5
 
@@ -62,7 +62,7 @@ fast: $(VENV)/.dev
 merge: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey
 	$(TESTS) -m "not slow"
 
-all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey
+all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey $(VENV)/.spark
 	RAGORDER_TESTS=all $(TESTS)
 
 test-lowest: ## Core, commands, proxy, client and adapters with the lowest versions that pyproject.toml allows (minutes)
@@ -156,6 +156,14 @@ $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
 $(VENV)/.chromium: | $(BIN)/python
 	@command -v chromium >/dev/null || { echo "Installing Chromium"; $(APT) update -qq && \
 	$(APT) install -y -qq --no-install-recommends chromium >/dev/null; } || echo "No Chromium: its test will be skipped"
+	@touch $@
+
+# Spark and Java, for one example. Where they cannot be installed, its test is skipped, and says so.
+$(VENV)/.spark: requirements/dev.txt | $(VENV)/.dev
+	@echo "Installing Spark (a minute or two)"
+	@$(PIP) install pyspark -c requirements/dev.txt $(QUIET) || echo "No Spark: its test will be skipped"
+	@command -v java >/dev/null || { echo "Installing Java"; $(APT) update -qq && \
+	$(APT) install -y -qq --no-install-recommends default-jre-headless >/dev/null; } || echo "No Java: Spark's test will be skipped"
 	@touch $@
 
 # A server for the log of shared orders. Where none can be installed, its tests are skipped, and say so.

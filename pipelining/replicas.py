@@ -11,6 +11,8 @@ __all__ = ["BestReplica", "ReplicaState"]
 
 # Prompts that are no difference in work yet.
 _FEW = 8
+# Tokens that no longer count: a fleet that grows and shrinks names ever new replicas.
+_NOTHING = 0.001
 
 K = TypeVar("K", bound=Hashable)
 
@@ -31,7 +33,8 @@ class BestReplica(Generic[K]):
     Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the share
     by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without
     work fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts
-    half after `half_life` further ones a replica. Not thread-safe.
+    half after `half_life` further ones a replica. A replica that is not named is forgotten when its work no longer
+    counts. Not thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
@@ -41,11 +44,10 @@ class BestReplica(Generic[K]):
         self._computed: dict[K, float] = {}
 
     def choose(self, replicas: Mapping[K, ReplicaState]) -> K:
-        """One of at least one replica, which computes the request. Replicas that are not named are not forgotten."""
-        computed = self._computed
+        """One of at least one replica, which computes the request. One that is not named may come back."""
         decay = 0.5 ** (1 / (self._half_life * len(replicas)))
-        for known in computed:
-            computed[known] *= decay
+        decayed = {known: decay * tokens for known, tokens in self._computed.items()}
+        computed = self._computed = {known: tokens for known, tokens in decayed.items() if tokens >= _NOTHING}
         done = {replica: computed.get(replica, 0.0) for replica in replicas}
         mean = sum(done.values()) / len(done)
         least = min(state.in_flight for state in replicas.values())

@@ -156,6 +156,7 @@ class TestTopics:
         assert set(first) == set(application.replicas)
         assert [replica_of(application.post(tagged(names[::-1]))) for names in SETS] == first
 
+    @pytest.mark.slow
     def test_requests_without_documents_go_anywhere_and_sessions_to_one(
         self, start: Callable[..., Application]
     ) -> None:
@@ -170,6 +171,7 @@ class TestTopics:
 
 @pytest.mark.parametrize("choose", ["topic", "best"])
 class TestAnswers:
+    @pytest.mark.slow
     def test_come_as_they_are_generated_and_errors_say_what_to_change(
         self, start: Callable[..., Application], choose: str
     ) -> None:
@@ -218,52 +220,66 @@ class TestAnswers:
                 assert each.done and each.text == "a b c"
 
 
-class TestTheBestReplica:
-    def test_caches_together_what_one_with_the_capacity_of_both_would(
-        self, deploy: Callable[[Any], str], model_folder: Path
-    ) -> None:
-        """The goal, on embedded engines: 0.95 of one engine's cached tokens."""
-        pytest.importorskip("transformers")
+@dataclass
+class EmbeddedEngines:
+    """Embedded engines, and requests on three of the five documents of a subject, whose caches hold less than all."""
+
+    model: Path
+    subjects: int = 12
+    requests: int = 120
+
+    def __post_init__(self) -> None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         texts = {name: " ".join(text.split()[:24]) for name, text in TEXTS.items()}
-        total = sum(len(tokenizer.encode(text)) for text in texts.values())
-        # Less than all documents, as requests on them come by chance.
-        device_tokens = int(0.7 * total) // 16 * 16
-        sizes = {"capacity_tokens": device_tokens, "block_size": 16}
-
-        def engine(device_tokens: int) -> EmbeddedEngine:
-            settings = EngineSettings(device_tokens=device_tokens, host_bytes=0, dtype="float32", device="cpu")
-            return EmbeddedEngine(str(model_folder), settings)
-
+        total = sum(len(self.tokenizer.encode(text)) for text in texts.values())
+        self.device_tokens = int(0.7 * total) // 16 * 16
         rng = random.Random(0)
-        bodies = []
-        for number in range(120):
-            subject = 5 * rng.randrange(12)
+        self.bodies = []
+        for number in range(self.requests):
+            subject = 5 * rng.randrange(self.subjects)
             retrieved = [f"d{each}" for each in rng.sample(range(subject, subject + 5), 3)]
             documents = [{"id": name, "text": texts[name]} for name in retrieved]
-            bodies.append({"messages": [], "max_tokens": 1, "ragorder": {"documents": documents, "query": str(number)}})
+            tagged = {"documents": documents, "query": str(number)}
+            self.bodies.append({"messages": [], "max_tokens": 1, "ragorder": tagged})
 
-        application = make_application(
-            engine(device_tokens),
-            choose="best",
-            make_orderer=partial(Orderer, strict=True, **sizes),
-            replicas=SMALL,
-            ingress=FRONT,
-            tokenizer=tokenizer,
-            send_facts=True,
+    def engine(self, caches: int = 1) -> EmbeddedEngine:
+        settings = EngineSettings(
+            device_tokens=caches * self.device_tokens, host_bytes=0, dtype="float32", device="cpu"
         )
-        url = deploy(application)
+        return EmbeddedEngine(str(self.model), settings)
+
+    def mirrored(self) -> dict[str, Any]:
+        """Options of an ingress that orders."""
+        make_orderer = partial(Orderer, strict=True, capacity_tokens=self.device_tokens, block_size=16)
+        return {"choose": "best", "make_orderer": make_orderer, "tokenizer": self.tokenizer, "send_facts": True}
+
+
+class TestTwoEngines:
+    @pytest.fixture(scope="class")
+    def engines(self, model_folder: Path) -> EmbeddedEngines:
+        pytest.importorskip("transformers")
+        return EmbeddedEngines(model_folder)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("choose", "share"), [("topic", 0.8), ("best", 0.95)])
+    def test_cache_together_what_one_with_the_capacity_of_both_would(
+        self, deploy: Callable[[Any], str], engines: EmbeddedEngines, choose: str, share: float
+    ) -> None:
+        """The goal is 0.95 of one engine's cached tokens."""
+        options = engines.mirrored() if choose == "best" else {}
+        url = deploy(make_application(engines.engine(), replicas=SMALL, ingress=FRONT, **options))
         with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
-            answers = [client.post(url + CHAT, json=body) for body in bodies]
+            answers = [client.post(url + CHAT, json=body) for body in engines.bodies]
         assert len({replica_of(answer) for answer in answers}) == 2
-        whole = asyncio.run(alone(engine(2 * device_tokens), bodies))
+        whole = asyncio.run(alone(engines.engine(caches=2), engines.bodies))
         assert whole > 0
-        assert sum(map(cached_tokens, answers)) >= 0.95 * whole
+        assert sum(map(cached_tokens, answers)) >= share * whole
 
 
 class TestReplicas:
+    @pytest.mark.slow
     def test_are_left_by_a_client_that_has_gone(self, deploy: Callable[[Any], str], tmp_path: Path) -> None:
         replicas = SMALL | {"num_replicas": 1}
         url = deploy(make_application(NeverEnding(tmp_path), replicas=replicas, ingress=FRONT))
@@ -275,6 +291,7 @@ class TestReplicas:
             assert not (tmp_path / "cancelled").exists()
         assert eventually((tmp_path / "cancelled").exists)
 
+    @pytest.mark.slow
     def test_are_replaced_when_their_engine_fails(self, start: Callable[..., Application]) -> None:
         replicas = SMALL | {"num_replicas": 1, "health_check_period_s": 0.5}
         application = start("topic", replicas=replicas)

@@ -110,6 +110,22 @@ class TestServing:
         # Rounded up to whole requests: 6 of 17 on four replicas.
         assert bounded <= 1.5 < loose
 
+    def test_a_table_of_sessions_balances_what_a_ring_of_hashes_does_not(self) -> None:
+        """And finds as much, as a topic stays where it has begun."""
+        drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
+        ring, table = (
+            ReplicasRecord(suite="mine", cell={}, policy=policy, **serve(drawn, cell(replicas=8), policy, 0, 100))
+            for policy in ("topic, bound 2", "topic, table, bound 2")
+        )
+        assert table.load < ring.load
+        assert table.cached > ring.cached - 0.02
+
+    def test_a_table_loses_the_topics_of_a_replica_that_goes_and_no_other(self) -> None:
+        drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
+        added, removed = serve(drawn, cell(replicas=8, changes=True), "topic, table", 0, 100)["facts"]["moved"]
+        assert added == 0
+        assert 0 < removed <= 1.6 / 9
+
     def test_replicas_that_come_and_go_move_few_topics(self) -> None:
         drawn = trace_of_workload(make_workload("mix64", 0, requests=900), 900).requests
         found = serve(drawn, cell(replicas=8, changes=True), "topic", 0, 100)

@@ -66,3 +66,17 @@ class TestWork:
         for _ in range(200):
             best.choose({"b": state(0), "c": state(0)})
         assert best.choose({"a": state(0), "b": state(0), "c": state(0)}) == "a"
+
+    def test_of_replicas_that_have_gone_takes_no_memory(self) -> None:
+        """A fleet that grows and shrinks for months."""
+        best = BestReplica[int](half_life=4)
+        for number in range(2000):
+            best.choose({number: state(0), number + 1: state(0)})
+        assert len(best._computed) <= 250
+
+    def test_of_prompts_of_unknown_length_is_shared_too(self) -> None:
+        """They count as one token each."""
+        best, chosen = BestReplica[int](), Counter[int]()
+        for _ in range(400):
+            chosen[best.choose({number: state(0, prompt_tokens=1) for number in range(4)})] += 1
+        assert max(chosen.values()) <= 101

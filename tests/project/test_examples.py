@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,7 @@ def test_a_small_machine(python: Any) -> None:
     assert "bytes are missing" in refused.stderr
 
 
+@pytest.mark.slow
 def test_ray_serve(python: Any) -> None:
     for module in ("ray.serve", "openai", "torch", "transformers"):
         pytest.importorskip(module)
@@ -156,3 +159,38 @@ def test_ray_serve(python: Any) -> None:
     cached, prompts = (sum(int(each[place]) for each in engines) for place in (1, 2))
     assert cached > prompts / 3
     assert done.stdout.count("questions at one engine") == 6
+
+
+@pytest.mark.slow
+def test_ray_data(python: Any) -> None:
+    for module in ("ray.data", "pyarrow", "torch", "transformers"):
+        pytest.importorskip(module)
+    done = python(EXAMPLES / "ray_data.py", timeout=300, RAY_USAGE_STATS_ENABLED="0")
+    assert done.returncode == 0, done.stderr
+    saved = re.findall(r"(\d+) of (\d+) document tokens saved$", done.stdout, re.MULTILINE)
+    (as_they_come, one_plan, in_shards), (tokens,) = [int(each) for each, _ in saved], {each for _, each in saved}
+    assert as_they_come < one_plan < int(tokens)
+    assert in_shards >= 0.95 * one_plan, "the goal of issue 21"
+    assert "800 of 800 questions answered, 800 answers" in done.stdout
+
+
+@pytest.mark.slow
+def test_ray_data_with_vllm(vllm_model: Path, python: Any) -> None:
+    pytest.importorskip("ray.data.llm")
+    done = python(EXAMPLES / "ray_data.py", vllm_model, timeout=400, RAY_USAGE_STATS_ENABLED="0")
+    assert done.returncode == 0, done.stderr
+    assert "800 of 800 questions answered, 800 answers" in done.stdout
+
+
+@pytest.mark.slow
+def test_spark(python: Any) -> None:
+    for module in ("pyspark", "pandas", "pyarrow"):
+        pytest.importorskip(module)
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("Spark needs Java")
+    done = python(EXAMPLES / "spark_plan.py", timeout=300)
+    assert done.returncode == 0, done.stderr
+    as_they_come, one_plan, in_shards = map(int, re.findall(r"(\d+) documents shared", done.stdout))
+    assert as_they_come < one_plan / 5
+    assert in_shards >= 0.95 * one_plan
+    assert "4000 of 4000 rows written" in done.stdout

@@ -16,7 +16,7 @@ from ragorder.eval.running.suite import Suite
 __all__ = ["make_part"]
 
 _BEST = "best"
-_BOUNDED = "topic, bound"
+_BOUNDED = ("topic, bound", "topic, table")
 _ENOUGH = 0.9
 _MOST_LOAD = 1.5
 

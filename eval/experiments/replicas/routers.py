@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar
 
 from ragorder import Document
@@ -105,6 +105,34 @@ class BoundedBy1Quarter(BoundedOwner):
     bound = 1.25
 
 
+class TableOwner(TopicOwner):
+    """The replica that was least busy when the topic was new, as routers with a table of sessions choose it; anew once
+    that has `bound` times the mean number in flight."""
+
+    bound: ClassVar[float] = inf
+
+    def __init__(self, cell: ReplicasCell, seed: int) -> None:
+        super().__init__(cell, seed)
+        self._owners: dict[str, int] = {}
+
+    def changed(self, replicas: Replicas) -> float | None:
+        topics = len(self._owners)
+        self._owners = {topic: owner for topic, owner in self._owners.items() if owner in replicas}
+        return 1 - len(self._owners) / topics if topics else None
+
+    def owner(self, topic: str, replicas: Replicas) -> int:
+        in_flight = 1 + sum(replica.in_flight for replica in replicas.values())
+        owner = self._owners.get(topic)
+        if owner is None or replicas[owner].in_flight >= self.bound * in_flight / len(replicas):
+            owner = min(replicas, key=lambda number: (replicas[number].in_flight, self.rng.random()))
+            self._owners[topic] = owner
+        return owner
+
+
+class TableBoundBy2(TableOwner):
+    bound = 2.0
+
+
 class Best(Router):
     """The best of all, by predicted cached tokens and load."""
 
@@ -126,5 +154,7 @@ ROUTERS: Mapping[str, type[Router]] = {
     "topic, bound 2": BoundedBy2,
     "topic, bound 1.5": BoundedBy1Half,
     "topic, bound 1.25": BoundedBy1Quarter,
+    "topic, table": TableOwner,
+    "topic, table, bound 2": TableBoundBy2,
     "best": Best,
 }

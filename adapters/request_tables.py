@@ -1,0 +1,105 @@
+"""Batches in Arrow tables, dealt to shards and planned: what Ray Data and Spark share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragorder.document import Document
+from ragorder.extras import needs
+from ragorder.trie.shards import ShardPaths, ShardRequest, plan_requests
+
+with needs("ray", "ragorder.adapters.request_tables"):
+    import pyarrow
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+__all__ = ["PERMUTATION", "SHARD", "RequestColumns"]
+
+SHARD = "shard"
+PERMUTATION = "permutation"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestColumns:
+    """The columns of a request, one in each row.
+
+        columns = RequestColumns(scope="tenant")
+        paths = ShardPaths.of(columns.requests(sample), shards=64)
+        dealt = columns.deal(table, paths)  # then, of all tables, the rows of each shard:
+        planned = columns.plan(rows_of_a_shard)
+
+    `documents` is the column with the documents of a row, best first: lists of ids, or of objects with "id" and "text"
+    or "tokens"; ids alone are `document_tokens` long. `scope` is a column with the tenant, if there is one.
+
+    Each method raises ValueError for a column that is not there, or that cannot be read.
+    """
+
+    documents: str = "documents"
+    scope: str | None = None
+    document_tokens: int = 256
+
+    @property
+    def names(self) -> list[str]:
+        """Those that `requests` reads."""
+        return [self.documents] if self.scope is None else [self.documents, self.scope]
+
+    def requests(self, table: Table) -> list[ShardRequest]:
+        documents = self._documents(table)
+        scopes = [None] * len(documents) if self.scope is None else _column(table, self.scope)
+        return [
+            self._request(values, None if scope is None else str(scope))
+            for values, scope in zip(documents, scopes, strict=True)
+        ]
+
+    def deal(self, table: Table, paths: ShardPaths) -> Table:
+        """The table with a column "shard" more, the number of each row's shard."""
+        for name in (SHARD, PERMUTATION):
+            if name in table.column_names:
+                raise ValueError(f"the dataset has a column {name!r}, which the plan adds: rename it")
+        shards = [paths.shard(request, number) for number, request in enumerate(self.requests(table))]
+        return table.append_column(SHARD, pyarrow.array(shards, pyarrow.int32()))
+
+    def plan(self, table: Table) -> Table:
+        """The rows of a shard in serving order, tenants one after another; their documents in the order of the prompt,
+        and "permutation" with the documents' ranks, from 0."""
+        planned = list(plan_requests(self.requests(table)))
+        rows, permutations = [each.number for each in planned], [each.permutation for each in planned]
+        given = self._documents(table)
+        ordered = [[given[row][rank] for rank in ranks] for row, ranks in zip(rows, permutations, strict=True)]
+        place = table.column_names.index(self.documents)
+        kind = table.schema.types[place]
+        lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+        column = pyarrow.array(ordered, kind if lists else None)
+        result = table.take(pyarrow.array(rows, pyarrow.int64())).set_column(place, self.documents, column)
+        return result.append_column(PERMUTATION, pyarrow.array(permutations, pyarrow.list_(pyarrow.int64())))
+
+    def _documents(self, table: Table) -> list[list[Any]]:
+        # An array of equally many ids may be a tensor, a row without documents null.
+        return [[] if values is None else list(values) for values in _column(table, self.documents)]
+
+    def _request(self, values: Sequence[Any], scope: str | None) -> ShardRequest:
+        try:
+            documents = [self._document(value) for value in values]
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(
+                f'the column {self.documents!r} must have lists of ids, or of objects with "id" (text) and "text" or '
+                '"tokens" (a whole number)'
+            ) from None
+        keys, tokens = [each.key for each in documents], [each.token_count for each in documents]
+        return ShardRequest.of(keys, tokens, scope)
+
+    def _document(self, value: Any) -> Document:
+        if not isinstance(value, Mapping):
+            return Document(value, tokens=self.document_tokens)
+        text, tokens = value.get("text"), value.get("tokens")
+        return Document(value["id"], text or "", self.document_tokens if text is None and tokens is None else tokens)
+
+
+def _column(table: Table, name: str) -> list[Any]:
+    if name not in table.column_names:
+        raise ValueError(f"the dataset has no column {name!r}: name one of {', '.join(table.column_names)}")
+    values: list[Any] = table.column(name).to_pylist()
+    return values
