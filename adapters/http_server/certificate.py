@@ -19,7 +19,7 @@ class Certificate(NamedTuple):
         """Raises OSError for files that cannot be read, ValueError for what is no certificate with its key."""
         try:
             # Without a password OpenSSL would ask for one on the terminal.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.file, self.key, password="")  # noqa: S106
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.file, self.key, password="")
         except ssl.SSLError as error:
             reason = (error.reason or "not in PEM format").lower().replace("_", " ")
             raise ValueError(f"no certificate with its key, or the key is encrypted ({reason})") from None

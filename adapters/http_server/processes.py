@@ -88,9 +88,7 @@ class Supervisor:
         """False if stopped meanwhile. Raises WorkerError."""
         started, tell = multiprocessing.Pipe(duplex=False)
         fork = multiprocessing.get_context("fork")
-        worker = fork.Process(
-            target=self._work, args=(number, os.getpid(), lambda: tell.send_bytes(b"1")), daemon=True
-        )
+        worker = fork.Process(target=self._work, args=(number, os.getpid(), lambda: tell.send_bytes(b"1")), daemon=True)
         worker.start()
         tell.close()
         self._workers[number] = worker

@@ -96,9 +96,7 @@ def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
 
 
 class _UvicornServer(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, on_started: Callable[[], None], on_tick: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], on_tick: Callable[[int], bool]) -> None:
         super().__init__(config)
         self._on_started = on_started
         self._on_tick = on_tick

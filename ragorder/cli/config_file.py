@@ -43,7 +43,7 @@ def config_option() -> Decorator:
         is_eager=True,
         expose_value=False,
         callback=read,
-        help="Options from this file in TOML, such as read-timeout = \"60s\" or upstream = [\"http://HOST:8000\"].",
+        help='Options from this file in TOML, such as read-timeout = "60s" or upstream = ["http://HOST:8000"].',
     )
 
 

@@ -214,7 +214,9 @@ class TestLog:
     def test_level_is_that_of_this_package(self, serve: Callable[..., Served]) -> None:
         """Other packages' lines have headers in them."""
         try:
-            assert serve("--upstream", "http://127.0.0.1:9", *SIZES, "--port", "0", "--log-level", "info").exit_code == 0
+            assert (
+                serve("--upstream", "http://127.0.0.1:9", *SIZES, "--port", "0", "--log-level", "info").exit_code == 0
+            )
             assert logging.getLogger("ragorder").getEffectiveLevel() == logging.INFO
             assert logging.getLogger("httpcore2").getEffectiveLevel() >= logging.WARNING
         finally:

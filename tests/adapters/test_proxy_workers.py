@@ -230,7 +230,7 @@ class TestWorkers:
             assert eventually(lambda: all(predicted() > 500 for _ in range(8)))
             count = process.get("/ragorder/stats").json()["served"]
             assert count == process.metric("ragorder_documents_total") / 3 == server.length()
-            assert process.metric("ragorder_tree_nodes") >= 3
+            assert eventually(lambda: process.metric("ragorder_tree_nodes") >= 3)
         finally:
             server.client.close()
             server.kill()
@@ -242,7 +242,10 @@ class TestTheOption:
         [
             ([], "without each other's orders they lose hits"),
             (["--shadow"], "without each other's orders they lose hits"),
-            (["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"], "--max-in-flight is of one queue"),
+            (
+                ["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"],
+                "--max-in-flight is of one queue",
+            ),
             (["--upstream", "http://127.0.0.1:9"], "give one --upstream"),
             (["--data-parallel-ranks", "2"], "give one --upstream"),
         ],

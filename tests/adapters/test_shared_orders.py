@@ -552,7 +552,9 @@ class TestOptions:
         from ragorder.cli.serve import serve
 
         made: list[Any] = []
-        monkeypatch.setattr("ragorder.adapters.proxy.make_app", lambda orderer, **options: made.extend((orderer, options)))
+        monkeypatch.setattr(
+            "ragorder.adapters.proxy.make_app", lambda orderer, **options: made.extend((orderer, options))
+        )
         monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **options: None)
         sizes = ["--upstream", "http://127.0.0.1:9", "--capacity-tokens", "4096", "--block-size", "16", "--port", "0"]
         result = CliRunner().invoke(serve, [*sizes, "--shared-orders", server.url])

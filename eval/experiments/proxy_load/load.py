@@ -112,8 +112,8 @@ async def post(port: int, body: bytes) -> bytes:
 
 
 class Connections:
-    """Connections to a port, as many as there are requests at a time; a free one is used again, `in_turn` that which was
-    free for longest."""
+    """Connections to a port, as many as there are requests at a time; a free one is used again, `in_turn` that which
+    was free for longest."""
 
     def __init__(self, port: int, *, in_turn: bool = False) -> None:
         self._port = port
