@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ __all__ = ["SharedMetrics", "forget_process", "shared_metrics"]
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 # How the values of processes become one; others are added.
-_MODES = {"ragorder_shadow": "livemax", "process_start_time_seconds": "livemin", "process_max_fds": "livemin"}
+_MODES: Mapping[str, Any] = {"ragorder_shadow": "livemax", "process_start_time_seconds": "livemin", "process_max_fds": "livemin"}
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def shared_metrics() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ragorder-metrics-") as folder:
         os.environ[_FOLDER] = folder
         # The package looks for the variable when it is imported, and other parts may have done that.
-        before, values.ValueClass = values.ValueClass, values.get_value_class()
+        before, values.ValueClass = values.ValueClass, values.get_value_class()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -42,7 +42,7 @@ def forget_process(pid: int) -> None:
     """The gauges of a process that has ended."""
     from prometheus_client.multiprocess import mark_process_dead
 
-    mark_process_dead(pid)
+    mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
 class SharedMetrics(Metrics):
@@ -63,7 +63,7 @@ class SharedMetrics(Metrics):
         from prometheus_client.multiprocess import MultiProcessCollector
 
         registry = CollectorRegistry()
-        MultiProcessCollector(registry)
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return registry
 
     def read(self, collector: Collector) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ragorder.adapters.observing.observed import ObservedOrderer
     from ragorder.adapters.observing.prometheus import Metrics
+    from ragorder.adapters.shared_orders import SharedOrderer
 
 __all__ = ["serve"]
 
@@ -184,11 +185,13 @@ def serve(
             admission = None
             if limits.max_in_flight is not None:
                 admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
-            backend, shared = servers[0], None
+            backend = servers[0]
+            shared: SharedOrderer | None = None
             if has_replicas:
                 orderer, backend = fleet_of(servers, data_parallel_ranks, observed, metrics.registry)
             else:
-                shared = None if shared_orders is None else sharing(shared_orders, backend.settings, topics)
+                if shared_orders is not None:
+                    shared = sharing(shared_orders, backend.settings, topics)
                 orderer = observed(backend.settings, shared)
             try:
                 app = make_app(
