@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.adapters.observing.prometheus import Metrics
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge
+    from prometheus_client import CollectorRegistry
     from prometheus_client.registry import Collector
 
 __all__ = ["SharedMetrics", "forget_process", "shared_metrics"]
@@ -82,7 +82,7 @@ class SharedMetrics(Metrics):
                 else:
                     copy.set(sample.value)
 
-    def _copy_of(self, name: str, kind: str, says: str) -> Counter | Gauge:
+    def _copy_of(self, name: str, kind: str, says: str) -> Any:
         from prometheus_client import Counter, Gauge
 
         if name not in self._copies:

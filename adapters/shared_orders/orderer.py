@@ -128,12 +128,13 @@ class SharedOrderer(Orderer):
         prefix_tokens: int | None = None,
     ) -> None:
         """Tell the other processes that these documents are sent in the order of this permutation of their ranks."""
-        if not documents:
+        given: list[Any] = list(documents)
+        if not given:
             return
         try:
             # As given: repeated documents are numbered by each reader.
-            keys = self._reader.read_keys(documents)
-            request = self._reader.read(documents)
+            keys = self._reader.read_keys(given)
+            request = self._reader.read(given)
             if not all(map(is_shareable, keys)) or not (scope is None or is_shareable(scope)):
                 self.degrade(_NOT_SHARED)
                 return
