@@ -18,7 +18,11 @@ __all__ = ["SharedMetrics", "forget_process", "shared_metrics"]
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 # How the values of processes become one; others are added.
-_MODES: Mapping[str, Any] = {"ragorder_shadow": "livemax", "process_start_time_seconds": "livemin", "process_max_fds": "livemin"}
+_MODES: Mapping[str, Any] = {
+    "ragorder_shadow": "livemax",
+    "process_start_time_seconds": "livemin",
+    "process_max_fds": "livemin",
+}
 
 
 @contextmanager
