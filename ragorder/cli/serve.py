@@ -179,9 +179,7 @@ def serve(
             """In the process that serves."""
 
             def observed(settings: Settings, by: Orderer | None = None) -> ObservedOrderer:
-                return ObservedOrderer(
-                    by or Orderer(settings, **given({"topics": topics})), [metrics], shadow=shadow
-                )
+                return ObservedOrderer(by or Orderer(settings, **given({"topics": topics})), [metrics], shadow=shadow)
 
             metrics.read_process()
             admission = None
