@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from ragorder.cli.options import Command, build, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_limits import ServeLimits, check_connections
 from ragorder.cli.serve_options import check_keys, serve_options
-from ragorder.cli.serve_parts import builder_of, load_named, naming, sharing, topics_of, with_loads
+from ragorder.cli.serve_parts import builder_of, clouds_of, load_named, naming, sharing, topics_of, with_loads
 from ragorder.cli.serve_running import Running, certificate_of, check_workers, listening_on, log_to, run
-from ragorder.cli.serve_upstream import ROUTED, check_route, fleet_of, resumes_at_marks, server_of, warn
+from ragorder.cli.serve_upstream import ROUTED, check_route, cloud_of, fleet_of, server_of, warn
 from ragorder.orderer import Orderer
 from ragorder.settings import Settings
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ragorder.adapters.observing.observed import ObservedOrderer
     from ragorder.adapters.observing.prometheus import Metrics
     from ragorder.adapters.shared_orders import SharedOrderer
+    from ragorder.clouds import Provider
 
 __all__ = ["serve"]
 
@@ -57,6 +59,8 @@ def serve(
     dedup: bool,
     dedup_text: str | None,
     marks: bool | None,
+    marks_ttl: str | None,
+    prices: str | None,
     document_template: str | None,
     question_template: str | None,
     tokenizer: str | None,
@@ -132,8 +136,13 @@ def serve(
     if not dedup and dedup_text is not None:
         raise click.UsageError("--dedup-text requires --dedup")
     repeated = naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
-    if marks is None:
-        marks = any(map(resumes_at_marks, upstream))
+    provider: Provider | None = next(filter(None, map(cloud_of, upstream)), None)
+    marks = provider is not None if marks is None else marks
+    if marks_ttl is not None and not marks:
+        raise click.UsageError("--marks-ttl requires --marks")
+    if marks and running.workers > 1:
+        raise click.UsageError("--workers: what was marked at a cloud is known to one process: leave --workers out")
+    asked_settings = settings
     if marks:
         # Such a cache holds what was marked: that it has less than was sent says nothing about its size.
         settings = settings.model_copy(update={"feedback": False})
@@ -168,7 +177,7 @@ def serve(
                         tiers=tiers,
                         profile=engine_settings["profile"],
                         budget_s=engine_settings["profile_budget_s"],
-                        routes=route,
+                        is_known=route or provider is not None,
                     )
                     for each in upstream
                 ]
@@ -185,6 +194,10 @@ def serve(
             admission = None
             if limits.max_in_flight is not None:
                 admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
+            clouds = None
+            if marks:
+                watched = partial(ObservedOrderer, watchers=[metrics], shadow=shadow)
+                clouds = clouds_of(provider, marks_ttl, prices, asked_settings, watched)
             backend = servers[0]
             shared: SharedOrderer | None = None
             if has_replicas:
@@ -202,6 +215,7 @@ def serve(
                     number_by_place=number_by_place,
                     repeated=repeated,
                     marks=marks,
+                    clouds=clouds,
                     topic_header=topic_header or (ROUTED if route else None),
                     route=route,
                     on_passed=metrics.passed,

@@ -59,6 +59,7 @@ _SETTINGS = (
     "reuse",
     "recompute",
     "select",
+    "coverage",
     "as_if_last",
     "anywhere",
     "select_rounds",
@@ -66,7 +67,7 @@ _SETTINGS = (
     "dtype",
     "device",
 )
-_FUSED = ("recompute", "select", "as_if_last", "anywhere", "select_rounds", "build_idle", "copies")
+_FUSED = ("recompute", "select", "coverage", "as_if_last", "anywhere", "select_rounds", "build_idle", "copies")
 _PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(
@@ -96,6 +97,8 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "tokenizer",
     "tiers",
     "marks",
+    "marks_ttl",
+    "prices",
     "connect_timeout_s",
     "tries_timeout_s",
 )
@@ -178,6 +181,7 @@ def embedded(
 
 
 def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
+    from ragorder.cli.fuse_stats import check_fits
     from ragorder.kernels.engine import TieredEngine
     from ragorder.kernels.offload import BudgetError
 
@@ -187,8 +191,11 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
         options["block_size"] = settings.block_size
     try:
         model = take_model(options)
+        chosen = build(EngineSettings, options)
+        if chosen.disk_path is not None:
+            check_fits(chosen.disk_path, chosen.disk_bytes)
         with log_shown("ragorder.profile", "Profile"):
-            return TieredEngine.load(model, build(EngineSettings, options))
+            return TieredEngine.load(model, chosen)
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     except BudgetError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,13 @@ from ragorder.settings import Settings
 from ragorder.topic import Topics, checked_header
 
 if TYPE_CHECKING:
+    from ragorder.adapters.cloud_orderers import CloudOrderers
     from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
     from ragorder.adapters.shared_orders import SharedOrderer
+    from ragorder.clouds import Provider
+    from ragorder.orderer import Orderer, OrdererLike
 
-__all__ = ["builder_of", "load_named", "naming", "sharing", "topics_of", "with_loads"]
+__all__ = ["builder_of", "clouds_of", "load_named", "naming", "sharing", "topics_of", "with_loads"]
 
 
 def naming(template: DocumentTemplate | None, text: str | None, *, number_by_place: bool) -> RepeatedDocuments:
@@ -33,6 +37,28 @@ def naming(template: DocumentTemplate | None, text: str | None, *, number_by_pla
         return RepeatedDocuments(template, **given({"reference": text}))
     except TemplateError as error:
         raise click.UsageError(f"{'--dedup' if text is None else '--dedup-text'}: {error}") from None
+
+
+def clouds_of(
+    provider: Provider | None,
+    ttl: str | None,
+    prices: str | None,
+    settings: Settings,
+    wrap: Callable[[Orderer], OrdererLike],
+) -> CloudOrderers:
+    """Orderers of the models that clouds have. Raises click.UsageError."""
+    from ragorder.adapters.cloud_orderers import CloudOrderers
+    from ragorder.clouds.tables import PROVIDERS
+
+    if ttl is not None and provider is not None and ttl not in PROVIDERS[provider].TTLS:
+        known = ", ".join(PROVIDERS[provider].TTLS)
+        raise click.UsageError(f"--marks-ttl: {provider} has no life {ttl!r}, but {known}")
+    # A cloud has room for everything, for a time.
+    settings = settings.model_copy(update={"capacity_tokens": None})
+    try:
+        return CloudOrderers(provider, ttl=ttl, prices=prices, settings=settings, wrap=wrap)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--marks: {error}") from None
 
 
 def sharing(url: str, settings: Settings, topics: Topics | None) -> SharedOrderer:
