@@ -13,6 +13,7 @@ from contextlib import suppress
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ragorder.adapters.http_server.certificate import Certificate
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connections
 
 __all__ = ["address_of", "is_loopback", "listen", "most_connections", "run_server", "server_config"]
@@ -35,22 +36,33 @@ def run_server(
     client_s: float = 30.0,
     connections: int = 1024,
     probes: Collection[str] = (),
-    on_started: Callable[[str], None] = lambda url: None,
+    certificate: Certificate | None = None,
+    on_started: Callable[[], None] = lambda: None,
+    on_tick: Callable[[int], bool] = lambda count: False,
 ) -> None:
-    """Serve until the process is stopped; requests in flight then have `grace_s` seconds. See `timed_connections`."""
+    """Serve until the process is stopped, or until `on_tick`, which is called ten times a second, says so; requests in
+    flight then have `grace_s` seconds. See `timed_connections`."""
     connections = min(connections, _allow_many_connections())
     sys.setswitchinterval(_SWITCH_S)
-    config = server_config(app, grace_s=grace_s, client_s=client_s, connections=connections, probes=probes)
+    config = server_config(
+        app, grace_s=grace_s, client_s=client_s, connections=connections, probes=probes, certificate=certificate
+    )
     try:
         with suppress(KeyboardInterrupt):
-            _UvicornServer(config, lambda: on_started(address_of(listening))).run(sockets=[listening])
+            _UvicornServer(config, on_started, on_tick).run(sockets=[listening])
     finally:
         # Frozen objects are not torn down at the end of the process, of which some extensions complain.
         gc.unfreeze()
 
 
 def server_config(
-    app: ASGIApp, *, grace_s: int, client_s: float, connections: int, probes: Collection[str] = ()
+    app: ASGIApp,
+    *,
+    grace_s: int,
+    client_s: float,
+    connections: int,
+    probes: Collection[str] = (),
+    certificate: Certificate | None = None,
 ) -> uvicorn.Config:
     """The parser is always h11: httptools, which uvicorn prefers, takes headers without end."""
     return uvicorn.Config(
@@ -65,6 +77,8 @@ def server_config(
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=grace_s,
+        ssl_certfile=None if certificate is None else certificate.file,
+        ssl_keyfile=None if certificate is None else certificate.key,
     )
 
 
@@ -82,9 +96,10 @@ def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
 
 
 class _UvicornServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], on_tick: Callable[[int], bool]) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._on_tick = on_tick
 
     # Not in `startup`: uvicorn would end without the shutdown of the application if it were stopped there.
     async def main_loop(self) -> None:
@@ -94,21 +109,25 @@ class _UvicornServer(uvicorn.Server):
         self._on_started()
         await super().main_loop()
 
+    async def on_tick(self, counter: int) -> bool:
+        ends = self._on_tick(counter)
+        return await super().on_tick(counter) or ends
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """`shared`: further sockets may be of the same port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
     # Connections inherit it. asyncio sets it only for sockets that it made itself, and the second part of an answer
     # would wait 40 ms for the acknowledgement of the first.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
-def address_of(listening: socket.socket) -> str:
+def address_of(listening: socket.socket, scheme: str = "http") -> str:
     """The URL of a server on this socket."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

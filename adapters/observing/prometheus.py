@@ -14,6 +14,7 @@ from ragorder.ordering import RequestOutcome
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
 
 __all__ = ["Metrics"]
 
@@ -87,7 +88,22 @@ class Metrics:
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
         self._costs = CostMetrics(registry)
         self._watched: WeakSet[OrdererState] = WeakSet()
-        registry.register(_StateCollector(self._watched))
+        self.read(_StateCollector(self._watched))
+
+    @property
+    def whole(self) -> CollectorRegistry:
+        """What a page of metrics shows."""
+        return self.registry
+
+    def read(self, collector: Collector) -> None:
+        """Add metrics without labels, whose values are read when a page is made."""
+        self.registry.register(collector)
+
+    def read_process(self) -> None:
+        """Add processor time, memory and open files of this process."""
+        from prometheus_client import ProcessCollector
+
+        self.read(ProcessCollector(registry=None))
 
     def watch(self, orderer: OrdererState) -> None:
         self._watched.add(orderer)

@@ -21,7 +21,7 @@ from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.error_shape import error_content
 from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
-from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser
 from ragorder.adapters.proxy.readiness import Readiness, answers
 from ragorder.adapters.proxy.repeats import RepeatedDocuments
@@ -70,6 +70,7 @@ def make_app(
     route: bool = False,
     on_passed: Callable[[str], None] | None = None,
     on_tbt: Callable[[float], None] | None = None,
+    on_sent: OnSent | None = None,
     routes: Sequence[BaseRoute] = (),
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
@@ -91,6 +92,8 @@ def make_app(
       stay as they are.
     - `on_passed` gets the reason for each request forwarded without documents.
     - `on_tbt` gets the mean seconds between the tokens of each streamed answer to a request with documents.
+    - `on_sent` gets the order in which each request's documents are sent: an earlier turn goes as it went before
+      (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
     - `routes` are served besides the proxy's own; `make_transport` replaces the connections upstream.
 
@@ -124,7 +127,14 @@ def make_app(
         )
 
     def ordering(by: OrdererLike) -> RequestOrderer:
-        return RequestOrderer(by, send_facts=send_facts, exact=tokens.exact, on_tbt=on_tbt, topic_header=topic_header)
+        return RequestOrderer(
+            by,
+            send_facts=send_facts,
+            exact=tokens.exact,
+            on_tbt=on_tbt,
+            on_sent=on_sent,
+            topic_header=topic_header,
+        )
 
     workers = Workers(always=tokens.exact)
     parser = BodyParser(

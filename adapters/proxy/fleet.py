@@ -68,10 +68,12 @@ class Fleet:
             for number, each in enumerate(self.addresses)
         ]
 
-    def take(self, parsed: ParsedBody | None, tried: Collection[Replica] = ()) -> Replica | None:
-        """The replica for a request, which then has it in flight; None if all were tried or are draining. Callable by
-        any thread."""
-        candidates = self._candidates(tried)
+    def take(
+        self, parsed: ParsedBody | None, tried: Collection[Replica] = (), only: Replica | None = None
+    ) -> Replica | None:
+        """The replica for a request, `only` this one if there is one; it then has the request in flight. None if all
+        were tried or are draining. Callable by any thread."""
+        candidates = self._candidates(tried) if only is None else [only]
         if not candidates:
             return None
         lengths = {each: self._lengths(each, parsed) for each in candidates}

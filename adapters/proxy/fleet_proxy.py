@@ -21,6 +21,7 @@ from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.replica import Replica
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
 from ragorder.adapters.proxy.sent import SentRequest
+from ragorder.adapters.proxy.stored_responses import StoredResponses
 from ragorder.adapters.proxy.tries import Tries
 from ragorder.adapters.proxy.upstream import UpstreamError
 
@@ -43,6 +44,7 @@ class FleetProxy(ReverseProxy):
         super().__init__(parser, **limits)
         self._fleet = fleet
         self._tries_s = tries_s
+        self._stored = StoredResponses()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._fleet.begin_checks()
@@ -61,7 +63,9 @@ class FleetProxy(ReverseProxy):
             if admission is not None:
                 predict = None if parsed is None else partial(self._fleet.predict_cached_tokens, parsed)
                 upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
-            tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued)
+            keeper = partial(self._keeper, head, received[0])
+            only = await self._workers.run(keeper, len(received[0]) if head.route == "responses" else 0)
+            tries = Tries(self._fleet, repeatable=head.is_queued, counted=head.is_queued, only=only)
             with self._limited(tries, self._tries_s) as limit:
                 while not await self._answered(head, received, parsed, upcoming, send, share, tries, limit):
                     # Ordering has changed what was read.
@@ -89,7 +93,7 @@ class FleetProxy(ReverseProxy):
         """False if the replica failed, and the request should be sent to another one. Raises HTTPError."""
         length, of_tokens = len(received[0]), head.route in _OF_TOKENS
         # If the client leaves meanwhile, the documents may be ordered only afterwards.
-        place = partial(self._place, parsed, upcoming, tuple(tries.replicas))
+        place = partial(self._place, parsed, upcoming, tuple(tries.replicas), tries.only)
         replica, sent = await self._workers.run(place, length, abandoned=self._end)
         tries.begin(replica)
 
@@ -105,6 +109,9 @@ class FleetProxy(ReverseProxy):
             # Without documents it is the one received.
             share.resize(len(body) + (0 if body is received[0] else length))
             headers = sent.request_headers(with_length(head.headers, body))
+            if head.route == "responses":
+                # Where it will be found again is in the answer.
+                headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
             if of_tokens and replica.headers:
                 headers = [*without(headers, replica.headers[0][0]), *replica.headers]
             content = pieces([body], share, kept=length)
@@ -122,7 +129,8 @@ class FleetProxy(ReverseProxy):
     async def _forward_stream(self, head: Head, content: AsyncIterator[bytes] | None, send: Send) -> None:
         """A body that is sent as it comes, or none."""
         repeatable = content is None and head.method in _SAFE
-        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued)
+        only = self._keeper(head)
+        tries = Tries(self._fleet, repeatable=repeatable, counted=head.is_queued, only=only)
         # A body may take as long as its client does.
         with self._limited(tries, inf if content is not None else self._tries_s) as limit:
             while not await self._streamed(head, content, send, tries, limit):
@@ -137,7 +145,7 @@ class FleetProxy(ReverseProxy):
         limit: anyio.CancelScope,
     ) -> bool:
         """See `_answered`."""
-        replica, sent = self._place(None, (), tries.replicas)
+        replica, sent = self._place(None, (), tries.replicas, tries.only)
         tries.begin(replica)
 
         def begin() -> None:
@@ -179,13 +187,18 @@ class FleetProxy(ReverseProxy):
         async with replica.server.send(head.method, head.target, headers, content) as response:
             tries.answered(response.status_code, response.headers.get("retry-after", ""))
             raw = [*response.headers.raw, (_REPLICA, b"%d" % replica.number)]
-            await forward_answer(response.status_code, raw, response.aiter_raw(), answer, sent)
+            chunks = self._stored.read(response, replica) if head.route == "responses" else response.aiter_raw()
+            await forward_answer(response.status_code, raw, chunks, answer, sent)
 
     def _place(
-        self, parsed: ParsedBody | None, upcoming: Sequence[ParsedBody], tried: Sequence[Replica]
+        self,
+        parsed: ParsedBody | None,
+        upcoming: Sequence[ParsedBody],
+        tried: Sequence[Replica],
+        only: Replica | None,
     ) -> tuple[Replica, SentRequest]:
         """The replica, and the request as ordered for it. Raises HTTPError."""
-        replica = self._fleet.take(parsed, tried)
+        replica = self._fleet.take(parsed, tried, only)
         if replica is None:
             message = "No replica takes requests: all are draining (/ragorder/replicas)."
             raise HTTPError(503, message, code="no_replica", headers=[(b"retry-after", b"1")])
@@ -194,6 +207,12 @@ class FleetProxy(ReverseProxy):
         except BaseException:
             self._fleet.leave(replica)
             raise
+
+    def _keeper(self, head: Head, body: bytes = b"") -> Replica | None:
+        """The replica that keeps the response that a request names. If it takes no requests, another one says so, or
+        has the same store."""
+        replica = self._stored.of_body(body) if head.route == "responses" else self._stored.of_target(head.target)
+        return replica if replica is not None and replica.takes_requests else None
 
     def _end(self, placed: tuple[Replica, SentRequest]) -> None:
         replica, sent = placed

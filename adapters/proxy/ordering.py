@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import add
+from typing import Protocol
 
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
@@ -24,9 +25,22 @@ from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
 
-__all__ = ["OrderedRequest", "RequestOrderer"]
+__all__ = ["OnSent", "OrderedRequest", "RequestOrderer"]
 
 _LONGEST_HEADER = 1024
+
+
+class OnSent(Protocol):
+    def __call__(
+        self,
+        documents: Sequence[Document],
+        permutation: Sequence[int],
+        *,
+        scope: Hashable,
+        suffix_tokens: int,
+        prefix_tokens: int,
+    ) -> None:
+        """A request is about to be sent with its documents in this order. Must not raise."""
 
 
 def _ignore(tbt_s: float) -> None: ...
@@ -128,7 +142,7 @@ class OrderedRequest(SentRequest):
 
 class RequestOrderer:
     """`on_tbt` gets the mean seconds between the tokens of each streamed answer; `topic_header` is sent with the
-    documents' topic."""
+    documents' topic; `on_sent` gets each order that is sent, unless it was left to retrieval by an error."""
 
     def __init__(
         self,
@@ -137,6 +151,7 @@ class RequestOrderer:
         send_facts: bool = False,
         exact: bool = False,
         on_tbt: Callable[[float], None] | None = None,
+        on_sent: OnSent | None = None,
         topic_header: str | None = None,
     ) -> None:
         self._orderer = orderer
@@ -145,6 +160,7 @@ class RequestOrderer:
         self._exact = exact
         self._answer_length = AnswerLength()
         self._on_tbt = on_tbt or _ignore
+        self._on_sent = on_sent
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         if parsed.error is not None:
@@ -156,18 +172,19 @@ class RequestOrderer:
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         """`upcoming` requests count if they have the same scope."""
-        orderer, body = self._of(parsed), parsed.body
+        orderer, body, suffix_tokens = self._of(parsed), parsed.body, 0
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
         else:
             limits = [body.number(name) for name in body.limits]
             limit = next((limit for limit in limits if limit is not None and limit >= 0), sys.maxsize)
             default = orderer.settings.suffix_tokens
+            suffix_tokens = self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default)
             ordering = orderer.order(
                 parsed.documents,
                 waiting=[each.documents for each in upcoming if each.scope == parsed.scope],
                 scope=parsed.scope,
-                suffix_tokens=self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default),
+                suffix_tokens=suffix_tokens,
                 prefix_tokens=parsed.prefix_tokens,
             )
         try:
@@ -187,6 +204,14 @@ class RequestOrderer:
                     body.fields["prompt_cache_key"] = encode(key)
             choices = body.number("n")
             content = parsed.render(permutation, () if is_kept else _marked(parsed, ordering))
+            if self._on_sent is not None and orderer is self._orderer and not ordering.fallback:
+                self._on_sent(
+                    parsed.documents,
+                    permutation,
+                    scope=parsed.scope,
+                    suffix_tokens=suffix_tokens,
+                    prefix_tokens=parsed.prefix_tokens,
+                )
             return OrderedRequest(
                 content,
                 ordering,

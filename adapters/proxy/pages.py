@@ -26,10 +26,10 @@ def stats_routes(metrics: Metrics, admission: AdmissionQueue | None = None) -> l
     headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
     async def show_metrics(request: Request) -> Response:
-        return Response(await run_in_threadpool(generate_latest, metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await run_in_threadpool(generate_latest, metrics.whole), media_type=CONTENT_TYPE_LATEST)
 
     async def show_stats(request: Request) -> Response:
-        stats = await run_in_threadpool(lambda: Stats.of(metrics.registry.collect()))
+        stats = await run_in_threadpool(lambda: Stats.of(metrics.whole.collect()))
         queue = {} if admission is None else {"queue": admission.as_json()}
         return JSONResponse(stats.as_json() | queue, headers={"Cache-Control": "no-store"})
 

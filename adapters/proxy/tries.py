@@ -16,13 +16,14 @@ class Tries:
     """The `replicas` that a request was sent to, and what their answers say about them.
 
     `repeatable`: it may be sent to another one after a server has received it. `counted`: a failure may be followed by
-    a rest.
+    a rest. `only` this one can answer.
     """
 
-    def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool) -> None:
+    def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool, only: Replica | None = None) -> None:
         self.replicas: list[Replica] = []
+        self.only = only
         self._fleet = fleet
-        self._repeatable = repeatable
+        self._repeatable = repeatable and only is None
         self._counted = counted
         self._has_failed = False
 
@@ -61,4 +62,6 @@ class Tries:
         """Whether the last replica's error is the request's."""
         if not isinstance(error, RefusedError):
             self.failed()
-        return begun or not (self._repeatable or not error.connected) or not self._fleet.has_other(self.replicas)
+        if begun or self.only is not None or not (self._repeatable or not error.connected):
+            return True
+        return not self._fleet.has_other(self.replicas)

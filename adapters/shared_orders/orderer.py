@@ -38,14 +38,24 @@ class SharedOrderer(Orderer):
     Orders go into a stream (`stream`: one for each engine) of a Valkey or Redis server, from where the other processes
     take them into their trees, those of the last 10,000 requests when they start. Ordering reads memory only. While the
     server is lost each process goes on with its own orders, as a `DegradedWarning` says once, and catches up later. In
-    the stream are digests and lengths of documents, and scopes, no texts. Raises ValueError for a malformed URL,
-    ImportError without ragorder[shared].
+    the stream are digests and lengths of documents, and scopes, no texts. With `at_once=False` an order is shared when
+    it is given to `share`, as what may send another one does (`make_app(on_sent=orderer.share)`). Raises ValueError for
+    a malformed URL, ImportError without ragorder[shared].
     """
 
     _clones: tuple[ref[Orderer], ...] = ()
 
-    def __init__(self, url: str, settings: Settings | None = None, *, stream: str = _STREAM, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: Settings | None = None,
+        *,
+        stream: str = _STREAM,
+        at_once: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(settings, **options)
+        self._at_once = at_once
         self._share(url, stream)
         self._log.start()
 
@@ -74,8 +84,9 @@ class SharedOrderer(Orderer):
             behind=behind,
             question=question,
         )
-        if not behind:
-            self._append(given, ordering, scope, suffix_tokens, prefix_tokens)
+        if self._at_once and not behind and not ordering.fallback:
+            permutation = ordering.permutation
+            self.share(given, permutation, scope=scope, suffix_tokens=suffix_tokens, prefix_tokens=prefix_tokens)
         return ordering
 
     def order_batch(
@@ -94,7 +105,8 @@ class SharedOrderer(Orderer):
 
         def start(place: int) -> Ordering[D]:
             ordering = batch[place]
-            self._append(given[ordering.index], ordering, scope, suffix_tokens, None)
+            if self._at_once and not ordering.fallback:
+                self.share(given[ordering.index], ordering.permutation, scope=scope, suffix_tokens=suffix_tokens)
             return ordering
 
         return Batch(batch.indices, start)
@@ -105,6 +117,43 @@ class SharedOrderer(Orderer):
         # Replaced, never changed: the thread of the log may be reading it.
         self._clones = (*(known for known in self._clones if known() is not None), ref(clone))
         return clone
+
+    def share(
+        self,
+        documents: Sequence[Any],
+        permutation: Sequence[int],
+        *,
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        prefix_tokens: int | None = None,
+    ) -> None:
+        """Tell the other processes that these documents are sent in the order of this permutation of their ranks."""
+        given: list[Any] = list(documents)
+        if not given:
+            return
+        try:
+            # As given: repeated documents are numbered by each reader.
+            keys = self._reader.read_keys(given)
+            request = self._reader.read(given)
+            if not all(map(is_shareable, keys)) or not (scope is None or is_shareable(scope)):
+                self.degrade(_NOT_SHARED)
+                return
+            self._log.append(
+                SharedOrder(
+                    self._log.process,
+                    scope,
+                    keys,
+                    list(map(int, request.tokens)),
+                    list(permutation),
+                    request.estimated,
+                    None if suffix_tokens is None else read_length(suffix_tokens),
+                    None if prefix_tokens is None else read_length(prefix_tokens),
+                )
+            )
+        except (OverflowError, UnicodeEncodeError):
+            self.degrade(_NOT_SHARED)
+        except Exception as error:
+            self._report(error)
 
     @property
     def log(self) -> OrderLog:
@@ -121,11 +170,12 @@ class SharedOrderer(Orderer):
         self._share(*self._shared)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "shared": self._shared}
+        return {**super().__getstate__(), "shared": self._shared, "at_once": self._at_once}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        shared = state.pop("shared")
+        shared, at_once = state.pop("shared"), state.pop("at_once")
         super().__setstate__(state)
+        self._at_once = at_once
         self._share(*shared)
 
     def _share(self, url: str, stream: str) -> None:
@@ -135,40 +185,6 @@ class SharedOrderer(Orderer):
         # The threads of an orderer that nothing refers to would go on.
         finalize(self, self._log.close)
         self._reads_shared = RequestReader(None, None, None, None, by_group=False)
-
-    def _append(
-        self,
-        given: list[D],
-        ordering: Ordering[D],
-        scope: Hashable,
-        suffix_tokens: int | None,
-        prefix_tokens: int | None,
-    ) -> None:
-        if ordering.fallback or not given:
-            return
-        try:
-            # As given: repeated documents are numbered by each reader.
-            keys = self._reader.read_keys(given)
-            request = self._reader.read(given)
-            if not all(map(is_shareable, keys)) or not (scope is None or is_shareable(scope)):
-                self.degrade(_NOT_SHARED)
-                return
-            self._log.append(
-                SharedOrder(
-                    self._log.process,
-                    scope,
-                    keys,
-                    list(map(int, request.tokens)),
-                    list(ordering.permutation),
-                    request.estimated,
-                    None if suffix_tokens is None else read_length(suffix_tokens),
-                    None if prefix_tokens is None else read_length(prefix_tokens),
-                )
-            )
-        except (OverflowError, UnicodeEncodeError):
-            self.degrade(_NOT_SHARED)
-        except Exception as error:
-            self._report(error)
 
     def _apply(self, order: SharedOrder) -> None:
         tokens = map(Estimate, order.tokens) if order.estimated else order.tokens

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ragorder.kernels.profile_cache import processor_name
 
-__all__ = ["cpu_s", "describe_environment", "load_average", "peak_mb", "resident_mb"]
+__all__ = ["cpu_s", "describe_environment", "load_average", "peak_mb", "resident_mb", "tree_cpu_s"]
 
 _PACKAGES = (
     "ragorder",
@@ -56,6 +56,17 @@ def cpu_s(process: int) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def tree_cpu_s(process: int) -> float | None:
+    """The processor time of a process and its children, as far as they run."""
+    try:
+        with open(f"/proc/{process}/task/{process}/children", encoding="utf-8") as line:
+            children = list(map(int, line.read().split()))
+    except OSError:
+        children = []
+    used = [cpu_s(each) for each in (process, *children)]
+    return None if None in used else sum(each for each in used if each is not None)
 
 
 def _status_mb(process: str, field: str) -> float | None:

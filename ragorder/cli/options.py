@@ -10,6 +10,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 from pydantic import ValidationError
 
 from ragorder.counts import BYTE_UNITS, parse_count, parse_size
@@ -37,6 +38,7 @@ __all__ = [
     "Count",
     "Decorator",
     "Duration",
+    "Option",
     "ParamType",
     "ProfileSource",
     "Rate",
@@ -46,6 +48,7 @@ __all__ = [
     "events_address",
     "given",
     "in_options",
+    "is_given",
     "kv_events",
     "option",
     "options_from",
@@ -169,16 +172,24 @@ class Rate(click.FloatRange):
 
 
 class Option(click.Option):
-    """click's option, with a heading in the help and former spellings, which are accepted and hidden."""
+    """click's option, with a heading in the help and former spellings, which are accepted and hidden.
 
-    def __init__(self, *args: Any, formerly: Collection[str] = (), **attributes: Any) -> None:
+    `variable` is the environment variable of its model, which the option itself does not read; an `is_own_variable` of
+    click's is of this command alone, while others may be set for other programs.
+    """
+
+    def __init__(
+        self, *args: Any, formerly: Collection[str] = (), variable: str | None = None, **attributes: Any
+    ) -> None:
         super().__init__(*args, **attributes)
         self.heading: str | None = None
-        self._formerly = list(formerly)
+        self.formerly = list(formerly)
+        self.variable = variable
+        self.is_own_variable = False
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         shown = self.opts
-        self.opts = [*shown, *self._formerly]
+        self.opts = [*shown, *self.formerly]
         try:
             super().add_to_parser(parser, ctx)
         finally:
@@ -213,9 +224,9 @@ class CommandGroup(click.Group):
             formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
 
 
-def option(*declarations: str, formerly: Collection[str] = (), **attributes: Any) -> Decorator:
-    """`click.option`, with former spellings."""
-    return click.option(*declarations, cls=Option, formerly=formerly, **attributes)
+def option(*declarations: str, **attributes: Any) -> Decorator:
+    """`click.option`, with former spellings (`formerly`)."""
+    return click.option(*declarations, cls=Option, **attributes)
 
 
 def api_key(*variables: str) -> Decorator:
@@ -318,14 +329,14 @@ def _option_of(
     field = _fields_of(model)[name]
     text, _, unset = (field.description or "").removesuffix(".").partition(_UNSET)
     kind, metavar = _type_of(name, field)
-    facts = []
-    if prefix := getattr(model, "model_config", {}).get("env_prefix"):
-        facts.append(f"env var: {prefix}{name.upper()}")
+    prefix = getattr(model, "model_config", {}).get("env_prefix")
+    variable = f"{prefix}{name.upper()}" if prefix else None
+    facts = [f"env var: {variable}"] if variable else []
     switch = attributes.get("is_flag", False)
     if shown := default or unset or ("" if switch else _shown(name, field)):
         facts.append(f"default: {shown}")
     extra = f" [{'; '.join(facts)}]" if facts else ""
-    settled = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
+    settled = {"metavar": metavar, "type": kind, "required": field.is_required(), "variable": variable} | attributes
     flags = flag or spelling(name)
     if kind is bool and not switch:
         flags = f"{flags}/{flags.replace('--', '--no-', 1)}"
@@ -378,6 +389,15 @@ def _shown(name: str, field: FieldInfo) -> str:
 
 def spelling(name: str) -> str:
     return "--" + name.removesuffix("_s").replace("_", "-")
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether an option was given to this command, and not to all programs, as a variable without its name may be."""
+    source = context.get_parameter_source(name)
+    if source is ParameterSource.ENVIRONMENT:
+        params = [each for each in context.command.params if each.name == name]
+        return any(isinstance(each, Option) and each.is_own_variable for each in params)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 
 def build(model: type[M], options: Mapping[str, Any]) -> M:

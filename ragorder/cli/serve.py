@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
-import socket
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from math import ceil
@@ -13,26 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
+from ragorder.cli.config_file import with_environment
 from ragorder.cli.options import Command, build, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
-from ragorder.cli.serve_options import ServeLimits, check_connections, check_keys, serve_options
+from ragorder.cli.serve_limits import ServeLimits, check_connections
+from ragorder.cli.serve_options import check_keys, serve_options
+from ragorder.cli.serve_parts import builder_of, clouds_of, load_named, naming, sharing, topics_of, with_loads
+from ragorder.cli.serve_running import Running, certificate_of, check_workers, listening_on, log_to, run
 from ragorder.cli.serve_upstream import ROUTED, check_route, cloud_of, fleet_of, server_of, warn
 from ragorder.orderer import Orderer
-from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
-from ragorder.topic import Topics, checked_header
 
 if TYPE_CHECKING:
-    from ragorder.adapters.cloud_orderers import CloudOrderers
-    from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
+    from starlette.types import ASGIApp
+
+    from ragorder.adapters.observing.observed import ObservedOrderer
+    from ragorder.adapters.observing.prometheus import Metrics
+    from ragorder.adapters.shared_orders import SharedOrderer
     from ragorder.clouds import Provider
-    from ragorder.orderer import OrdererLike
 
 __all__ = ["serve"]
 
-_GIVEN = ParameterSource.COMMANDLINE
 _MODES = {
     "order": "documents are ordered for the cache",
     "route": "requests get their topic, documents stay in retrieval order",
@@ -40,6 +38,7 @@ _MODES = {
 }
 
 
+@with_environment("RAGORDER_SERVE")
 @click.command(cls=Command)
 @serve_options
 @click.pass_context
@@ -83,12 +82,18 @@ def serve(
 
     With --engine torch the model runs in this process, without another server, and keeps documents' KV on the device,
     in host memory and on disk (see `ragorder tiers stats`).
+
+    Every option may also come from the environment, as RAGORDER_SERVE_ and its name (RAGORDER_SERVE_READ_TIMEOUT=60s)
+    unless it names another variable below, or from a file (--config). The command line comes first, then the
+    environment.
     """
     engine_settings = {name: options.pop(name) for name in ENGINE_OPTIONS}
     limits = build(ServeLimits, {name: options.pop(name) for name in ServeLimits.model_fields})
+    running = build(Running, {name: options.pop(name) for name in Running.model_fields})
     in_process = check_engine(context) == "torch"
     try:
-        from ragorder.adapters.http_server.server import address_of, is_loopback, run_server
+        from ragorder.adapters.http_server.access_log import AccessLog
+        from ragorder.adapters.http_server.server import address_of, is_loopback
         from ragorder.adapters.observing.observed import ObservedOrderer
         from ragorder.adapters.observing.prometheus import Metrics
         from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, TemplateError, Timeouts, make_app
@@ -106,7 +111,9 @@ def serve(
         raise click.UsageError("--tries-timeout requires several replicas: --upstream twice, or --data-parallel-ranks")
     if shared_orders is not None and (has_replicas or route or shadow):
         raise click.UsageError("--shared-orders is for proxies that order in front of one server with one cache")
-    topics = _topics(topic_header, topic_secret, route=route)
+    check_workers(context, running.workers, in_process=in_process, has_replicas=has_replicas)
+    certificate = certificate_of(running)
+    topics = topics_of(topic_header, topic_secret, route=route)
     if allow_host and api_key is not None:
         raise click.UsageError(
             "--allow-host cannot be combined with --api-key: requests with the key are accepted for any host"
@@ -115,11 +122,11 @@ def serve(
     if limits.max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
         raise click.UsageError(f"--{stray[0].replace('_', '-')} requires --max-in-flight")
     if isinstance(profile := engine_settings["profile"], Path):
-        options["profile"] = _with_loads(profile, needed=not in_process)
+        options["profile"] = with_loads(profile, needed=not in_process)
     settings = build(Settings, options)
-    loaded = None if tokenizer is None else _load(tokenizer)
+    loaded = None if tokenizer is None else load_named(tokenizer)
     templates = {"document_template": document_template, "question_template": question_template}
-    _builder(None, **templates)
+    builder_of(None, **templates)
     try:
         found = None if template is None else DocumentTemplate(template)
     except TemplateError as error:
@@ -128,45 +135,37 @@ def serve(
         raise click.UsageError("--number-by-place: --template has no {id} to replace")
     if not dedup and dedup_text is not None:
         raise click.UsageError("--dedup-text requires --dedup")
-    repeated = _naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
+    repeated = naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
     provider: Provider | None = next(filter(None, map(cloud_of, upstream)), None)
     marks = provider is not None if marks is None else marks
     if marks_ttl is not None and not marks:
         raise click.UsageError("--marks-ttl requires --marks")
-    clouds = None
+    if marks and running.workers > 1:
+        raise click.UsageError("--workers: what was marked at a cloud is known to one process: leave --workers out")
     asked_settings = settings
     if marks:
         # Such a cache holds what was marked: that it has less than was sent says nothing about its size.
         settings = settings.model_copy(update={"feedback": False})
     connections = check_connections(context, limits.max_connections)
-    metrics = Metrics()
+    metrics = Metrics() if running.workers == 1 else None
 
-    def observed(settings: Settings) -> ObservedOrderer:
-        options = given({"topics": topics})
-        orderer = Orderer(settings, **options) if shared_orders is None else _sharing(shared_orders, settings, options)
-        return ObservedOrderer(orderer, [metrics], shadow=shadow)
-
-    if marks:
-        watched = partial(ObservedOrderer, watchers=[metrics], shadow=shadow)
-        clouds = _clouds(provider, marks_ttl, prices, asked_settings, watched)
-    admission = None
-    if limits.max_in_flight is not None:
-        admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
     with ExitStack() as until_served:
         # An address that is not available is an error before a model is loaded.
-        listening = until_served.enter_context(_listen(host, limits.port))
+        sockets = until_served.enter_context(listening_on(host, limits.port, running.workers))
         try:
-            servers: list[Backend] = []
             if in_process:
-                backend = until_served.enter_context(
-                    embedded(
-                        engine_settings,
-                        settings,
-                        metrics.registry,
-                        max_waiting=limits.max_waiting,
-                        body_limit=limits.body_limit,
+                assert metrics is not None
+                servers = [
+                    until_served.enter_context(
+                        embedded(
+                            engine_settings,
+                            settings,
+                            metrics.registry,
+                            max_waiting=limits.max_waiting,
+                            body_limit=limits.body_limit,
+                        )
                     )
-                )
+                ]
             else:
                 servers = [
                     server_of(
@@ -182,169 +181,97 @@ def serve(
                     )
                     for each in upstream
                 ]
-                backend = servers[0]
+        except AddressError as error:
+            raise click.UsageError(f"--upstream: {error}") from None
+
+        def make(metrics: Metrics) -> ASGIApp:
+            """In the process that serves."""
+
+            def observed(settings: Settings, by: Orderer | None = None) -> ObservedOrderer:
+                return ObservedOrderer(by or Orderer(settings, **given({"topics": topics})), [metrics], shadow=shadow)
+
+            metrics.read_process()
+            admission = None
+            if limits.max_in_flight is not None:
+                admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
+            clouds = None
+            if marks:
+                watched = partial(ObservedOrderer, watchers=[metrics], shadow=shadow)
+                clouds = clouds_of(provider, marks_ttl, prices, asked_settings, watched)
+            backend = servers[0]
+            shared: SharedOrderer | None = None
             if has_replicas:
                 orderer, backend = fleet_of(servers, data_parallel_ranks, observed, metrics.registry)
             else:
-                orderer = observed(backend.settings)
-            app = make_app(
-                orderer,
-                builder=_builder(backend.tokenizer, **templates),
-                tokenizer=backend.tokenizer,
-                template=found,
-                number_by_place=number_by_place,
-                repeated=repeated,
-                marks=marks,
-                clouds=clouds,
-                topic_header=topic_header or (ROUTED if route else None),
-                route=route,
-                on_passed=metrics.passed,
-                on_tbt=metrics.token_times,
-                api_key=api_key,
-                hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
-                body_limit=limits.body_limit,
-                bodies_limit=limits.bodies_limit,
-                timeouts=Timeouts(
-                    limits.connect_timeout_s, limits.read_timeout_s, limits.client_timeout_s, limits.tries_timeout_s
-                ),
-                admission=admission,
-                routes=stats_routes(metrics, admission),
-                **backend.options,
-            )
-        except AddressError as error:
-            raise click.UsageError(f"--upstream: {error}") from None
+                if shared_orders is not None:
+                    shared = sharing(shared_orders, backend.settings, topics)
+                orderer = observed(backend.settings, shared)
+            try:
+                app = make_app(
+                    orderer,
+                    builder=builder_of(backend.tokenizer, **templates),
+                    tokenizer=backend.tokenizer,
+                    template=found,
+                    number_by_place=number_by_place,
+                    repeated=repeated,
+                    marks=marks,
+                    clouds=clouds,
+                    topic_header=topic_header or (ROUTED if route else None),
+                    route=route,
+                    on_passed=metrics.passed,
+                    on_tbt=metrics.token_times,
+                    on_sent=None if shared is None else shared.share,
+                    api_key=api_key,
+                    hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
+                    body_limit=limits.body_limit,
+                    bodies_limit=limits.bodies_limit,
+                    timeouts=Timeouts(
+                        limits.connect_timeout_s, limits.read_timeout_s, limits.client_timeout_s, limits.tries_timeout_s
+                    ),
+                    admission=admission,
+                    routes=stats_routes(metrics, admission),
+                    **backend.options,
+                )
+            except AddressError as error:
+                raise click.UsageError(f"--upstream: {error}") from None
+            app = backend.wrap(app)
+            return AccessLog(app) if running.access_log else app
+
         if api_key is None and not is_loopback(host):
             warn(f"every client that reaches {host} can use the server: give --api-key")
         if route:
             click.echo(f"Topics: in the header {topic_header or ROUTED}", err=True)
         else:
-            _announce_cache(backend.settings, settings, backend.source)
+            _announce_cache(servers[0], settings)
         mode = "route" if route else "shadow" if shadow else "order"
         click.echo(f"Mode: {_MODES[mode]}", err=True)
-        click.echo(f"Page: {address_of(listening)}/ragorder", err=True)
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        run_server(
-            backend.wrap(app),
-            listening,
+        url = address_of(sockets[0], "http" if certificate is None else "https")
+        click.echo(f"Page: {url}/ragorder", err=True)
+        log_to(running)
+        run(
+            make,
+            sockets,
+            metrics,
             grace_s=ceil(limits.grace_s),
             client_s=limits.client_timeout_s,
             connections=connections,
             probes=PROBES,
-            on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
+            certificate=certificate,
+            on_started=lambda: click.echo(f"Serving on {url}/v1", err=True),
         )
 
 
-def _naming(template: DocumentTemplate | None, text: str | None, *, number_by_place: bool) -> RepeatedDocuments:
-    """Raises click.UsageError."""
-    from ragorder.adapters.proxy import RepeatedDocuments, TemplateError
+def _announce_cache(server: Backend, asked: Settings) -> None:
+    settings = server.settings
 
-    if template is None:
-        raise click.UsageError("--dedup requires --template, which finds the documents of earlier messages")
-    if number_by_place:
-        raise click.UsageError("--dedup: a number of --number-by-place names nothing in another message")
-    try:
-        return RepeatedDocuments(template, **given({"reference": text}))
-    except TemplateError as error:
-        raise click.UsageError(f"{'--dedup' if text is None else '--dedup-text'}: {error}") from None
-
-
-def _clouds(
-    provider: Provider | None,
-    ttl: str | None,
-    prices: str | None,
-    settings: Settings,
-    wrap: Callable[[Orderer], OrdererLike],
-) -> CloudOrderers:
-    """Orderers of the models that clouds have. Raises click.UsageError."""
-    from ragorder.adapters.cloud_orderers import CloudOrderers
-    from ragorder.clouds.tables import PROVIDERS
-
-    if ttl is not None and provider is not None and ttl not in PROVIDERS[provider].TTLS:
-        known = ", ".join(PROVIDERS[provider].TTLS)
-        raise click.UsageError(f"--marks-ttl: {provider} has no life {ttl!r}, but {known}")
-    # A cloud has room for everything, for a time.
-    settings = settings.model_copy(update={"capacity_tokens": None})
-    try:
-        return CloudOrderers(provider, ttl=ttl, prices=prices, settings=settings, wrap=wrap)
-    except (OSError, ValueError) as error:
-        raise click.UsageError(f"--marks: {error}") from None
-
-
-def _sharing(url: str, settings: Settings, options: dict[str, Any]) -> Orderer:
-    try:
-        from ragorder.adapters.shared_orders import SharedOrderer
-
-        return SharedOrderer(url, settings, **options)
-    except ImportError as error:
-        raise click.ClickException(f"--shared-orders needs {error.name}: pip install 'ragorder[shared]'") from None
-    except ValueError:
-        # What it quotes may have a password in it.
-        raise click.UsageError("--shared-orders: not a URL such as redis://127.0.0.1:6379/0") from None
-
-
-def _topics(header: str | None, secret: str | None, *, route: bool) -> Topics | None:
-    """Raises click.UsageError for a header that cannot be, or a secret of no use."""
-    if header is None and not route:
-        if secret is not None and click.get_current_context().get_parameter_source("topic_secret") is _GIVEN:
-            raise click.UsageError("--topic-secret requires --topic-header or --route")
-        return None
-    try:
-        checked_header(header or ROUTED)
-    except ValueError as error:
-        raise click.UsageError(f"--topic-header: {error}") from None
-    if secret is None:
-        warn("topics are of this process alone: give all that should agree the same --topic-secret")
-    return Topics(secret)
-
-
-def _with_loads(profile: Path, *, needed: bool) -> Path | None:
-    """The profile, if it has load times. Raises click.UsageError if it cannot be read, or needs to have them."""
-    from ragorder.kernels.profile import PrefillProfile
-
-    try:
-        loads = PrefillProfile.from_file(profile).loads
-    except ValueError as error:
-        raise click.UsageError(f"--profile: {error}") from None
-    if needed and not loads:
-        raise click.UsageError(
-            f"--profile: {profile} has no load times: measure them with `ragorder profile --loads`. A profile by which "
-            "a server evicts is an option of `ragorder tiers config`"
-        )
-    return profile if loads else None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    from ragorder.adapters.http_server.server import listen
-
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise click.ClickException(f"{host} port {port}: {error.strerror}: give another --host or --port") from None
-
-
-def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
-    try:
-        return PromptBuilder("", tokenizer=tokenizer, **given(templates))
-    except ValueError as error:
-        raise click.UsageError(re.sub(r"^(\w+)_template", r"--\1-template", str(error))) from None
-
-
-def _load(tokenizer: str) -> Any:
-    from ragorder.adapters.openai.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(tokenizer)
-    except (ImportError, OSError, ValueError) as error:
-        raise click.ClickException(f"--tokenizer: {error}") from None
-
-
-def _announce_cache(settings: Settings, asked: Settings, source: str) -> None:
     def origin(name: str) -> str:
-        return "given" if name in asked.model_fields_set else source
+        return "given" if name in asked.model_fields_set else server.source
 
     capacity = settings.held_tokens
     tokens = "unlimited tokens" if capacity is None else f"{capacity:,} tokens"
     blocks = f"blocks of {settings.block_size} ({origin('block_size')})"
     click.echo(f"Cache: {tokens} ({origin('capacity_tokens')}), {blocks}", err=True)
+    if server.tokenizer is None:
+        click.echo("Lengths: estimated at four characters a token (--tokenizer counts them)", err=True)
     if settings.profile is not None and (settings.host_tokens or settings.disk_tokens):
         click.echo(f"Tiers: cached prefixes are compared in seconds, by {settings.profile}", err=True)

@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from ragorder.cli.options import ProfileSource, build, given, in_options, option, options_from, spelling, together
+from ragorder.cli.options import (
+    ProfileSource,
+    build,
+    given,
+    in_options,
+    is_given,
+    option,
+    options_from,
+    spelling,
+    together,
+)
 from ragorder.cli.output import log_shown
 from ragorder.kernels.engine_settings import EngineSettings
 
@@ -98,7 +107,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
 def check_engine(context: click.Context) -> str:
     """The engine to run, "upstream" or "torch". Raises click.UsageError for contradictory options."""
     params = context.params
-    named = {name for name in params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    named = {name for name in params if is_given(context, name)}
     engine: str | None = params["engine"]
     if engine is None and params["upstream"]:
         engine = "upstream"

@@ -8,17 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
-from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.cli.options import Choice, Count, ParamType, Size, option, options_from, section, spelling, together
+from ragorder.cli.config_file import config_option
+from ragorder.cli.options import (
+    Choice,
+    Count,
+    ParamType,
+    Size,
+    is_given,
+    option,
+    options_from,
+    section,
+    spelling,
+    together,
+)
 from ragorder.cli.serve_engine import engine_options
+from ragorder.cli.serve_limits import ServeLimits
+from ragorder.cli.serve_running import running_options
 from ragorder.clouds.prices import PRICES_VARIABLE
 from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
 from ragorder.topic import SECRET_VARIABLE
 
-__all__ = ["ORDER_SETTINGS", "ServeLimits", "check_connections", "check_keys", "serve_options"]
+__all__ = ["ORDER_SETTINGS", "check_keys", "serve_options"]
 
 ORDER_SETTINGS = (
     "capacity_tokens",
@@ -39,65 +51,6 @@ ORDER_SETTINGS = (
 _KEYS = ("api_key", "upstream_api_key", "topic_secret")
 _MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
-
-
-class ServeLimits(BaseModel):
-    """Port, limits and times of the proxy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    port: int = Field(default=8100, ge=0, le=65535, description="Port to listen on; 0: a free one.")
-    max_in_flight: int | None = Field(
-        default=None,
-        ge=1,
-        description="Send at most N requests at a time to the server; the waiting request with the largest cached "
-        "share is next; none: all at once.",
-    )
-    reorder_window: int | None = Field(
-        default=None,
-        ge=0,
-        description="With --max-in-flight: no request is overtaken by more than N later ones; none: 32.",
-    )
-    max_waiting: int | None = Field(
-        default=None,
-        ge=0,
-        description="With --max-in-flight or --engine torch: the number of requests that may wait; the next one is "
-        "answered with 503; none: 1000.",
-    )
-    connect_timeout_s: float = Field(
-        default=10.0, gt=0, description="Longest time until the server accepts a connection."
-    )
-    read_timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest time from one byte of an answer to the next."
-    )
-    tries_timeout_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="With several replicas: longest time until an answer has begun, on all replicas together that a "
-        "request is tried on; none: 10m, or --read-timeout if that is longer.",
-    )
-    client_timeout_s: float = Field(
-        default=30.0,
-        gt=0,
-        description="Longest time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
-        "the answer.",
-    )
-    body_limit: int = Field(default=32 << 20, ge=1, description="Longest body of a request; a plain number is in MiB.")
-    bodies_limit: int = Field(
-        default=256 << 20,
-        ge=1,
-        description="Memory for the bodies of all requests together; a request that exceeds it is answered with 503.",
-    )
-    max_connections: int = Field(
-        default=1024,
-        ge=1,
-        description="Most client connections at a time; a new one replaces an idle one.",
-    )
-    grace_s: float = Field(
-        default=30.0,
-        ge=0,
-        description="Time for requests in flight to end when the proxy is stopped (SIGTERM, SIGINT).",
-    )
 
 
 class _Text(ParamType[str]):
@@ -307,6 +260,7 @@ serve_options = together(
             bodies_limit=_MEBIBYTES | {"default": "256MiB"},
         ),
     ),
+    section("Process", running_options, config_option()),
 )
 
 
@@ -319,23 +273,8 @@ def check_keys(context: click.Context) -> None:
         if param.name not in _KEYS:
             continue
         name, value = spelling(param.name), context.params[param.name]
-        if context.get_parameter_source(param.name) is not ParameterSource.COMMANDLINE:
+        if not is_given(context, param.name):
             name = str(param.envvar)
             value = os.environ.get(name)
         if value is not None and not value.strip():
             raise click.UsageError(f"{name}: the key is empty: give one, or leave the setting out")
-
-
-def check_connections(context: click.Context, wanted: int) -> int:
-    """`wanted`, or as many as the system's limit of open files allows. Raise click.UsageError where --max-connections
-    asks for more."""
-    from ragorder.adapters.http_server.server import most_connections
-
-    allowed = most_connections()
-    if wanted <= allowed:
-        return wanted
-    says = f"the system's limit of open files allows {allowed:,} connections, not {wanted:,}"
-    if context.get_parameter_source("max_connections") is ParameterSource.COMMANDLINE:
-        raise click.UsageError(f"--max-connections: {says}: raise it (ulimit -Hn), or give at most {allowed}")
-    click.echo(f"Warning: {says}", err=True)
-    return allowed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -294,6 +295,54 @@ class TestAKilledReplica:
         tokens = sum(-(-len(f"[{name}]\n{TEXTS[name]}\n\n") // 4) for name in ("d0", "d1", "d2"))
         assert answer.json()["usage"]["prompt_tokens"] == pytest.approx(tokens, abs=16)
         assert answer.headers["x-ragorder-predicted-cached-tokens"] == "0"
+
+
+class TestStoredResponses:
+    """OpenAI's responses, which the server keeps that gave them."""
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_are_continued_shown_and_deleted_where_they_are(
+        self, streamed: bool, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        front = proxy(*(start().url for _ in range(3)))
+
+        def respond(**fields: Any) -> tuple[str, str]:
+            answer = front.post({"model": "fake", "input": "?", "stream": streamed, **fields}, "/v1/responses")
+            assert answer.status_code == 200
+            found = re.search(r'"id": "(resp_[^"]+)"', answer.text)
+            assert found is not None
+            return found[1], answer.headers["x-ragorder-replica"]
+
+        began = [respond() for _ in range(6)]
+        assert {replica for _, replica in began} == {"0", "1", "2"}
+        for name, replica in began:
+            for _ in range(2):
+                # Each turn is kept under a name of its own.
+                name, again = respond(previous_response_id=name)
+                assert again == replica
+            tagged = {"documents": [{"id": "d0", "text": TEXTS["d0"]}, {"id": "d1", "text": TEXTS["d1"]}], "query": "?"}
+            name, again = respond(previous_response_id=name, ragorder=tagged)
+            assert again == replica
+            with httpx2.Client(base_url=front.url, trust_env=False, verify=CERTIFICATES) as client:
+                for method, path in (("GET", "?include=x"), ("POST", "/cancel"), ("DELETE", ""), ("GET", "")):
+                    answer = client.request(method, f"/v1/responses/{name}{path}")
+                    assert answer.headers["x-ragorder-replica"] == replica
+                assert answer.status_code == 404, "it was deleted"
+
+    def test_of_a_replica_that_is_lost_fail_as_the_others_say(
+        self, proxy: Callable[..., Proxy], start: Callable[..., EngineProcess]
+    ) -> None:
+        engines = [start() for _ in range(2)]
+        front = proxy(*(engine.url for engine in engines), check_s=60)
+        answer = front.post({"model": "fake", "input": "?"}, "/v1/responses")
+        name, used = answer.json()["id"], int(answer.headers["x-ragorder-replica"])
+        engines[used].kill()
+        follow_up = {"model": "fake", "input": "?", "previous_response_id": name}
+        assert front.post(follow_up, "/v1/responses").status_code == 502
+        # Now it is known, and another one is asked, which may have the same store.
+        assert eventually(lambda: not front.replicas()[used]["up"])
+        assert front.post(follow_up, "/v1/responses").status_code == 404
+        assert front.post({"model": "fake", "input": "?"}, "/v1/responses").status_code == 200
 
 
 class TestDraining:

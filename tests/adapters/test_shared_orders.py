@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import time
@@ -20,10 +22,12 @@ import pytest
 
 pytest.importorskip("msgspec")
 pytest.importorskip("redis")
+pytest.importorskip("starlette")
 
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.bodies import Bodies
 from support.redis_server import SERVER, STREAM, RedisServer
 from support.waiting import eventually
 
@@ -502,6 +506,39 @@ os._exit(0)
         assert eventually(lambda: server.length() == 1)
 
 
+class TestTheProxy:
+    """Which may send an earlier turn in another order than the orderer's."""
+
+    @pytest.fixture
+    def send(self, sharing: Callable[..., SharedOrderer]) -> Callable[..., str]:
+        """The names of the documents in the order in which they are sent."""
+        orderer = sharing(at_once=False)
+        proxy = Bodies("<d>{text}</d>", orderer=orderer, on_sent=orderer.share)
+
+        def send(names: str, *later: str) -> str:
+            texts = ["".join(f"<d>{name * 100}</d>" for name in names), *later]
+            roles = ("user", "assistant")
+            messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+            sent = json.loads(proxy.ordered(json.dumps({"model": "m", "messages": messages}).encode()))
+            return re.sub(r"<d>(.)[^<]*</d>", r"\1", sent["messages"][0]["content"])
+
+        return send
+
+    def test_shares_the_order_that_it_sends(
+        self, send: Callable[..., str], sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
+        other = sharing()
+        assert send("ab") == "ab"
+        assert send("cba") == "abc"
+        # An earlier turn of its own, in the order of that time.
+        assert send("cba", "yes", "Why?") == "abc"
+        # One of which it knows nothing, and of which the cache has a beginning in another order.
+        assert send("da", "yes", "Why?") == "da"
+        assert known(other, orders=4)
+        entries = [read_order(fields[b"order"]) for _, fields in server.client.xrange(STREAM)]
+        assert [entry.permutation for entry in entries] == [[0, 1], [2, 1, 0], [2, 1, 0], [0, 1]]
+
+
 class TestOptions:
     def test_a_malformed_url_is_refused(self) -> None:
         with pytest.raises(ValueError, match="scheme"):
@@ -515,14 +552,18 @@ class TestOptions:
         from ragorder.cli.serve import serve
 
         made: list[Any] = []
-        monkeypatch.setattr("ragorder.adapters.proxy.make_app", lambda orderer, **options: made.append(orderer))
+        monkeypatch.setattr(
+            "ragorder.adapters.proxy.make_app", lambda orderer, **options: made.extend((orderer, options))
+        )
         monkeypatch.setattr("ragorder.adapters.http_server.server.run_server", lambda *args, **options: None)
         sizes = ["--upstream", "http://127.0.0.1:9", "--capacity-tokens", "4096", "--block-size", "16", "--port", "0"]
         result = CliRunner().invoke(serve, [*sizes, "--shared-orders", server.url])
         assert result.exit_code == 0, result.output
-        made[0].order(DOCUMENTS[:2])
+        orderer, options = made
+        ordering = orderer.order(DOCUMENTS[:2])
+        options["on_sent"](DOCUMENTS[:2], ordering.permutation)
         assert eventually(lambda: server.length() == 1)
-        made[0].close()
+        orderer.close()
         for wrong, reason in (
             (["--shared-orders", "nowhere"], "not a URL such as"),
             (["--shared-orders", server.url, "--shadow"], "in front of one server"),

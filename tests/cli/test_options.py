@@ -16,7 +16,7 @@ from ragorder import Settings
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
 from ragorder.cli.options import Choice, Command, Count, Duration, Rate, Size, build, option, options_from, section
-from ragorder.cli.serve_options import ServeLimits
+from ragorder.cli.serve_limits import ServeLimits
 from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 from ragorder.eval.replay import DefaultLengths
 from ragorder.eval.running.specs import Bench

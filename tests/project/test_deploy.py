@@ -23,7 +23,7 @@ from support.serve_process import ServeProcess, launching
 
 from ragorder.cli import main
 from ragorder.cli.serve import serve
-from ragorder.cli.serve_options import ServeLimits
+from ragorder.cli.serve_limits import ServeLimits
 from ragorder.settings import Settings
 
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())

@@ -12,7 +12,7 @@ import pytest
 from support.deployment import DEPLOY, OVERLAYS, arguments, containers, documents, of_kind, render, tool, variables
 
 from ragorder.adapters.proxy.app import PROBES
-from ragorder.cli.serve_options import ServeLimits
+from ragorder.cli.serve_limits import ServeLimits
 from ragorder.cli.serve_upstream import ROUTED
 from ragorder.topic import checked_header
 

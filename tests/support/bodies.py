@@ -25,6 +25,7 @@ class Bodies:
         orderer: Orderer | None = None,
         *,
         send_facts: bool = False,
+        on_sent: Any = None,
         **options: Any,
     ) -> None:
         self.orderer = orderer or Orderer(block_size=16, strict=True)
@@ -33,7 +34,7 @@ class Bodies:
         found = None if template is None else DocumentTemplate(template)
         warn = self.orderer.degrade
         self.parser = BodyParser(builder, tokens, found, warn=warn, send_facts=send_facts, **options)
-        self.requests = RequestOrderer(self.orderer, send_facts=send_facts, exact=tokens.exact)
+        self.requests = RequestOrderer(self.orderer, send_facts=send_facts, exact=tokens.exact, on_sent=on_sent)
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
         return self.parser.parse(route, content)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -41,6 +42,7 @@ class FakeEngine:
         self.served = [0] * ranks
         self.healthy = True
         self.gate = asyncio.Event()
+        self.responses: set[str] = set()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26)
@@ -51,6 +53,9 @@ class FakeEngine:
         app.router.add_post("/sick", self.sick)
         app.router.add_post("/open", self.open)
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/responses", self.respond)
+        app.router.add_route("*", "/v1/responses/{id}", self.stored)
+        app.router.add_route("*", "/v1/responses/{id}/cancel", self.stored)
         return app
 
     async def health(self, _: web.Request) -> web.Response:
@@ -115,6 +120,36 @@ class FakeEngine:
             return response
         finally:
             self.engines[rank].finish(handle)
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Keeps its responses, and continues those that it has."""
+        body = await request.json()
+        previous = body.get("previous_response_id")
+        if previous is not None and previous not in self.responses:
+            return web.json_response({"error": {"message": "no such response", "code": "not_found"}}, status=404)
+        name = f"resp_{uuid4().hex}"
+        self.responses.add(name)
+        item = {"id": f"msg_{uuid4().hex}", "type": "message", "content": [{"type": "output_text", "text": "a"}]}
+        whole = {"output": [item], "object": "response", "id": name}
+        if not body.get("stream"):
+            return web.json_response(whole)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in (
+            {"type": "response.created", "response": whole | {"output": []}},
+            {"type": "response.output_text.delta", "item_id": item["id"], "delta": "a"},
+            {"type": "response.completed", "response": whole},
+        ):
+            await _send(response, event)
+        return response
+
+    async def stored(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if name not in self.responses:
+            return web.json_response({"error": {"message": "no such response", "code": "not_found"}}, status=404)
+        if request.method == "DELETE":
+            self.responses.discard(name)
+        return web.json_response({"id": name})
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

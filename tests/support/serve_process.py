@@ -43,7 +43,7 @@ def launching(
         assert popen.stderr is not None
         lines = []
         for line in popen.stderr:
-            if served := re.search(r"Serving on (http://\S+)/v1", line):
+            if served := re.search(r"Serving on (https?://\S+)/v1", line):
                 return kind(popen, served[1])
             lines.append(line)
         raise AssertionError("".join(lines))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple, Self
@@ -111,16 +112,22 @@ async def post(port: int, body: bytes) -> bytes:
 
 
 class Connections:
-    """Connections to a port, as many as there are requests at a time."""
+    """Connections to a port, as many as there are requests at a time; a free one is used again, `in_turn` that which
+    was free for longest."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, in_turn: bool = False) -> None:
         self._port = port
-        self._free: list[_Connection] = []
+        self._in_turn = in_turn
+        self._free: deque[_Connection] = deque()
+
+    async def open(self, count: int) -> None:
+        self._free += [await _Connection.open(self._port) for _ in range(count)]
 
     async def time(self, body: bytes, at: float) -> float:
         """Send a request at that time; returns the seconds to its answer."""
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        connection = self._free.pop() if self._free else await _Connection.open(self._port)
+        take = self._free.popleft if self._in_turn else self._free.pop
+        connection = take() if self._free else await _Connection.open(self._port)
         sent = time.perf_counter()
         await connection.post(body)
         took = time.perf_counter() - sent

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.proxy_load.load import ServerProcess, instant_server, proxy_server
+from ragorder.eval.experiments.proxy_throughput.log_server import log_program, log_server
 from ragorder.eval.experiments.proxy_throughput.record import ThroughputCell, ThroughputRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
 
@@ -31,6 +32,11 @@ class ProxyThroughput(Experiment):
     one_job = True
     unit = "rates"
 
+    def obstacle(self, suite: Suite, cell: ThroughputCell, policy: str) -> str | None:
+        if _shares_orders(cell, policy) and log_program() is None:
+            return "workers that order share their orders: install valkey-server or redis-server"
+        return super().obstacle(suite, cell, policy)
+
     def requests(self, suite: Suite, cell: ThroughputCell) -> int:
         return len(list(_rates(cell)))
 
@@ -44,9 +50,12 @@ class ProxyThroughput(Experiment):
             upstream = until_measured.enter_context(instant_server())
 
             def start(policy: str) -> ServerProcess:
-                return until_measured.enter_context(proxy_server(upstream.port, *_OPTIONS[policy]))
+                options = [*_OPTIONS[policy], "--workers", str(cell.workers)]
+                if _shares_orders(cell, policy):
+                    options += ["--shared-orders", until_measured.enter_context(log_server())]
+                return until_measured.enter_context(proxy_server(upstream.port, *options))
 
-            proxies = {policy: [start(policy) for _ in range(cell.workers)] for policy in job.policies}
+            proxies = {policy: start(policy) for policy in job.policies}
             for policy in job.policies:
                 # What a process does at its first requests is not measured.
                 measure_rate(upstream, proxies[policy], cell.first, min(1.0, cell.seconds), job.seed, cell.added_ms)
@@ -60,6 +69,10 @@ class ProxyThroughput(Experiment):
         for policy, rates in found.items():
             columns = {name: [each[name] for each in rates] for name in rates[0]}
             yield {"policy": policy, "load_average": load, "rows": columns}
+
+
+def _shares_orders(cell: ThroughputCell, policy: str) -> bool:
+    return policy == "order" and cell.workers > 1
 
 
 def _rates(cell: ThroughputCell) -> Iterator[float]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ragorder.eval.data.machine import cpu_s
+from ragorder.eval.data.machine import tree_cpu_s
 from ragorder.eval.experiments.proxy_load.load import Connections, ServerProcess, chat_body
 
 __all__ = ["measure_rate"]
@@ -21,15 +20,16 @@ _PAST = 5
 # A rate that comes back more slowly is one that the machine, or the proxy, does not reach.
 _REACHED = 0.95
 _LEAD_S = 0.2
+_CONNECTIONS = 64
 
 
 def measure_rate(
-    upstream: ServerProcess, proxies: Sequence[ServerProcess], rate: float, seconds: float, seed: int, added_ms: float
+    upstream: ServerProcess, proxy: ServerProcess, rate: float, seconds: float, seed: int, added_ms: float
 ) -> dict[str, Any]:
     """Figures of `ThroughputRecord`. Requests are sent at even distances, however long the answers take."""
-    before = _processor_s(proxies)
-    came, direct, proxied = asyncio.run(_send(upstream, proxies, rate, seconds, seed))
-    after = _processor_s(proxies)
+    before = tree_cpu_s(proxy.pid)
+    came, direct, proxied = asyncio.run(_send(upstream, proxy, rate, seconds, seed))
+    after = tree_cpu_s(proxy.pid)
     added = 1e3 * (np.array(proxied) - np.median(direct))
     p50, p99 = (round(float(np.quantile(added, quantile)), 3) for quantile in (0.5, 0.99))
     used = None if before is None or after is None else round(1e3 * (after - before) / len(proxied), 3)
@@ -44,12 +44,14 @@ def measure_rate(
 
 
 async def _send(
-    upstream: ServerProcess, proxies: Sequence[ServerProcess], rate: float, seconds: float, seed: int
+    upstream: ServerProcess, proxy: ServerProcess, rate: float, seconds: float, seed: int
 ) -> tuple[float, list[float], list[float]]:
-    """Answers a second, and the seconds that they took past the proxies and through them."""
+    """Answers a second, and the seconds that they took past the proxy and through it."""
     rng = random.Random(seed)
     bodies = [chat_body(rng, tagged=True) for _ in range(_BODIES)]
-    past, through = Connections(upstream.port), [Connections(proxy.port) for proxy in proxies]
+    past, through = Connections(upstream.port), Connections(proxy.port, in_turn=True)
+    # Among so many the system spreads the workers.
+    await through.open(_CONNECTIONS)
     count = max(2 * _PAST, round(rate * seconds))
     start = time.perf_counter() + _LEAD_S
     asked: tuple[list[asyncio.Task[float]], list[asyncio.Task[float]]] = [], []
@@ -58,14 +60,9 @@ async def _send(
         at = start + number / rate
         if number % _PAST == 0:
             asked[0].append(asyncio.create_task(past.time(body, at + 0.5 / rate)))
-        asked[1].append(asyncio.create_task(through[number % len(through)].time(body, at)))
+        asked[1].append(asyncio.create_task(through.time(body, at)))
     direct, proxied = [await asyncio.gather(*tasks) for tasks in asked]
     came = count / (time.perf_counter() - start)
-    for each in (past, *through):
+    for each in (past, through):
         each.close()
     return came, direct, proxied
-
-
-def _processor_s(proxies: Sequence[ServerProcess]) -> float | None:
-    used = [cpu_s(proxy.pid) for proxy in proxies]
-    return None if None in used else sum(each for each in used if each is not None)

@@ -13,8 +13,8 @@ __all__ = ["ThroughputCell", "ThroughputRecord"]
 
 
 class ThroughputCell(SuiteCell):
-    """`workers` processes of the proxy take requests in turn: `first` a second for so many `seconds`, then `growth`
-    times as many, up to `most`, until the proxy adds more than `added_ms` to one request in a hundred."""
+    """A proxy of so many `workers` gets requests on 64 connections: `first` a second for so many `seconds`, then
+    `growth` times as many, up to `most`, until it adds more than `added_ms` to one request in a hundred."""
 
     workers: int = Field(1, ge=1)
     first: float = Field(100.0, gt=0)

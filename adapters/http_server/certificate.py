@@ -1,0 +1,25 @@
+"""The certificate of a server, and its key."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Certificate"]
+
+
+class Certificate(NamedTuple):
+    """Files in PEM format; without `key` the first one has both."""
+
+    file: Path
+    key: Path | None = None
+
+    def check(self) -> None:
+        """Raises OSError for files that cannot be read, ValueError for what is no certificate with its key."""
+        try:
+            # Without a password OpenSSL would ask for one on the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.file, self.key, password="")
+        except ssl.SSLError as error:
+            reason = (error.reason or "not in PEM format").lower().replace("_", " ")
+            raise ValueError(f"no certificate with its key, or the key is encrypted ({reason})") from None

@@ -1,0 +1,161 @@
+"""Several processes that serve on one port."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from ragorder.adapters.http_server.server import listen
+
+__all__ = ["Serve", "Supervisor", "WorkerError", "listen_together"]
+
+_logger = logging.getLogger("ragorder")
+
+_POLL_S = 0.2
+_DEATHS = 5
+_WITHIN_S = 60.0
+# Beyond the time for requests in flight: to cancel them, and to close what is open.
+_ENDING_S = 5.0
+
+
+class Serve(Protocol):
+    def __call__(
+        self, listening: socket.socket, on_started: Callable[[], None], is_orphaned: Callable[[], bool]
+    ) -> None:
+        """Serve until SIGTERM, or until the supervisor is gone, which is to be checked now and then."""
+
+
+class WorkerError(Exception):
+    """The workers cannot serve."""
+
+
+class Supervisor:
+    """Keeps a process serving on each of the sockets, which are of one port.
+
+        Supervisor(listen_together("127.0.0.1", 8100, 2), serve, grace_s=30).run(on_started=say)
+
+    A worker that dies is replaced; what the system has accepted for it meanwhile waits for the next one. SIGTERM and
+    SIGINT end all: requests in flight have `grace_s` seconds. `on_ended` gets the id of each process that has ended.
+
+    Workers are forked, so that what was loaded and asked for at the start is there once; uvicorn's own supervisor
+    starts processes from scratch, on one socket, from which the first to wake takes every connection of a burst.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        serve: Serve,
+        *,
+        grace_s: float,
+        on_ended: Callable[[int], None] = lambda pid: None,
+    ) -> None:
+        self._sockets = sockets
+        self._serve = serve
+        self._grace_s = grace_s
+        self._on_ended = on_ended
+        self._workers: dict[int, BaseProcess] = {}
+        self._deaths: deque[float] = deque(maxlen=_DEATHS)
+        self._stopped = False
+
+    def run(self, *, on_started: Callable[[], None] = lambda: None) -> None:
+        """Until stopped. Raises WorkerError if a worker ends before it serves, or if five die within a minute."""
+        before = {each: signal.signal(each, self._stop) for each in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            # The first one shows whether any can serve.
+            if all(self._start(number) for number in range(len(self._sockets))):
+                on_started()
+            while not self._stopped:
+                self._replace_dead()
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, signum: int, frame: object) -> None:
+        self._stopped = True
+
+    def _start(self, number: int) -> bool:
+        """False if stopped meanwhile. Raises WorkerError."""
+        started, tell = multiprocessing.Pipe(duplex=False)
+        fork = multiprocessing.get_context("fork")
+        worker = fork.Process(target=self._work, args=(number, os.getpid(), lambda: tell.send_bytes(b"1")), daemon=True)
+        worker.start()
+        tell.close()
+        self._workers[number] = worker
+        with started:
+            while not self._stopped:
+                if started.poll(_POLL_S):
+                    with suppress(EOFError):
+                        started.recv_bytes()
+                        return True
+                    worker.join()
+                    raise WorkerError("a worker has ended before it served: its error is above")
+        return False
+
+    def _work(self, number: int, supervisor: int, on_started: Callable[[], None]) -> None:
+        """In the process of a worker."""
+        # Ctrl-C is for the supervisor, which lets the workers end their requests.
+        os.setpgid(0, 0)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        for other, listening in enumerate(self._sockets):
+            if other != number:
+                listening.close()
+        self._serve(self._sockets[number], on_started, lambda: os.getppid() != supervisor)
+
+    def _replace_dead(self) -> None:
+        """Those that die within a moment. Raises WorkerError."""
+        wait([worker.sentinel for worker in self._workers.values()], timeout=_POLL_S)
+        for number, worker in list(self._workers.items()):
+            if self._stopped or worker.is_alive():
+                continue
+            self._deaths.append(time.monotonic())
+            self._bury(number)
+            cause = _cause(worker.exitcode)
+            if len(self._deaths) == _DEATHS and self._deaths[-1] - self._deaths[0] < _WITHIN_S:
+                raise WorkerError(f"{_DEATHS} workers have died within {_WITHIN_S:g} s, the last one by {cause}")
+            _logger.warning("a worker has died by %s: another one takes its place", cause)
+            self._start(number)
+
+    def _bury(self, number: int) -> None:
+        worker = self._workers.pop(number)
+        worker.join()
+        if worker.pid is not None:
+            self._on_ended(worker.pid)
+
+    def _end(self) -> None:
+        # Otherwise the system would go on accepting connections that no worker takes.
+        for listening in self._sockets:
+            listening.close()
+        for worker in self._workers.values():
+            worker.terminate()
+        until = time.monotonic() + self._grace_s + _ENDING_S
+        for worker in self._workers.values():
+            worker.join(max(0.0, until - time.monotonic()))
+            worker.kill()
+        for number in list(self._workers):
+            self._bury(number)
+
+
+def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
+    """Sockets of one port, among which the system spreads connections. Raises OSError."""
+    # A port that others share with each other is taken as well.
+    with listen(host, port) as alone:
+        port = alone.getsockname()[1]
+    return [listen(host, port, shared=True) for _ in range(count)]
+
+
+def _cause(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit status {exitcode}"
+    return signal.Signals(-exitcode).name

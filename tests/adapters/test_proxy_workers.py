@@ -1,0 +1,264 @@
+"""`ragorder serve --workers N`: processes that serve on one port, in real processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx2
+from click.testing import CliRunner
+from support.http_server import Handler, LocalServer
+from support.redis_server import SERVER, RedisServer
+from support.serve_process import ServeProcess, launching
+from support.waiting import eventually
+
+from ragorder.cli.serve import serve as serve_command
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--workers requires Linux")
+
+CERTIFICATES = httpx2.create_ssl_context()
+CHAT = "/v1/chat/completions"
+COMMAND = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
+SIZES = ("--capacity-tokens", "16384", "--block-size", "16")
+ROUTE = ("--route", "--topic-secret", "s", "--workers", "2")
+WHOLE = b'{"choices": [{"message": {"content": "yes"}}], "usage": {"prompt_tokens": 90, "completion_tokens": 1}}'
+
+
+class _Engine(Handler):
+    server: Engine
+
+    def do_GET(self) -> None:
+        self.answer(200 if self.path == "/health" else 404)
+
+    def do_POST(self) -> None:
+        body = self.read_json()
+        self.server.topics.append(self.headers["x-session-id"])
+        if not body.get("stream"):
+            self.answer(200, WHOLE)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.piece(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+        self.server.streams.release()
+        self.server.gate.wait(60)
+        self.piece(b"data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def piece(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
+        self.wfile.flush()
+
+
+class Engine(LocalServer):
+    """Answers at once; a stream goes on behind its first event when the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(_Engine)
+        self.topics: list[str | None] = []
+        self.streams = threading.Semaphore(0)
+        self.gate = threading.Event()
+
+
+class Workers(ServeProcess):
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run."""
+        supervisor = self.popen.pid
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text("utf-8").split()
+        return [int(pid) for pid in children]
+
+    def post(self, body: Any) -> httpx2.Response:
+        """On a connection of its own, so to any of the workers."""
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
+            return client.post(self.url + CHAT, json=body)
+
+    def get(self, path: str) -> httpx2.Response:
+        with httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client:
+            return client.get(self.url + path)
+
+    def metric(self, name: str) -> float:
+        """The sum over its labels."""
+        found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert found, name
+        return sum(map(float, found))
+
+    def refuses(self) -> bool:
+        host, port = self.url.removeprefix("http://").split(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except OSError:
+            return True
+        return False
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def launch(engine: Engine) -> Iterator[Callable[..., Workers]]:
+    with launching(Workers, *COMMAND, "--upstream", engine.base_url, PYTHONPATH="") as launch:
+        yield launch
+
+
+def plain(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "?"}], **fields}
+
+
+def tagged(names: str, **fields: Any) -> dict[str, Any]:
+    documents = [{"id": name, "text": f"document {name} is about {name}. " * 40} for name in names]
+    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}, **fields}
+
+
+class TestWorkers:
+    def test_agree_on_topics_and_their_metrics_add_up(self, launch: Callable[..., Workers], engine: Engine) -> None:
+        process = launch(*ROUTE)
+        assert len(process.pids) == 2
+        for _ in range(12):
+            assert process.post(tagged("abc")).content == WHOLE
+        assert len(set(engine.topics)) == 1 and engine.topics[0] is not None
+        for _ in range(20):
+            assert process.post(plain()).status_code == 200
+        # Whichever of them is asked.
+        for _ in range(6):
+            assert process.metric("ragorder_passed_requests_total") == 20
+            assert process.get("/ragorder/stats").json()["passed"] == {"no_documents": 20}
+        for path in ("/ragorder/health", "/ragorder/ready", "/ragorder"):
+            assert process.get(path).status_code == 200
+        assert process.metric("process_resident_memory_bytes") > 2 * 20e6
+        assert process.metric("process_cpu_seconds_total") > 0
+        assert process.stop() == ""
+        assert process.popen.returncode == 0
+
+    def test_one_that_is_killed_is_replaced_and_its_counts_stay(self, launch: Callable[..., Workers]) -> None:
+        process = launch(*ROUTE)
+        for _ in range(12):
+            process.post(plain())
+        before = process.pids
+        os.kill(before[0], signal.SIGKILL)
+        # None is refused: what the dead one would have got waits for its successor.
+        for _ in range(12):
+            assert process.post(plain()).status_code == 200
+        assert eventually(lambda: len(process.pids) == 2 and before[0] not in process.pids)
+        assert process.metric("ragorder_passed_requests_total") == 24
+        # Memory is that of those that run.
+        assert process.metric("process_resident_memory_bytes") < 4 * 200e6
+        said = process.stop()
+        assert "a worker has died by SIGKILL: another one takes its place" in said
+        assert said.count("\n") == 1
+
+    def test_that_die_again_and_again_end_all_with_an_error(self, launch: Callable[..., Workers]) -> None:
+        process = launch(*ROUTE)
+
+        def kill_one() -> bool:
+            pids = process.pids
+            if len(pids) == 2:
+                os.kill(pids[0], signal.SIGKILL)
+            return process.popen.poll() is not None
+
+        assert eventually(kill_one)
+        said = process.popen.communicate(timeout=60)[1]
+        assert "Error: --workers: 5 workers have died within 60 s, the last one by SIGKILL" in said
+        assert process.popen.returncode == 1
+        assert process.refuses()
+
+    def test_that_cannot_start_end_all_with_an_error(self, engine: Engine) -> None:
+        """The URL of the log is read in the workers."""
+        options = ("--upstream", engine.base_url, *SIZES, "--workers", "2", "--shared-orders", "nowhere")
+        with pytest.raises(AssertionError) as caught, launching(Workers, *COMMAND, PYTHONPATH="") as launch:
+            launch(*options)
+        said = str(caught.value)
+        assert said.count("--shared-orders: not a URL") == 1
+        assert "Error: --workers: a worker has ended before it served" in said
+
+    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+    def test_end_their_streams_before_they_stop(
+        self, signum: signal.Signals, launch: Callable[..., Workers], engine: Engine
+    ) -> None:
+        process = launch(*ROUTE)
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(process.post, plain(stream=True)) for _ in range(8)]
+            assert all(engine.streams.acquire(timeout=60) for _ in answers)
+            process.popen.send_signal(signum)
+            assert eventually(process.refuses)
+            engine.gate.set()
+            assert [each.result().content.count(b"data:") for each in answers] == [2] * 8
+        assert process.popen.communicate(timeout=60)[1] == ""
+        assert process.popen.returncode == 0
+
+    def test_end_without_their_supervisor(self, launch: Callable[..., Workers]) -> None:
+        process = launch(*ROUTE)
+        process.popen.kill()
+        assert eventually(process.refuses)
+
+    def test_do_not_share_a_port_with_others(self, launch: Callable[..., Workers], engine: Engine) -> None:
+        process = launch(*ROUTE)
+        port = process.url.rpartition(":")[2]
+        result = CliRunner().invoke(serve_command, ["--upstream", engine.base_url, *ROUTE, "--port", port])
+        assert result.exit_code == 1
+        assert "Address already in use" in result.output
+
+    @pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
+    def test_know_each_others_orders_by_the_log(self, launch: Callable[..., Workers], tmp_path: Path) -> None:
+        pytest.importorskip("redis")
+        server = RedisServer(tmp_path)
+        server.start()
+        try:
+            process = launch(*SIZES, "--workers", "2", "--shared-orders", server.url)
+            process.post(tagged("abc"))
+
+            def predicted() -> int:
+                return int(process.post(tagged("cba")).headers["x-ragorder-predicted-cached-tokens"])
+
+            assert eventually(lambda: all(predicted() > 500 for _ in range(8)))
+            count = process.get("/ragorder/stats").json()["served"]
+            assert count == process.metric("ragorder_documents_total") / 3 == server.length()
+            assert eventually(lambda: process.metric("ragorder_tree_nodes") >= 3)
+        finally:
+            server.client.close()
+            server.kill()
+
+
+class TestTheOption:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ([], "without each other's orders they lose hits"),
+            (["--shadow"], "without each other's orders they lose hits"),
+            (
+                ["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"],
+                "--max-in-flight is of one queue",
+            ),
+            (["--upstream", "http://127.0.0.1:9"], "give one --upstream"),
+            (["--data-parallel-ranks", "2"], "give one --upstream"),
+        ],
+        ids=" ".join,
+    )
+    def test_is_refused_where_hits_or_requests_would_be_lost(self, options: list[str], reason: str) -> None:
+        given = ["--upstream", "http://127.0.0.1:8", *SIZES, "--port", "0", "--workers", "2", *options]
+        result = CliRunner().invoke(serve_command, given)
+        assert result.exit_code == 2
+        assert reason in " ".join(result.output.split())
+
+    def test_is_refused_with_the_embedded_engine(self) -> None:
+        given = ["--engine", "torch", "--model", "random", "--port", "0", "--workers", "2"]
+        result = CliRunner().invoke(serve_command, given)
+        assert result.exit_code == 2
+        assert "--workers: the embedded engine is one" in " ".join(result.output.split())
