@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 try:
@@ -11,8 +13,8 @@ try:
 except ImportError as error:
     raise ImportError("ragorder.adapters.haystack_chat needs haystack-ai: pip install 'ragorder[haystack]'") from error
 
-from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, plain_message
-from ragorder.adapters.usage import read_usage
+from ragorder.adapters.turns import FrameworkTurns, Label, plain_message
+from ragorder.adapters.usage import ReportedUsage, read_usage
 from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import Orderer, OrdererLike
 from ragorder.prompt import PromptBuilder
@@ -24,21 +26,26 @@ _PROMPT = ("system", "document_template", "question_template", "state_ranking")
 
 
 class ChatTurn:
-    """A turn in a pipeline, from the prompt builder to the feedback."""
+    """A turn in a pipeline, from the prompt builder to the feedback. One that is loaded from a snapshot reports
+    nothing."""
 
     def __init__(
-        self, turns: FrameworkTurns[ChatMessage, Document], turn: NextTurn[Document], prompt: list[ChatMessage]
+        self, prompt: list[ChatMessage], confirm: Callable[[ChatMessage | None, ReportedUsage | None], None] | None
     ) -> None:
-        self._turns = turns
-        self._turn = turn
         self.prompt = prompt
+        self._confirm = confirm
 
-    def confirm(self, reply: ChatMessage) -> None:
-        self._turns.confirm(self._turn, self.prompt[-1], reply, read_usage(reply.meta.get("usage")))
+    def confirm(self, reply: ChatMessage | None = None) -> None:
+        """It counts as served; None: what answers it is not known."""
+        if self._confirm is not None:
+            self._confirm(reply, None if reply is None else read_usage(reply.meta.get("usage")))
 
-    def sent(self) -> None:
-        """It counts as served; what answers it is not known."""
-        self._turns.confirm(self._turn, self.prompt[-1])
+    def to_dict(self) -> dict[str, Any]:
+        return {"prompt": [message.to_dict() for message in self.prompt]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls([ChatMessage.from_dict(message) for message in data["prompt"]], None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Pipelines copy what goes from one component to the next.
@@ -47,7 +54,7 @@ class ChatTurn:
 
 @component
 class CacheOrderChatPromptBuilder:
-    """Makes the messages of a chat's next turn, in place of a ChatPromptBuilder: the history as it is, and behind it the
+    """Makes the messages of a chat's next turn, in place of a ChatPromptBuilder: the history as it is, behind it the
     documents with the question. Thread-safe.
 
         pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
@@ -62,9 +69,9 @@ class CacheOrderChatPromptBuilder:
     - `scope`: the tenant. Scopes share no cache.
     - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
 
-    Errors in `label` leave retrieval order and are counted by the orderer. `from_dict` makes a new orderer with the same
-    settings, and a builder without a tokenizer; `label` must be a function of a module. Raises ValueError for wrong
-    options, pydantic.ValidationError for settings.
+    Errors in `label` leave retrieval order and are counted by the orderer. `from_dict` makes a new orderer with the
+    same settings, and a builder without a tokenizer; `label` must be a function of a module. Raises ValueError for
+    wrong options, pydantic.ValidationError for settings.
     """
 
     def __init__(
@@ -132,17 +139,17 @@ class CacheOrderChatPromptBuilder:
         history: list[ChatMessage] | None = None,
         scope: str | None = None,
     ) -> dict[str, Any]:
-        """`prompt`, the messages to send: with the answer behind them, the next turn's history; `documents`, those in it
-        in prompt order, then those that are named. `scope` overrides the builder's own."""
+        """`prompt`, the messages to send: with the answer behind them, the next turn's history; `documents`, those in
+        it in prompt order, then those that are named. `scope` overrides the builder's own."""
         form = self._turns.builder.message_format
         before = list(history or ())
         if form.system and form.system_role and not (before and before[0].role == "system"):
             before.insert(0, ChatMessage.from_system(form.system))
         turn = self._turns.next(question, documents or (), before, self.scope if scope is None else scope)
         prompt = [*before, ChatMessage.from_user(turn.content)]
-        made = ChatTurn(self._turns, turn, prompt)
+        made = ChatTurn(prompt, partial(self._turns.confirm, turn, prompt[-1]))
         if not self.feedback:
-            made.sent()
+            made.confirm()
         return {"prompt": prompt, "documents": turn.sources, "turn": made}
 
     @component.output_types(prompt=list[ChatMessage], documents=list[Document], turn=ChatTurn)
@@ -161,8 +168,8 @@ class CacheOrderChatPromptBuilder:
 class CacheOrderFeedback:
     """Reports a reply to the orderer, and gives the next turn's history.
 
-        pipeline.connect("llm.replies", "feedback.replies")
-        pipeline.connect("prompt.turn", "feedback.turn")
+    pipeline.connect("llm.replies", "feedback.replies")
+    pipeline.connect("prompt.turn", "feedback.turn")
     """
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])

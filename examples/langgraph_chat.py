@@ -4,9 +4,9 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langgraph_chat.py [http://127.0.0.1:8000/v1]
 
-Unlike examples/langgraph_rag.py, where the documents of each turn stand in front of the history and replace those of the
-turn before, they stand behind it here. vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server
---block-size 32 --model MODEL …` instead.
+Unlike examples/langgraph_rag.py, where the documents of each turn stand in front of the history and replace those of
+the turn before, they stand behind it here. vLLM's CPU build is started by `python -m
+vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ def read_message(message: BaseMessage) -> dict[str, Any]:
 
 def artifact_documents(message: ToolMessage) -> Sequence[Document]:
     """The documents of a tool with response_format="content_and_artifact", such as `create_retriever_tool` makes."""
-    found = message.artifact
-    return found if isinstance(found, list) and all(isinstance(each, Document) for each in found) else ()
+    artifact = message.artifact if isinstance(message.artifact, list) else []
+    found = [each if isinstance(each, Document) else _loaded(each) for each in artifact]
+    return [each for each in found if each is not None] if None not in found else []
 
 
 def text_of(message: BaseMessage) -> str:
@@ -143,6 +144,14 @@ def _content(message: BaseMessage, turn: NextTurn[Document]) -> Any:
 def _is_other(part: Any) -> bool:
     """Of a message's content: an image, say."""
     return isinstance(part, Mapping) and part.get("type", "text") != "text"
+
+
+def _loaded(artifact: Any) -> Document | None:
+    """A document as a checkpointer gives it back."""
+    if not isinstance(artifact, Mapping) or not isinstance(artifact.get("page_content"), str):
+        return None
+    members = {name: artifact.get(name) for name in ("id", "metadata")}
+    return Document(artifact["page_content"], **{name: value for name, value in members.items() if value})
 
 
 def _text(document: Document) -> str:

@@ -11,7 +11,8 @@ from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, To
 from langchain_core.runnables import Runnable
 
 try:
-    from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
+    from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, types
+    from langgraph.types import Command
 except ImportError as error:
     raise ImportError(
         "ragorder.adapters.langchain.middleware needs langchain 1.x: pip install 'ragorder[langchain-agents]'"
@@ -64,7 +65,9 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if retriever is not None and not isinstance(retriever, Runnable):
-            raise TypeError(f"retriever must be a Runnable, such as store.as_retriever(), got {type(retriever).__name__}")
+            raise TypeError(
+                f"retriever must be a Runnable, such as store.as_retriever(), got {type(retriever).__name__}"
+            )
         self._retriever = retriever
         self._turns = LangChainTurns(
             orderer, builder, found=documents, label=label, scope=scope, repeat=repeat, reference=reference
@@ -74,9 +77,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         """For `cited(answer, documents, middleware.label)`."""
         return self._turns.label(document)
 
-    def wrap_model_call(
-        self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]
-    ) -> ModelResponse:
+    def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> Any:
         documents = None
         if (question := self._question(request)) is not None and self._retriever is not None:
             documents = self._retriever.invoke(question)
@@ -87,7 +88,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
 
     async def awrap_model_call(
         self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
-    ) -> ModelResponse:
+    ) -> Any:
         documents = None
         if (question := self._question(request)) is not None and self._retriever is not None:
             documents = await self._retriever.ainvoke(question)
@@ -105,12 +106,18 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         prepared = self._turns.prepare([*front, *request.messages], documents, request)
         return replace(prepared, messages=prepared.messages[len(front) :])
 
-    def _finish(self, prepared: Prepared, response: ModelResponse) -> ModelResponse:
+    def _finish(self, prepared: Prepared, response: ModelResponse) -> Any:
         answer = next((each for each in response.result if isinstance(each, BaseMessage)), None)
         if answer is not None:
             self._turns.answered(prepared, answer)
+        if not prepared.changed:
+            return response
         # The graph replaces messages that have the same id.
-        return replace(response, result=[*response.result, *prepared.changed]) if prepared.changed else response
+        extended = getattr(types, "ExtendedModelResponse", None)
+        if extended is not None:
+            return extended(response, Command(update={"messages": prepared.changed}))
+        # Before langchain 1.2.
+        return replace(response, result=[*response.result, *prepared.changed])
 
 
 def _system(request: Any) -> list[BaseMessage]:

@@ -183,10 +183,7 @@ class TestStreams:
         history: list[Any] = []
         for number, names in enumerate(TURNS[:4]):
             given = {"input": f"{number}?", "chat_history": history, "context": documents(names)}
-            if number % 2:
-                chunks = [chunk async for chunk in turn.astream(given)]
-            else:
-                chunks = list(turn.stream(given))
+            chunks = [chunk async for chunk in turn.astream(given)] if number % 2 else list(turn.stream(given))
             text = "".join(chunk["answer"].content for chunk in chunks[:-1])
             assert len(chunks) > 4 and text == server.answers[-1]["content"]
             assert type(chunks[-1]["messages"][-1]) is AIMessage
@@ -266,7 +263,9 @@ class TestHistories:
 class TestMarks:
     """The content parts of a cloud, in ChatAnthropic's form."""
 
-    RULES = CacheRules("mine", minimum_tokens=16, marks=3, lookback_parts=20, ttl_s=3600, ttl="1h", write=1.25, read=0.1)
+    RULES = CacheRules(
+        "mine", minimum_tokens=16, marks=3, lookback_parts=20, ttl_s=3600, ttl="1h", write=1.25, read=0.1
+    )
 
     def test_marks_are_those_of_the_orderer(self) -> None:
         builder = PromptBuilder(SYSTEM)

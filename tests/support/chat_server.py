@@ -24,11 +24,13 @@ _CHARACTERS = 4
 
 
 class ChatServer:
-    """A token has four characters, a message whole tokens. With tools, a question of the user's is answered by a call of
-    the first one, and its result by a text. While `broken`, requests fail."""
+    """A token has four characters, a message whole tokens. With tools, a question of the user's is answered by a call
+    of the first one, and its result by a text. While `broken`, requests fail."""
 
     url = ""
     broken = False
+    breaks: Callable[[dict[str, Any]], bool] | None = None
+    """Requests that fail."""
 
     def __init__(self, capacity_tokens: int = 1 << 18) -> None:
         self.capacity_tokens = capacity_tokens
@@ -82,7 +84,7 @@ class ChatServer:
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
-        if self.broken:
+        if self.broken or (self.breaks is not None and self.breaks(body)):
             return JSONResponse({"error": {"message": "broken", "type": "server_error"}}, 500)
         answer, usage = self._generate(body)
         finish = "tool_calls" if "tool_calls" in answer else "stop"

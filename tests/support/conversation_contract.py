@@ -5,6 +5,7 @@ A new framework is one subclass with its hooks.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -149,9 +150,11 @@ class ConversationContract(ABC):
         chat.ask("One?", "ab")
         before = chat.history()
         server.broken = True
-        with pytest.raises(Exception, match="broken|500"):
+        with pytest.raises(Exception, match="broken"):
             chat.ask("Two?", "c")
         server.broken = False
+        # What keeps the error keeps the turn.
+        gc.collect()
         assert chat.history() == before
         chat.ask("Two?", "c")
         server.check_replay()
@@ -182,7 +185,9 @@ class ConversationContract(ABC):
 
     def check_reports(self, server: ChatServer, recorder: RecordingOrderer) -> None:
         if self.reports:
-            reported = [(usage["prompt_tokens"], cached) for usage, cached in zip(server.usages, server.cached, strict=True)]
+            reported = [
+                (usage["prompt_tokens"], cached) for usage, cached in zip(server.usages, server.cached, strict=True)
+            ]
             assert [(each.prompt_tokens, each.cached_tokens) for each in recorder.finished] == reported
         else:
             assert all(outcome.served for outcome in recorder.finished)
