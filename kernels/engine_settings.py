@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ragorder.kernels.fusion.selection import ENGINE_SELECTIONS, check_engine_selection, selections
+from ragorder.kernels.fusion.selection import ENGINE_SELECTIONS, check_coverage, check_engine_selection, selections
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.tier_settings import KVTierSettings
 
@@ -93,6 +93,13 @@ class EngineSettings(KVTierSettings):
         json_schema_extra={"enum": [*ENGINE_SELECTIONS]},
     )
 
+    coverage: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="With fused: of a request no more tokens than hold this share of what select measures of all: the "
+        "question's attention, or the deviation; 1: as many as recompute says, which is the most.",
+    )
     as_if_last: bool = Field(
         default=False,
         description="With fused: compute them as though their document came last, so that they see all others and "
@@ -120,7 +127,7 @@ class EngineSettings(KVTierSettings):
         """Of requests that do not say theirs; None if none can be fused."""
         if self.reuse != "fused":
             return None
-        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds)
+        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds, self.coverage)
 
     @field_validator("dtype")
     @classmethod
@@ -136,6 +143,11 @@ class EngineSettings(KVTierSettings):
     def _anywhere_as_if_last(self) -> Self:
         if self.anywhere and not self.as_if_last:
             raise ValueError("anywhere requires as_if_last: where it stands, a token of the exact prefix has its KV")
+        return self
+
+    @model_validator(mode="after")
+    def _coverage_of_measurements(self) -> Self:
+        check_coverage(self.select, self.coverage)
         return self
 
     @model_validator(mode="after")

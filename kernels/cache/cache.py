@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import chain
 
@@ -215,14 +215,13 @@ class KnowledgeCache:
         lease.pending.clear()
         self._close(lease)
 
-    def purge(self, keys: Collection[bytes]) -> None:
-        """Remove nodes whose KV is suspect, and all behind them, from all tiers; waits for what is under way.
+    def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
+        """Remove nodes whose KV is suspect, of `found` ones those whose KV in memory is not all numbers, and all behind
+        them, from all tiers; waits for what is under way.
 
         Leases keep their blocks, and those that have begun commit nothing behind such nodes.
         """
-        if not keys:
-            return
-        for copy in purge(self._tiers, keys):
+        for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
             for lease in self._leases.values():
                 if copy in lease.pinned:

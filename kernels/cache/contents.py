@@ -10,6 +10,8 @@ __all__ = ["Contents", "Rank", "Whereabouts"]
 
 # As many entries are kept before dead ones are looked for the first time.
 _FEWEST = 1024
+# Of one document: each is looked at whenever a request waits for its turn.
+_MOST_COPIES = 32
 
 
 class Whereabouts(NamedTuple):
@@ -37,7 +39,7 @@ _Copy = tuple[Rank, Whereabouts]
 
 class Contents:
     """Index of nodes by a document's content (`Segment.content`). It keeps no node: an entry is forgotten once no tier
-    holds its node. Not thread-safe."""
+    holds its node. Of a document that stands behind many others the latest copies are known. Not thread-safe."""
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
@@ -50,8 +52,10 @@ class Contents:
 
     def add(self, content: bytes, copy: Whereabouts, rank: Rank) -> None:
         copies = self._copies.setdefault(content, {})
-        self._entries += copy.key not in copies
+        self._entries += copies.pop(copy.key, None) is None
         copies[copy.key] = rank, copy
+        if len(copies) > _MOST_COPIES:
+            self._thin(content, copies)
         if self._entries > self._most:
             for each in list(self._copies):
                 self._alive(each)
@@ -86,6 +90,13 @@ class Contents:
     def clear(self) -> None:
         self._copies.clear()
         self._entries = 0
+
+    def _thin(self, content: bytes, copies: dict[bytes, _Copy]) -> None:
+        self._alive(content)
+        others = [key for key, (rank, _) in copies.items() if rank is Rank.ELSEWHERE]
+        for key in others[: len(copies) - _MOST_COPIES]:
+            del copies[key]
+            self._entries -= 1
 
     def _alive(self, content: bytes) -> list[_Copy]:
         copies = self._copies.get(content)

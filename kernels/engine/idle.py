@@ -266,6 +266,10 @@ class IdleBuilder:
             own = moved_rows(own, build.start, front.tokens, self._rotation)
             blocks = as_blocks(own, front.tokens, in_front, self._cache.shape)
         self._end(build)
+        if not bool(own.isfinite().all()):
+            # Requests would fail with it.
+            self._forget(document.segment.content)
+            return
         key = variant_key(document.segment.content, b"".join(build.neighbours))
         copy = Whereabouts(key, front.key, front.tokens, len(own))
         if self._cache.adopt(document.segment.content, copy, blocks):

@@ -139,9 +139,10 @@ class Scheduler:
             self._discard(each)
 
     def reject(self, sequence: Sequence) -> None:
-        """Remove a sequence whose KV is suspect, and all nodes that it has computed, whatever step that was."""
+        """Remove a sequence whose KV is suspect, all nodes that it has computed, whatever step that was, and those that
+        it has found if they are not numbers."""
         self.drop(sequence)
-        self._cache.purge(sequence.nodes)
+        self._cache.purge(sequence.nodes, found=sequence.found)
 
     def fail(self, sequences: list[Sequence]) -> None:
         """Remove a failed step's sequences, and its nodes from the cache."""

@@ -78,8 +78,9 @@ class Sequence:
         # Failed steps; after the second it may be the cause, until a step with it succeeds.
         self.failures = 0
         self.suspect = False
-        # Keys of the nodes that it has computed, with its helpers.
+        # Keys of the nodes that it has computed, with its helpers, and of those that it has found.
         self.nodes: list[bytes] = []
+        self.found: list[bytes] = []
         self.prefetched = False
         # Nodes that the cache keeps while it waits.
         self.expected: tuple[Key, ...] = ()
@@ -141,6 +142,7 @@ class Sequence:
         self.computed = self.lease.cached_tokens
         self.scattered = self.selecting = None
         self.forget_table()
+        self.found = [copy.node.key for copy in (*self.lease.pinned, *(each.copy for each in self.lease.borrowed))]
         if self.cached is None:
             self.cached = self.lease.tokens_by_tier
 

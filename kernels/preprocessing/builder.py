@@ -18,7 +18,7 @@ from ragorder.kernels.preprocessing.copies import CopyStore
 from ragorder.kernels.preprocessing.manifest import BuildError, Manifest, PlannedDocument
 from ragorder.kernels.preprocessing.neighbours import Neighbours
 from ragorder.kernels.preprocessing.plan import Planner, SourceDocument
-from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor
+from ragorder.kernels.preprocessing.preprocessor import Prefill, Preprocessor, check_numbers
 from ragorder.kernels.preprocessing.removal import drop_copies, remove_documents
 from ragorder.kernels.preprocessing.settings import PreprocessingSettings
 from ragorder.lru_cache import LRUCache
@@ -217,11 +217,12 @@ class FusionBuilder:
         """Compute what is missing, of part i of n with `shard` (i, n), i from 1 on. Parts that were built in folders of
         their own are one build once their `chunks` are in one folder.
 
-        Raises BuildError for a wrong shard, and, before anything is computed, for a disk that is too small;
-        WriteFailedError for one that fails. What is there stays.
+        Raises BuildError for a wrong shard, for KV that is not all numbers, and, before anything is computed, for a
+        disk that is too small; WriteFailedError for one that fails. What is there stays.
         """
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
+        check_numbers("the system prompt", self._preprocessor.prefix)
         self._copies.write(self._copies.prefix_key, self._preprocessor.prefix, self._preprocessor.prefix)
         for group in groups:
             if any(each.key not in self._copies for each in group):
@@ -230,6 +231,7 @@ class FusionBuilder:
     def _build_group(self, group: Sequence[PlannedDocument]) -> Iterator[Built]:
         prefills = [Prefill(each.token_ids, [self._kv_alone(content) for content in each.neighbours]) for each in group]
         for document, kv in zip(group, self._preprocessor.compute(prefills), strict=True):
+            check_numbers(f"document {document.id!r}", kv)
             key = document.key
             if key not in self._copies:
                 self._copies.write(key, kv, self._preprocessor.prefix)
@@ -243,6 +245,7 @@ class FusionBuilder:
             # By itself, so that its numbers do not depend on what else is missing.
             [computed] = self._preprocessor.compute([Prefill(document.token_ids)])
             kv = computed.cpu()
+            check_numbers(f"document {document.id!r}", kv)
             self._alone.put(content, kv, kv.nbytes)
         return kv
 

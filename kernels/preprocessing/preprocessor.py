@@ -14,8 +14,9 @@ from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.fusion.document_kv import moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.preprocessing.manifest import BuildError
 
-__all__ = ["Prefill", "Preprocessor"]
+__all__ = ["Prefill", "Preprocessor", "check_numbers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +135,12 @@ class _Placed:
     token_ids: Sequence[int]
     start: int
     blocks: range
+
+
+def check_numbers(what: str, kv: torch.Tensor) -> None:
+    """Raises BuildError: such KV would fail every request for as long as it is kept."""
+    if not bool(kv.isfinite().all()):
+        raise BuildError(
+            f"the KV of {what} is not all numbers (overflow, or bad weights): build with another dtype, in another "
+            "folder, or leave it out"
+        )

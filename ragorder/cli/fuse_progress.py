@@ -10,16 +10,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ragorder.cli.fuse_stats import disk_gib
 from ragorder.cli.options import spelling
 
 if TYPE_CHECKING:
     from ragorder.kernels.preprocessing.builder import FusionBuilder
 
 __all__ = ["compute", "say_damaged", "say_ready", "working"]
-
-# Of a disk tier for the build, so that new documents evict none of it at once.
-_SPARE = 1.25
-_GIB = 1 << 30
 
 
 @contextmanager
@@ -67,8 +64,7 @@ def say_ready(builder: FusionBuilder, recipe: Mapping[str, Any]) -> None:
         identical = "".join(
             f" {spelling(name)} {recipe[name]}" for name in ("block_size", "dtype", "device") if name in recipe
         )
-        needed = max(1, -(-int(_SPARE * size) // _GIB))
         click.echo(
             f"ragorder serve --engine torch --model {recipe['model']}{identical} --reuse fused "
-            f"--disk-path {builder.folder} --disk-bytes {needed}GiB"
+            f"--disk-path {builder.folder} --disk-bytes {disk_gib(size)}GiB"
         )

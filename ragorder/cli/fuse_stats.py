@@ -14,7 +14,11 @@ from rich.table import Table
 from ragorder.cli.options import Command
 from ragorder.cli.output import show_figures, watch_options
 
-__all__ = ["stats"]
+__all__ = ["check_fits", "disk_gib", "stats"]
+
+# Of a disk tier for a build, so that new documents evict none of it at once.
+_SPARE = 1.25
+_GIB = 1 << 30
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -111,3 +115,24 @@ def _read(folder: Path) -> BuildFigures:
         sum(chunks.values()) - size,
         surveyed.locked_by if surveyed is not None else None,
     )
+
+
+def disk_gib(size: int) -> int:
+    """GiB of a disk tier for a build of so many bytes."""
+    return max(1, -(-int(_SPARE * size) // _GIB))
+
+
+def check_fits(folder: Path, disk_bytes: int) -> None:
+    """Raises click.UsageError for a build of which a disk tier of so many bytes would remove a part."""
+    from ragorder.kernels.preprocessing.manifest import ManifestError
+
+    try:
+        found = _read(folder)
+    except (ManifestError, OSError):
+        # There is no build, or the engine says what is wrong with it.
+        return
+    if found.bytes > disk_bytes:
+        raise click.UsageError(
+            f"{folder} holds a build of {found.bytes:,} bytes, and a disk tier of {disk_bytes:,} would remove a part "
+            f"of it: give --disk-bytes {disk_gib(found.bytes)}GiB"
+        )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ragorder.cli.fuse_stats import check_fits
 from ragorder.cli.options import ProfileSource, build, given, in_options, option, options_from, spelling, together
 from ragorder.cli.output import log_shown
 from ragorder.kernels.engine_settings import EngineSettings
@@ -50,6 +51,7 @@ _SETTINGS = (
     "reuse",
     "recompute",
     "select",
+    "coverage",
     "as_if_last",
     "anywhere",
     "select_rounds",
@@ -57,7 +59,7 @@ _SETTINGS = (
     "dtype",
     "device",
 )
-_FUSED = ("recompute", "select", "as_if_last", "anywhere", "select_rounds", "build_idle", "copies")
+_FUSED = ("recompute", "select", "coverage", "as_if_last", "anywhere", "select_rounds", "build_idle", "copies")
 _PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(
@@ -178,8 +180,11 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
         options["block_size"] = settings.block_size
     try:
         model = take_model(options)
+        chosen = build(EngineSettings, options)
+        if chosen.disk_path is not None:
+            check_fits(chosen.disk_path, chosen.disk_bytes)
         with log_shown("ragorder.profile", "Profile"):
-            return TieredEngine.load(model, build(EngineSettings, options))
+            return TieredEngine.load(model, chosen)
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     except BudgetError as error:

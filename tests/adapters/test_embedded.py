@@ -562,6 +562,8 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
+        _, details = await self.ask(fusing, "ba", recompute=0.5, coverage=0.01)
+        assert 0 < details["recomputed_tokens"] < round(0.5 * length)
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -635,6 +637,8 @@ class TestFusion:
             ({"recompute": 1.5}, "recompute"),
             ({"recompute": -0.1}, "recompute"),
             ({"recompute": "much"}, "recompute"),
+            ({"coverage": 0}, "coverage"),
+            ({"reuse": "exact", "coverage": 0.5}, "coverage"),
             ({"reuse": "both"}, "reuse"),
             ({"reuse": "exact", "recompute": 0.1}, "recompute"),
         ],
@@ -644,7 +648,7 @@ class TestFusion:
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert error["param"] == param
 
-    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}])
+    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}, {"coverage": 0.5}])
     async def test_of_an_exact_engine_is_refused(self, client: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert "start it with --reuse fused" in error["message"]

@@ -153,6 +153,22 @@ def test_a_disk_that_is_too_small_is_said_with_the_size_needed(
     assert "has 4,096 bytes free, and the KV of 4 documents" in said and "make room" in said
 
 
+def test_a_server_with_less_disk_than_the_build_takes_does_not_start(
+    corpus: Path, options: list[Any], model_folder: Path, tmp_path: Path
+) -> None:
+    """It would have removed a part of the build."""
+    kv = tmp_path / "kv"
+    assert fuse("build", corpus, *options).exit_code == 0
+    size = figures(kv)["bytes"]
+    serve = ["serve", "--engine", "torch", "--model", model_folder, "--reuse", "fused", "--disk-path", kv]
+    done = run_command(main, *serve, "--disk-bytes", size - 1)
+    said = " ".join(done.stderr.split())
+    assert done.exit_code != 0
+    assert f"holds a build of {size:,} bytes, and a disk tier of {size - 1:,} would remove a part of it" in said
+    assert "give --disk-bytes 1GiB" in said
+    assert figures(kv)["stored"] == 4
+
+
 def test_what_is_no_build_or_another_models_is_said(corpus: Path, options: list[Any], tmp_path: Path) -> None:
     for command in (["stats", tmp_path], ["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
         assert "has no build: name the folder of one" in refusal(*command)

@@ -17,7 +17,7 @@ from ragorder import Orderer
 from ragorder.cli import main as ragorder
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.experiments.fused_orders.measuring import measure
+from ragorder.eval.experiments.fused_orders.measuring import ORDERS, measure
 from ragorder.eval.experiments.fused_orders.record import FusedOrdersCell, FusedOrdersRecord
 from ragorder.eval.experiments.fused_orders.report import make_part
 from ragorder.eval.experiments.fused_orders.simulated import FusedPrefill, SimulatedFusion
@@ -48,6 +48,12 @@ class TestTheSimulatedEngine:
         # 3 is computed alone, and copied: half of it is computed once more.
         assert sim.serve([0, 1, 3], 0, 0) == FusedPrefill(10, 20, 40 + 30)
         assert sim.serve([3, 0], 0, 0) == FusedPrefill(40, 10, 5)
+
+    def test_that_does_not_fuse_is_a_prefix_cache(self) -> None:
+        sim = SimulatedFusion(TOKENS, None, recompute=0.5, copied=False, fuses=False)
+        assert sim.serve([0, 1], 0, 4) == FusedPrefill(0, 0, 30 + 4)
+        assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(10, 0, 50 + 4)
+        assert sim.serve([0, 2, 1], 0, 4) == FusedPrefill(60, 0, 4)
 
     def test_computes_leading_documents_exactly_if_asked(self) -> None:
         sim = engine(copied=True)
@@ -130,6 +136,15 @@ class TestOrders:
         assert ordered == invested
         assert ordered["exact_tokens"] > self.total(stream, "retrieval", copies="served")["exact_tokens"]
 
+    def test_a_prefix_cache_reuses_less_and_nothing_approximately(self, stream: DocumentStream) -> None:
+        ranked, ordered = (self.total(stream, policy) for policy in ("prefix cache", "prefix cache, ordered"))
+        fused = self.total(stream, "retrieval", copies="served")
+        assert ranked["fused_tokens"] == ordered["fused_tokens"] == 0
+        assert 0 < ranked["exact_tokens"] < ordered["exact_tokens"] < fused["exact_tokens"] + fused["fused_tokens"]
+        for found in (ranked, ordered):
+            new = found["document_tokens"] - found["exact_tokens"]
+            assert found["computed_tokens"] == new + QUESTION_TOKENS * len(stream.requests)
+
     def test_the_engine_finds_what_the_orderer_predicts(self, stream: DocumentStream) -> None:
         orderer = Orderer(
             key=lambda document: document,
@@ -175,7 +190,7 @@ class TestTheSuite:
         assert done.exit_code == 0, done.output
         results = read_results(tmp_path)
         found = results.of(FusedOrdersRecord, "fusion-orders")
-        assert {record.policy for record in found} == {"retrieval", "ordered", "invested"}
+        assert {record.policy for record in found} == set(ORDERS)
         assert all(len(record.rows["seconds"]) == 250 for record in found)
         part = make_part(load_suites()["fusion-orders"], results)
         assert [table.title.split()[0] for table in part.tables] == ["All", "Documents"]
@@ -189,6 +204,6 @@ class TestTheSuite:
         records = [record("ordered", 2_000), record("invested", 1_500)]
         [table] = make_part(Suite.unlisted("mine"), Results(Path(), records=records)).tables
         assert [[entry.text for entry in row] for row in table.rows] == [
-            ["few", "unlimited", "ordered", "10.0", "90.0", "2.0", "1.0000", "200.0", "1.0000"],
-            ["few", "unlimited", "invested", "10.0", "90.0", "1.5", "0.7500", "150.0", "0.7500"],
+            ["few", "unlimited", "ordered", "10.0", "90.0", "", "2.0", "1.0000", "200.0", "1.0000"],
+            ["few", "unlimited", "invested", "10.0", "90.0", "", "1.5", "0.7500", "150.0", "0.7500"],
         ]

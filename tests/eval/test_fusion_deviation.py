@@ -122,6 +122,7 @@ class TestReport:
         assert table.rows[0][1].text == f"{100 * found['alone']['facts']['layers'][1]:.2f}"
         assert "3 prompts × seeds 0 of 2 documents" in table.note
         assert "removes 100.0 %" in table.note or "removes 99.9 %" in table.note
+        assert "100.0 % have one of their 3 most similar ones among the others retrieved" in table.note
         pictures = part.pictures()
         assert [picture.title for picture in pictures] == [
             "Deviation by layer",

@@ -570,7 +570,7 @@ class TestPrefill:
         assert done.exit_code == 0, done.output
         whole = self.system + 60
         shares = ("0%", "5%", "15%", "30%", "100%")
-        arms = ["exact prefix", *(f"fused, {share} anew" for share in shares)]
+        arms = ["exact prefix", "exact prefix, exact request", *(f"fused, {share} anew" for share in shares)]
         arms += [f"fused, {share} anew{HALF}" for share in shares[:-1]]
         for tier in ("device", "host", "disk"):
             lines = [line for line in measured(tmp_path) if line["cell"]["stored"] == tier]

@@ -19,7 +19,7 @@ from ragorder.kernels.cache import (
     content_of,
     segments_of,
 )
-from ragorder.kernels.cache.contents import _FEWEST
+from ragorder.kernels.cache.contents import _FEWEST, _MOST_COPIES
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
 from ragorder.kernels.store.variants import variant_key
 
@@ -106,6 +106,21 @@ class TestContents:
         self.gone = {b"a", b"x/a"}
         assert contents.cover([b"a"]) == [None]
         assert len(contents) == 0
+
+    def test_know_few_copies_of_a_document_that_stands_on_many_paths(self, contents: Contents) -> None:
+        contents.add(b"a", where(b"a", b"S"), Rank.STANDALONE)
+        contents.add(b"b", where(b"latest/b", b"latest"), Rank.ELSEWHERE)
+        for number in range(1_000):
+            path = number.to_bytes(2, "big")
+            contents.add(b"a", where(path + b"/a", path), Rank.ELSEWHERE)
+            assert len(contents) <= _MOST_COPIES + 1
+        # The one of its own, and the latest.
+        assert contents.cover([b"a"]) == [where(b"a", b"S")]
+        contents.add(b"b", where(path + b"/a/b", path + b"/a"), Rank.ELSEWHERE)
+        assert [each and each.key for each in contents.cover([b"a", b"b"])] == [path + b"/a", path + b"/a/b"]
+        self.gone = {b"a"} | {number.to_bytes(2, "big") + b"/a" for number in range(1_000)}
+        assert contents.cover([b"a"]) == [None]
+        assert len(contents) == 2
 
     def test_do_not_grow_with_what_is_gone(self, contents: Contents) -> None:
         for number in range(10 * _FEWEST):

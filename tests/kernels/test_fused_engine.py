@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.families import FAMILIES, family
+from support.families import ROTATED, WINDOWED, family
 from support.rings import grid, length
 from support.small_engine import BLOCK, Make, block_bytes, difference, greedy, run, tokens
 
@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
-from ragorder.kernels.cache import KVLease
+from ragorder.kernels.cache import KVLease, content_of
 from ragorder.kernels.engine import (
     Completion,
     EngineSettings,
@@ -180,6 +180,38 @@ class TestRecomputation:
         for fusion, recomputed in ((None, round(0.5 * len(A))), (Fusion(0.0), 0), (Fusion(0.1, "random"), 4)):
             [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)])
             assert (completion.fused.total, completion.recomputed) == (len(A), recomputed)
+
+    @pytest.mark.parametrize("select", ["query", "deviation"])
+    def test_is_of_no_more_than_cover_what_was_measured(
+        self, fusing: Make, plain: Any, anew: list[list[int]], select: str
+    ) -> None:
+        engine = fusing()
+        warm(engine, [A], [B], [C])
+        reused, counts = len(A) + len(B), []
+        for coverage in (0.2, 0.5, 0.8, 1.0):
+            fusion = Fusion(0.9, select, coverage=coverage)
+            request = prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=fusion)
+            [completion] = engine.generate([request])
+            counts.append(completion.recomputed)
+            expected = fused_logits(plain, request.token_ids, taken_of([C, B, A], None, [], []), anew[-1])
+            assert off(completion, expected) <= 1e-4
+            # They are those of a request that asks for as many.
+            engine.generate([prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=Fusion(counts[-1] / reused, select))])
+            assert anew[-1] == anew[-2]
+        assert 0 < counts[0] < counts[1] < counts[2] < counts[3] == round(0.9 * reused)
+        assert counts[0] < 0.2 * reused
+
+    def test_covers_in_rounds_and_up_to_everything(self, fusing: Make, plain: Any, anew: list[list[int]]) -> None:
+        engine = fusing()
+        warm(engine, [A], [B])
+        for fusion in (Fusion(1.0, coverage=0.3), Fusion(1.0, coverage=0.3, rounds=2)):
+            engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
+        assert len(anew[0]) == len(anew[1])
+        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(1.0, coverage=0.999999))
+        [completion] = engine.generate([request])
+        assert completion.recomputed >= len(A) - 1
+        if completion.recomputed == len(A):
+            assert difference(completion, plain, request) <= 1e-4
 
     @pytest.mark.parametrize("needs", ["nothing", "question"])
     def test_is_of_everything_if_the_selection_fails(
@@ -757,6 +789,43 @@ class TestWithOthers:
         assert used_blocks(engine) == 0
 
 
+class TestWhatIsNotNumbers:
+    """KV that a fault has left, before any answer showed it."""
+
+    def spoil(self, engine: TieredEngine, document: Sequence[int]) -> None:
+        cache = engine._cache
+        node = cache._tiers.nodes[content_of(SYSTEM, document)]
+        assert node.device is not None
+        for position in range(node.start, node.end):
+            block = node.device.blocks[position // BLOCK - node.start // BLOCK]
+            cache.pool.kv[block, :, :, position % BLOCK] = float("nan")
+
+    @pytest.mark.parametrize("tier", ["device", "host"])
+    def test_fails_one_request_and_is_computed_again(self, fusing: Make, plain: Any, model: Any, tier: str) -> None:
+        engine = fusing(device_tokens=20 * BLOCK, host_bytes=20 * block_bytes(model), policy="lru")
+        warm(engine, [A], [B], [C])
+        self.spoil(engine, B)
+        if tier == "host":
+            engine.generate([prompt_of(SYSTEM, [tokens(200, 70)], QUESTION, fusion="exact")])
+        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
+        [failed] = engine.generate([request])
+        assert failed.finish_reason == "error" and "not numbers" in str(failed.error)
+        [again] = engine.generate([request])
+        assert off(again, fused_logits(plain, request.token_ids, taken_of([C, A, B], None, [], []), [])) <= 1e-4
+        # What was sound has stayed.
+        assert (again.cached.total, again.fused.total) == (len(SYSTEM) + len(C), len(A))
+
+    def test_as_an_exact_prefix_it_is_computed_again_too(self, make: Make, plain: Any) -> None:
+        engine = make(reuse="fused")
+        warm(engine, [B, A])
+        self.spoil(engine, B)
+        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion="exact")
+        assert engine.generate([request])[0].finish_reason == "error"
+        [again] = engine.generate([request])
+        assert difference(again, plain, request) <= 1e-4
+        assert again.cached.total == len(SYSTEM)
+
+
 class TestAccounting:
     def test_tells_exact_fused_and_recomputed_tokens_apart(self, fusing: Make) -> None:
         engine = fusing()
@@ -777,11 +846,11 @@ class TestAccounting:
         assert len(engine._cache.contents) == 0
 
 
-FUSED = [name for name in FAMILIES if "window" not in name and name not in ("gemma2", "phi3-longrope")]
+FUSED = [name for name in ROTATED if name not in WINDOWED]
 
 
 class TestFamilies:
-    @pytest.mark.parametrize("name", grid(FUSED, 2))
+    @pytest.mark.parametrize("name", grid(FUSED, 3))
     def test_reuse_is_between_full_reuse_and_full_attention(self, name: str) -> None:
         model = family(name)
         plain = copy.deepcopy(model)
@@ -796,7 +865,7 @@ class TestFamilies:
                 distances.append(difference(completion, plain, request))
         assert distances[2] <= 1e-4 < distances[0]
 
-    @pytest.mark.parametrize("name", ["qwen2-window", "mistral-window", "gemma2", "phi3-longrope"])
+    @pytest.mark.parametrize("name", [*WINDOWED, "phi3-longrope"])
     def test_others_are_refused_by_name_and_served_exactly(self, name: str) -> None:
         model = family(name)
         kind = type(model).__name__
@@ -817,6 +886,8 @@ class TestRefusals:
         "settings",
         [
             {"recompute": 1.5},
+            {"coverage": 0.0},
+            {"coverage": 0.5, "select": "random"},
             {"select": "best"},
             {"select": "inter"},
             {"reuse": "both"},
@@ -833,6 +904,13 @@ class TestRefusals:
             Fusion(rounds=0)
         with pytest.raises(ValueError, match="anywhere requires as_if_last"):
             Fusion(anywhere=True)
+
+    def test_a_coverage_that_cannot_be(self, fusing: Make) -> None:
+        for coverage in (0.0, 1.1, float("nan")):
+            with pytest.raises(ValueError, match=r"coverage is .*: give a share of what is measured"):
+                Fusion(coverage=coverage)
+        with pytest.raises(RequestRefusedError, match="'head' measures nothing: choose 'deviation' or 'query'"):
+            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="head", coverage=0.5)))
 
     def test_a_fused_request_of_an_exact_engine(self, make: Make) -> None:
         with pytest.raises(RequestRefusedError, match="reuse='fused'"):

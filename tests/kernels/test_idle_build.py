@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
-from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError
+from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError, Rank
 from ragorder.kernels.engine import Fusion, TieredEngine
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -209,6 +209,20 @@ def test_a_failure_is_counted_and_not_repeated(
     assert "Zanzibar" not in caplog.text
     ask(engine, B, A)
     assert used_blocks(engine) == 0
+
+
+def test_what_is_not_numbers_is_not_kept(building: Make) -> None:
+    engine = building()
+    ask(engine, A, B)
+    cache, path = engine._cache, engine._validator.admit(0, prompt_of(SYSTEM, [A, B], QUESTION)).path
+    node = cache._tiers.nodes[path[2].key]
+    assert node.device is not None
+    cache.pool.kv[node.device.blocks[-1]] = float("nan")
+    idle(engine)
+    # Neither A, which was computed behind it, nor B itself.
+    assert engine.stats().idle_tokens == len(A)
+    assert engine.stats().idle_documents == 0
+    assert cache.ranks_elsewhere(path)[1:] == [Rank.STANDALONE, Rank.ELSEWHERE]
 
 
 def test_without_blocks_it_gives_up_and_the_cache_stays(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:

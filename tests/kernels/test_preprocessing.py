@@ -686,6 +686,23 @@ class TestRefused:
                 builder.plan([SourceDocument(id, "", tokens(count, 3)) for id, count in documents])
             assert builder.facts == {}
 
+    @pytest.mark.parametrize("neighbours", [0, 1])
+    def test_kv_that_is_not_all_numbers(self, open_builder: Open, tmp_path: Path, neighbours: int) -> None:
+        model = small_model()
+        with torch.no_grad():
+            model.get_input_embeddings().weight[299] = float("inf")
+        texts = {"a": [1, 2, 3], "b": [4, 299, 5], "c": [6, 7]}
+        documents = [SourceDocument(name, "", ids) for name, ids in texts.items()]
+        with open_builder(of=model, neighbours=neighbours, batch_documents=2) as builder:
+            builder.plan(documents)
+            with pytest.raises(BuildError, match=r"the KV of document 'b' is not all numbers.*leave it out"):
+                list(builder.build())
+            # The system prompt, and what was computed before it.
+            assert len(files(tmp_path / "build")) == 2 - neighbours
+            builder.remove(["b"])
+            builder.refresh()
+            assert [built.id for built in builder.build()] == (["a", "c"] if neighbours else ["c"])
+
     def test_a_folder_without_a_build(self, tmp_path: Path, open_builder: Open) -> None:
         with pytest.raises(ManifestError, match="has no build"):
             Manifest.of(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.families import DYNAMIC, FAMILIES, LONGROPE, VOCABULARY, family, make_model
+from support.families import DYNAMIC, LONGROPE, ROTATED, VOCABULARY, family, make_model
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -16,25 +16,6 @@ from torch import Tensor
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.unsupported import UnsupportedModelError
 
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-PER_LAYER = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        "full_attention": LINEAR,
-    },
-}
-ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: kind for name, kind in FAMILIES.items() if name != "phi3-longrope"},
-    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
-    "a part of the head": ("StableLm", {}),
-    "a part of the head, dimensions side by side": ("Glm", {"head_dim": 16}),
-    "dimensions side by side": ("Cohere", {}),
-    "layers without positions": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
-    "frequencies by kind of layer": ("Gemma3Text", PER_LAYER),
-}
 DOCUMENT = 41
 # Where a block of 16 begins and ends, and far from it.
 OFFSETS = (0, 1, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 470)

@@ -52,6 +52,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
 }
 
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+PER_LAYER = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": LINEAR,
+    },
+}
+# Those whose keys can be moved, in all ways in which models rotate them.
+ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: kind for name, kind in FAMILIES.items() if name != "phi3-longrope"},
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
+    "a part of the head": ("StableLm", {}),
+    "a part of the head, dimensions side by side": ("Glm", {"head_dim": 16}),
+    "dimensions side by side": ("Cohere", {}),
+    "layers without positions": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "frequencies by kind of layer": ("Gemma3Text", PER_LAYER),
+}
+WINDOWED = ("qwen2-window", "mistral-window", "gemma2", "frequencies by kind of layer")
+
 
 def make_model(name: str, sizes: dict[str, Any] | None = None, *, seed: int = 0, **others: Any) -> Any:
     """Random weights, large enough for attention to matter."""
@@ -73,5 +95,5 @@ def make_model(name: str, sizes: dict[str, Any] | None = None, *, seed: int = 0,
 
 
 def family(name: str) -> Any:
-    kind, settings = FAMILIES[name]
+    kind, settings = (FAMILIES | ROTATED)[name]
     return make_model(kind, **settings)

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.models import load_tokenizer
-from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.conversations.layouts import LAYOUTS, TEMPLATE, Body, ChatTurn, conversations
+from ragorder.eval.experiments.conversations.servers import ChatServers, whole_conversations
 from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import RunRecord
-from ragorder.kernels.random_model import make_model
 
 if TYPE_CHECKING:
     import httpx2
 
-    from ragorder.eval.experiments.conversations.server import SimulatedServer
+    from ragorder.eval.experiments.conversations.servers import ChatServer
     from ragorder.eval.running.suite import Suite
-
-    ChatServer = VLLMServer | SimulatedServer
 
 __all__ = ["ConversationCell", "ConversationRecord", "Conversations", "make_proxy", "send_conversations"]
 
@@ -61,25 +56,25 @@ class Conversations(Experiment):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._model: Path | None = None
+        self._servers = ChatServers(self.options, _LONGEST_PROMPT)
 
     def obstacle(self, suite: Suite, cell: ConversationCell, policy: str) -> str | None:
-        if self.options.engine not in ("sim", "openai") or self.options.base_url is not None:
-            return "a server is simulated or started: use --engine sim, or openai without --base-url"
+        if (obstacle := self._servers.obstacle) is not None:
+            return obstacle
         if cell.tokenizer and self.options.engine == "sim":
             return "the simulated server has no tokenizer: use --engine openai"
         return None
 
     def requests(self, suite: Suite, cell: ConversationCell) -> int:
-        asked = cell.conversations * cell.turns
-        return max(cell.turns, min(asked, self.options.limit or asked) // cell.turns * cell.turns)
+        return whole_conversations(cell.conversations, cell.turns, self.options.limit)
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: ConversationCell = job.cell
         layout = LAYOUTS[cell.layout]
         chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
-        server = self.kept(cell.blocks, lambda: self._start(cell.blocks, chats))
-        tokenizer = load_tokenizer(str(self._model)) if cell.tokenizer else None
+        texts = [text for turns in chats for turn in turns for _, text in turn.documents]
+        server = self.kept(cell.blocks, lambda: self._servers.start(cell.blocks, texts, self.resources))
+        tokenizer = load_tokenizer(str(self._servers.model)) if cell.tokenizer else None
         for policy in job.policies:
             proxied = policy == "ragorder"
             body = layout.proxied if proxied else layout.retrieval
@@ -87,29 +82,10 @@ class Conversations(Experiment):
             rows = asyncio.run(send_conversations(server, chats, body, cell.max_tokens, proxy, advance))
             yield {
                 "policy": policy,
-                "engine": {
-                    "name": self.options.engine,
-                    "model": None if self._model is None else str(self.options.model or "random weights"),
-                    "block_size": server.block_size,
-                    "capacity_tokens": server.capacity_tokens,
-                },
+                "engine": self._servers.describe(server),
                 "load_average": load_average(),
                 "rows": rows,
             }
-
-    def _start(self, blocks: int, chats: Sequence[Sequence[ChatTurn]]) -> ChatServer:
-        if self.options.engine == "sim":
-            from ragorder.eval.experiments.conversations.server import SimulatedServer
-
-            return SimulatedServer(blocks)
-        if self.options.model is None:
-            folder = Path(self.resources.enter_context(TemporaryDirectory()))
-            texts = [text for turns in chats for turn in turns for _, text in turn.documents]
-            shape = {"layers": 2, "hidden_size": 256, "vocab_size": 4096, "max_position_embeddings": _LONGEST_PROMPT}
-            self._model = make_model(folder / "model", texts=texts, **shape)
-        else:
-            self._model = self.options.model
-        return self.resources.enter_context(VLLMServer(self._model, blocks=blocks, max_model_len=_LONGEST_PROMPT))
 
 
 async def send_conversations(

@@ -15,7 +15,19 @@ from ragorder.eval.experiments.replacement.cells import SizeText
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.kernels.policies import POLICIES
 
-__all__ = ["BLOCKING", "FUSED", "HALF", "NOTHING", "NO_CACHE", "PLAIN", "PREFIX", "TIERS", "CacheSetup", "EmbeddedCell"]
+__all__ = [
+    "BLOCKING",
+    "EXACTLY",
+    "FUSED",
+    "HALF",
+    "NOTHING",
+    "NO_CACHE",
+    "PLAIN",
+    "PREFIX",
+    "TIERS",
+    "CacheSetup",
+    "EmbeddedCell",
+]
 
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"
@@ -25,6 +37,8 @@ BLOCKING = ", blocking loads"
 """An arm's end: the engine waits for each request's loads."""
 HALF = ", half of the documents exact"
 """An arm's end: what ordering brings (`eval run fusion-quality` has the answers)."""
+EXACTLY = ", exact request"
+"""An arm's end: it asks for no more than a prefix cache has."""
 _HALVED = tuple(arm for arm, share in FUSED.items() if share < 1)
 _BLOCKED = (PREFIX, *(arm for arm, share in FUSED.items() if share != 0.3))
 TIERS = ("device", "host", "disk")
@@ -147,5 +161,5 @@ class EmbeddedCell(SuiteCell):
         if self.measure == "fused":
             loads = self.batch > 1 and self.stored != "device"
             ended = [f"{arm}{BLOCKING}" for arm in _BLOCKED] if loads else [f"{arm}{HALF}" for arm in _HALVED]
-            return NOTHING, PREFIX, *FUSED, *ended
+            return NOTHING, PREFIX, *FUSED, *ended, *([] if loads else [f"{PREFIX}{EXACTLY}"])
         return NOTHING, *(TIERS if self.measure == "tiers" else map(str, range(self.documents + 1)))

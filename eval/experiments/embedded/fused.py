@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
-from ragorder.eval.experiments.embedded.cells import BLOCKING, FUSED, HALF, NOTHING, PREFIX, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import (
+    BLOCKING,
+    EXACTLY,
+    FUSED,
+    HALF,
+    NOTHING,
+    PREFIX,
+    TIERS,
+    EmbeddedCell,
+)
 from ragorder.eval.experiments.embedded.clocks import timed
 from ragorder.eval.experiments.embedded.prompts import ask_again, draw_prompt
 
@@ -67,6 +76,8 @@ class _Turns:
             self._begin(prompt, rng)
         way, blocking = _way(arm), arm.endswith(BLOCKING)
         requests = [self._request(way, each, _salt(arm)) for each in self._batch]
+        if arm.endswith(EXACTLY):
+            requests = [replace(each, fusion="exact") for each in requests]
         self._leave_device()
         with _blocking_loads(self._engine) if blocking else _overlapped():
             done, wall_ms, cpu_ms = timed(lambda: self._engine.engine.generate(requests))
@@ -166,7 +177,7 @@ class _Turns:
 
 
 def _way(arm: str) -> str:
-    return arm.removesuffix(BLOCKING).removesuffix(HALF)
+    return arm.removesuffix(BLOCKING).removesuffix(HALF).removesuffix(EXACTLY)
 
 
 def _salt(arm: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ragorder.eval.experiments.embedded.cells import BLOCKING, HALF, NO_CACHE, PLAIN, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.cells import BLOCKING, EXACTLY, HALF, NO_CACHE, PLAIN, TIERS, EmbeddedCell
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
 from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
@@ -72,7 +72,7 @@ def _beside(group: _Group) -> Table:
     """Arms that differ in one thing alone."""
     table = Table(f"Beside the same without it: {_title(group)}", ["", "times shorter, CPU", "wall"])
     for arm in group.policies:
-        whole = arm.removesuffix(HALF).removesuffix(BLOCKING)
+        whole = arm.removesuffix(HALF).removesuffix(BLOCKING).removesuffix(EXACTLY)
         if whole != arm and whole in group.policies:
             pair = group.runs(whole), group.runs(arm)
             table.rows.append([Entry(arm), _ratio(_speedup(*pair, "cpu_ms")), _ratio(_speedup(*pair, "wall_ms"))])

@@ -12,8 +12,9 @@ from ragorder.orderer import Orderer
 
 __all__ = ["ORDERS", "measure"]
 
-ORDERS = ("retrieval", "ordered", "invested")
-"""As ranked (FusionRAG); ordered by ragorder; ordered, and copies computed exactly where later requests pay for it."""
+ORDERS = ("prefix cache", "prefix cache, ordered", "retrieval", "ordered", "invested")
+"""A prefix cache alone, as ranked and ordered; fused as ranked (FusionRAG); ordered by ragorder; ordered, and copies
+computed exactly where later requests pay for it."""
 
 Place = Callable[[tuple[int, ...]], tuple[list[int], int, Callable[[int], None]]]
 
@@ -22,7 +23,13 @@ def measure(
     stream: DocumentStream, cell: FusedOrdersCell, policy: str, advance: Callable[[], None]
 ) -> dict[str, list[float]]:
     """Rows of a `FusedOrdersRecord`."""
-    engine = SimulatedFusion(stream.tokens, cell.device_tokens, recompute=cell.recompute, copied=cell.copies == "all")
+    engine = SimulatedFusion(
+        stream.tokens,
+        cell.device_tokens,
+        recompute=cell.recompute,
+        copied=cell.copies == "all",
+        fuses=not policy.startswith("prefix cache"),
+    )
     place = _placing(stream, cell, policy)
     columns = "document_tokens", "exact_tokens", "fused_tokens", "computed_tokens", "seconds"
     rows: dict[str, list[float]] = {name: [] for name in columns}
@@ -40,7 +47,7 @@ def measure(
 
 
 def _placing(stream: DocumentStream, cell: FusedOrdersCell, policy: str) -> Place:
-    if policy == "retrieval":
+    if policy in ("retrieval", "prefix cache"):
         return lambda request: (list(request), 0, lambda _: None)
     orderer = Orderer(
         key=lambda document: document,
@@ -48,7 +55,7 @@ def _placing(stream: DocumentStream, cell: FusedOrdersCell, policy: str) -> Plac
         capacity_tokens=cell.device_tokens,
         block_size=1,
         suffix_tokens=QUESTION_TOKENS,
-        reuse="fused",
+        reuse="exact" if policy == "prefix cache, ordered" else "fused",
         recompute=cell.recompute,
         copies=cell.copies,
         invest=policy == "invested",

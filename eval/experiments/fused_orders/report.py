@@ -18,11 +18,13 @@ _HEADINGS = (
     "order",
     "exact prefix, %",
     "taken over, %",
+    "reused from the 101st request on, %",
     "computed, thousand tokens",
     "of the ordered",
     "estimated, s",
     "of the ordered",
 )
+_FIRST = 100
 _NOTE = (
     "Sums over all requests, in the order of the data. %: of the documents' tokens. Seconds: those of the replacement "
     "suites' estimated A10G for as many tokens computed at the end of a prompt as long."
@@ -52,6 +54,7 @@ def _table(copies: str, groups: list[RecordGroup[FusedOrdersRecord]]) -> Table:
                 room,
                 run.policy,
                 *(_share(run, name) for name in ("exact_tokens", "fused_tokens")),
+                _reused_later(run),
                 format_number(run.total("computed_tokens") / 1e3),
                 _ratio(run, before, "computed_tokens"),
                 format_number(run.total("seconds")),
@@ -66,3 +69,9 @@ def _share(run: FusedOrdersRecord, column: str) -> str:
 
 def _ratio(run: FusedOrdersRecord, before: FusedOrdersRecord | None, column: str) -> str:
     return "" if before is None else format_number(run.total(column) / before.total(column), 4)
+
+
+def _reused_later(run: FusedOrdersRecord) -> str:
+    """Exact and taken over; empty without so many requests."""
+    whole, exact, fused = (sum(run.rows[name][_FIRST:]) for name in ("document_tokens", "exact_tokens", "fused_tokens"))
+    return format_number(100 * (exact + fused) / whole) if whole else ""

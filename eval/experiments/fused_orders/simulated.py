@@ -32,19 +32,32 @@ class SimulatedFusion:
     As on the engine: behind the longest cached path come documents that are computed in place, exactly, and stay; from
     the first one on that is taken over, all are copied. A document without KV among these is computed by itself, which
     stays, too. Of what is copied the share `recompute` is computed anew. With `copied` all documents have a copy that
-    takes no room; else those that stand on a path.
+    takes no room; else those that stand on a path. One that does not fuse computes all behind the longest cached path.
     """
 
     def __init__(
-        self, tokens: Sequence[int], device_tokens: int | None, *, recompute: float, copied: bool, policy: str = "pgdsf"
+        self,
+        tokens: Sequence[int],
+        device_tokens: int | None,
+        *,
+        recompute: float,
+        copied: bool,
+        fuses: bool = True,
+        policy: str = "pgdsf",
     ) -> None:
         self._tokens = tokens
         self._room = device_tokens
         self._recompute = recompute
         self._copied = copied
+        self._fuses = fuses
         self._tier = Tier(make_policy(policy), History(_HISTORY_NODES))
         # The paths that end with a document, oldest first.
         self._ending: dict[int, dict[Path, None]] = {}
+
+    @property
+    def held_tokens(self) -> int:
+        """Of KV, each copy of a document."""
+        return self._tier.used
 
     def serve(self, documents: Sequence[int], exact_documents: int, question_tokens: int) -> FusedPrefill:
         """`exact_documents`: leading ones that are not taken over."""
@@ -54,7 +67,7 @@ class SimulatedFusion:
         taken = [
             place
             for place in range(max(cached, exact_documents), len(documents))
-            if self._copied or self._ending.get(documents[place])
+            if self._fuses and (self._copied or self._ending.get(documents[place]))
         ]
         first = taken[0] if taken else len(documents)
         sources = [] if self._copied else [next(iter(self._ending[documents[place]])) for place in taken]

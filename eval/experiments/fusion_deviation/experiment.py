@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
-from ragorder.eval.experiments.fusion_deviation.cells import COPIES, DeviationCell
+from ragorder.eval.experiments.fusion_deviation.cells import COPIES, PREPROCESSED, DeviationCell
 from ragorder.eval.experiments.fusion_deviation.record import DeviationRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
@@ -78,6 +78,8 @@ class FusionDeviation(Experiment):
                 for kind, found in bench.measure(prompt, job.policies).items():
                     measured[kind].add(*found)
                 advance()
+        if PREPROCESSED in measured:
+            measured[PREPROCESSED].related = prompts.related()
         return measured
 
     def _load(self, corpus: Corpus) -> TorchModel:

@@ -27,11 +27,12 @@ _KEPT = 256
 
 @dataclass
 class Measured:
-    """Sums over prompts. Squares: of differences and of full attention's KV."""
+    """Sums over prompts. Squares: of differences and of full attention's KV. `related`: of `CorpusPrompts.related`."""
 
     documents: int
     deviation: list[float] = field(default_factory=list)
     tokens: int = 0
+    related: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         shape = (self.documents, _PARTS)
@@ -61,11 +62,13 @@ class Measured:
     @property
     def facts(self) -> dict[str, Any]:
         layers = torch.stack(self._layers).sum(0)
+        related = {} if self.related is None else {"related": [round(share, 4) for share in self.related]}
         return {
             "layers": _rounded(layers[0] / layers[1]),
             "places": _rounded(_share(self._places[0], self._places[1])),
             "chosen": {name: _rounded(_share(counts, self._counts)) for name, counts in self._chosen.items()},
             "tokens": self.tokens,
+            **related,
         }
 
 

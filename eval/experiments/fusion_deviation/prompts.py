@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from ragorder.eval.data.corpora import Corpus
@@ -51,6 +52,19 @@ class CorpusPrompts:
             vectors = choice.vectors([document.text for document in documents])
             self._near = choice.nearest([document.id for document in documents], vectors, self._cell.neighbours)
         return self._near[place]
+
+    def related(self) -> tuple[float, float]:
+        """Over all questions: the share of the retrieved documents that have one of their neighbours among the others,
+        and the share of their neighbours that are among these (FusionRAG, Figure 7a). Raises as `neighbours`."""
+        wanted = self._cell.documents
+        sets = [list(ranking)[:wanted] for ranking in self._corpus.rankings if len(ranking) >= wanted]
+        found = [
+            [near in retrieved for near in self.neighbours(place)]
+            for retrieved in sets
+            for place in retrieved
+            if self.neighbours(place)
+        ]
+        return (fmean(map(any, found)), fmean(near for each in found for near in each)) if found else (0.0, 0.0)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

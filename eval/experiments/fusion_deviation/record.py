@@ -15,7 +15,8 @@ __all__ = ["DeviationRecord"]
 class DeviationRecord(Record):
     """Copies of one kind. Column `deviation`: of each prompt's documents in the second layer, relative to full
     attention's KV. Facts, over all prompts: that by layer (`layers`), by document and tenth of it (`places`), and the
-    share of tokens that each selection chose there (`chosen`)."""
+    share of tokens that each selection chose there (`chosen`). Of preprocessed copies also `related`: over all
+    questions the share of documents with a neighbour retrieved beside them, and of their neighbours that are."""
 
     called: ClassVar[str] = "a measurement of KV deviation"
     facts_needed: ClassVar[tuple[str, ...]] = ("layers", "places", "chosen", "tokens")

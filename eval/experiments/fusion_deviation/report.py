@@ -56,6 +56,13 @@ def _table(group: _Group) -> Table:
     if removed is not None:
         change = f"{'removes' if removed >= 0 else 'adds'} {format_number(100 * abs(removed))} %"
         table.note += f"; preprocessing behind {cell.neighbours} similar ones {change} in the second layer"
+    related = next((run.facts["related"] for run in group.runs(PREPROCESSED) if "related" in run.facts), None)
+    if related is not None:
+        any_of_them, of_them = (format_number(100 * share) for share in related)
+        table.note += (
+            f"; of the documents retrieved for all questions, {any_of_them} % have one of their {cell.neighbours} most "
+            f"similar ones among the others retrieved, and {of_them} % of these are (Figure 7a: more than 80 % at ten)"
+        )
     table.note += "."
     return table
 

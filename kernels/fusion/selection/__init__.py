@@ -8,6 +8,7 @@ __all__ = [
     "Needs",
     "Selection",
     "SelectionFacts",
+    "check_coverage",
     "check_engine_selection",
     "make_selection",
     "selections",
@@ -27,6 +28,15 @@ def check_engine_selection(name: str) -> str:
         choices = ", ".join(map(repr, ENGINE_SELECTIONS))
         raise ValueError(f"selection {name!r} goes by what the engine does not measure: choose one of {choices}")
     return name
+
+
+def check_coverage(select: str, coverage: float) -> None:
+    """Raises ValueError for a selection that measures nothing of which there is a share."""
+    if coverage < 1 and selections[select].needs == "nothing":
+        choices = " or ".join(repr(name) for name in ENGINE_SELECTIONS if selections[name].needs != "nothing")
+        raise ValueError(
+            f"coverage is of what is measured, and selection {select!r} measures nothing: choose {choices}"
+        )
 
 
 def make_selection(name: str) -> Selection:
