@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
@@ -116,20 +117,28 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         async for chunk in self._atransform_stream_with_config(inputs(), self._achunks, config, **kwargs):
             yield chunk
 
-    def _answer(self, input: dict[str, Any], config: RunnableConfig, **kwargs: Any) -> dict[str, Any]:
+    def _answer(
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> dict[str, Any]:
         asked = self._ask(input)
         with asked.request.turn.asking():
             answer = self._model.invoke(asked.messages, config, **kwargs)
         return {"answer": answer, **self._result(asked, answer)}
 
-    async def _aanswer(self, input: dict[str, Any], config: RunnableConfig, **kwargs: Any) -> dict[str, Any]:
+    async def _aanswer(
+        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> dict[str, Any]:
         asked = self._ask(input)
         with asked.request.turn.asking():
             answer = await self._model.ainvoke(asked.messages, config, **kwargs)
         return {"answer": answer, **self._result(asked, answer)}
 
     def _chunks(
-        self, inputs: Iterator[dict[str, Any]], config: RunnableConfig, **kwargs: Any
+        self,
+        inputs: Iterator[dict[str, Any]],
+        run_manager: CallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
     ) -> Iterator[dict[str, Any]]:
         asked = self._ask(next(inputs))
         answer: Any = None
@@ -142,7 +151,11 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         yield AddableDict(self._result(asked, _whole(answer)))
 
     async def _achunks(
-        self, inputs: AsyncIterator[dict[str, Any]], config: RunnableConfig, **kwargs: Any
+        self,
+        inputs: AsyncIterator[dict[str, Any]],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         asked = self._ask(await anext(inputs))
         answer: Any = None
@@ -172,7 +185,8 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
             return []
         if not self._marks:
             return [SystemMessage(form.system)]
-        return [SystemMessage(anthropic_content([form.system], [1] if 0 in (turn.marks or ()) else [], turn.ttl))]
+        content: Any = anthropic_content([form.system], [1] if 0 in (turn.marks or ()) else [], turn.ttl)
+        return [SystemMessage(content)]
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
@@ -180,7 +194,9 @@ def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage
     if "messages" in input:
         return convert_to_messages(input["messages"]), []
     question = input["input"]
-    asked = [HumanMessage(question)] if isinstance(question, str) else convert_to_messages([question])
+    asked: list[BaseMessage] = (
+        [HumanMessage(question)] if isinstance(question, str) else convert_to_messages([question])
+    )
     return convert_to_messages(input.get("chat_history") or []), asked
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         """The answer as it arrives; it counts as a turn once it has been read to its end."""
         asked = self._ask(message, chat_history)
 
-        def chunks() -> Iterator[ChatResponse]:
+        def chunks() -> Generator[ChatResponse, None, None]:
             answer: ChatResponse | None = None
             with asked.turn.asking():
                 for answer in self._llm.stream_chat(asked.messages):
@@ -152,7 +152,7 @@ class CacheOrderChatEngine(BaseChatEngine):
     ) -> StreamingAgentChatResponse:
         asked = await self._aask(message, chat_history)
 
-        async def chunks() -> AsyncIterator[ChatResponse]:
+        async def chunks() -> AsyncGenerator[ChatResponse, None]:
             answer: ChatResponse | None = None
             with asked.turn.asking():
                 async for answer in await self._llm.astream_chat(asked.messages):

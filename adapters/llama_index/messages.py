@@ -13,7 +13,8 @@ __all__ = ["read_message"]
 
 def read_message(message: ChatMessage) -> dict[str, Any]:
     content: Any = message.content or ""
-    others = [block for block in message.blocks if block.block_type != "text"]
+    # The first versions have no blocks.
+    others = [block for block in getattr(message, "blocks", ()) if block.block_type != "text"]
     if others:
         content = [{"type": "text", "text": content}, *others]
     known = message.additional_kwargs

@@ -132,7 +132,7 @@ class TestChats:
             done = python(EXAMPLES / "langchain_agent.py", f"{server.url}/v1")
             assert done.returncode == 0, done.stderr
             server.check_replay()
-        assert re.findall(r"named (.+)$", done.stdout, re.MULTILINE) == ["nothing", "dye, wool", "wool"]
+        assert re.findall(r"named (.+)$", done.stdout, re.MULTILINE) == ["nothing", "wool, dye", "nothing"]
 
     def test_of_a_cloud(self, python: Any) -> None:
         for module in ("langchain_anthropic", "starlette"):
