@@ -146,7 +146,7 @@ class CacheOrderChatPromptBuilder:
         if form.system and form.system_role and not (before and before[0].role == "system"):
             before.insert(0, ChatMessage.from_system(form.system))
         turn = self._turns.next(question, documents or (), before, self.scope if scope is None else scope)
-        prompt = [*before, ChatMessage.from_user(turn.content)]
+        prompt = [*before, ChatMessage.from_user(turn.text)]
         made = ChatTurn(prompt, partial(self._turns.confirm, turn, prompt[-1]))
         if not self.feedback:
             made.confirm()

@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 from ragorder.adapters.reorder import ScopeOf, degrade
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.citations import number_label
-from ragorder.conversation import Message, OrdersTurns, Repeat, message_key, segments_of
+from ragorder.conversation import Message, Repeat, message_key, segments_of
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
@@ -42,17 +42,16 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is that of its message, `new` are the documents in it, in prompt order, `repeated` those named there, best
+    `content` is that of its message, for a cloud that has marks in parts, `text` the same as one text; `new` are the documents in it, in prompt order, `repeated` those named there, best
     first. Finish it with `confirm`, `discard` or `cut_off`; dropped, it counts as discarded.
     """
 
     def __init__(
         self,
-        content: str,
+        content: Any,
         new: list[D],
         repeated: list[D],
         ordering: Ordering[Document],
-        texts: Sequence[str] = (),
         closing_tokens: int = 0,
     ) -> None:
         self.content = content
@@ -61,7 +60,6 @@ class NextTurn(Generic[D]):
         self.ordering = ordering
         self.begun = False
         """The answer's first token has arrived."""
-        self._texts = texts
         self._closing_tokens = closing_tokens
 
     @property
@@ -70,22 +68,8 @@ class NextTurn(Generic[D]):
         return [*self.new, *self.repeated]
 
     @property
-    def parts(self) -> list[str]:
-        """The content: a text for each new document, and the rest."""
-        documents = "".join(self._texts)
-        return [*self._texts, self.content[len(documents) :]] if self.content.startswith(documents) else [self.content]
-
-    @property
-    def marks(self) -> list[int] | None:
-        """The parts in front of each mark, 0 for the system prompt; None without a cloud that has marks."""
-        cloud = self.ordering.cloud
-        if cloud is None or cloud.model.rules.resume != "marks":
-            return None
-        return list(cloud.breakpoints) if len(self.parts) == len(self._texts) + 1 else []
-
-    @property
-    def ttl(self) -> str | None:
-        return None if self.ordering.cloud is None else self.ordering.cloud.model.rules.ttl
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part["text"] for part in self.content)
 
     def begin(self) -> None:
         if not self.begun:
@@ -137,9 +121,8 @@ class FrameworkTurns(Generic[M, D]):
     """Makes next turns by `PromptBuilder.turn`. Thread-safe.
 
     Messages of the history are only read (`read`, to a plain message); they are sent as the framework's own objects.
-    `text` and `metadata` read a document. Its id in the prompt is its `label`, by which it is cited and named. With
-    `marks` first turns are ordered as requests of their own: clouds set marks in these. After an error all documents
-    are sent as ranked, and the orderer counts it.
+    `text` and `metadata` read a document. Its id in the prompt is its `label`, by which it is cited and named. After an
+    error all documents are sent as ranked, and the orderer counts it.
     """
 
     def __init__(
@@ -154,14 +137,12 @@ class FrameworkTurns(Generic[M, D]):
         scope: ScopeOf,
         repeat: Repeat,
         reference: str,
-        marks: bool = False,
     ) -> None:
         self.orderer = orderer
         self.builder = PromptBuilder("") if builder is None else builder
         self.read = read
         self.repeat = repeat
         self._reference = reference
-        self._turn_orderer: OrdersTurns = _MarkedFirstTurns(orderer) if marks else orderer
         self._text = text
         self._metadata = metadata
         self._label = label
@@ -197,7 +178,7 @@ class FrameworkTurns(Generic[M, D]):
                 question,
                 documents,
                 history=self._behind(history),
-                orderer=self._turn_orderer if is_last else _AsRanked(),
+                orderer=self.orderer if is_last else _AsRanked(),
                 scope=self._scope_of(request),
                 repeat=self.repeat,
                 reference=self._reference,
@@ -211,7 +192,6 @@ class FrameworkTurns(Generic[M, D]):
             [own[id(document)] for document in turn.new],
             [own[id(document)] for document in turn.repeated],
             turn.ordering,
-            list(map(self.builder.document_text, turn.new)),
             self.builder.message_format.closing_tokens,
         )
 
@@ -224,7 +204,7 @@ class FrameworkTurns(Generic[M, D]):
             ordering: Ordering[Document] = self.orderer.order([], behind=history, question=last, scope=scope)
         except Exception as error:
             ordering = self.orderer.fall_back([], error)
-        return NextTurn("", [], [], ordering, (), form.closing_tokens)
+        return NextTurn("", [], [], ordering, form.closing_tokens)
 
     def confirm(
         self,
@@ -261,7 +241,7 @@ class FrameworkTurns(Generic[M, D]):
         except Exception:
             # The builder's own label function.
             texts, asked = [f"{document.text}\n\n" for document in documents], question
-        return NextTurn("".join(texts) + asked, items, [], ordering, texts)
+        return NextTurn("".join(texts) + asked, items, [], ordering)
 
 
 class _AsRanked:
@@ -270,25 +250,6 @@ class _AsRanked:
     def order(self, documents: Iterable[Document], **_: Any) -> Ordering[Document]:
         ranked = list(documents)
         return Ordering(ranked, range(len(ranked)))
-
-
-class _MarkedFirstTurns:
-    """Orders first turns as requests of their own."""
-
-    def __init__(self, orderer: OrdererLike) -> None:
-        self._orderer = orderer
-
-    def order(
-        self,
-        documents: Iterable[Document],
-        *,
-        behind: Iterable[Segment] | None = None,
-        question: Segment | None = None,
-        **options: Any,
-    ) -> Ordering[Document]:
-        history = list(behind or ())
-        turn: dict[str, Any] = {"behind": history, "question": question} if history else {}
-        return self._orderer.order(documents, **turn, **options)
 
 
 def _readable(item: Any, text: Callable[[Any], str]) -> Document:

@@ -9,7 +9,6 @@ It asks five questions on the same documents, each the first one of a conversati
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import click
 from langchain_anthropic import ChatAnthropic
@@ -17,7 +16,6 @@ from langchain_core.documents import Document
 
 from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.langchain import CacheOrderTurn
-from ragorder.clouds import cache_rules
 
 MODEL = "claude-opus-5-5"
 CONTRACTS = [
@@ -34,23 +32,16 @@ def main(base_url: str) -> None:
         model=MODEL, base_url=base_url, api_key=os.environ.get("ANTHROPIC_API_KEY", "none"), max_tokens=64
     )
     builder = PromptBuilder("Answer from the documents.")
-    # Four marks are allowed. One is left to the end of a conversation, which later turns resume at.
-    rules = replace(cache_rules("anthropic", MODEL, "5m"), marks=3)
-    orderer = Orderer.for_cloud(rules=rules, model=MODEL, builder=builder)
+    orderer = Orderer.for_cloud("anthropic", model=MODEL, ttl="5m", builder=builder)
     turn = CacheOrderTurn(llm, orderer, builder=builder, marks=True)
-
-    def show(question: str, result: dict) -> None:
-        parts = result["messages"][0].content
-        marks = [place for place, part in enumerate(parts, 1) if "cache_control" in part]
-        details = result["answer"].usage_metadata["input_token_details"]
-        click.echo(f"{question:40} marks {marks}, cached {details.get('cache_read', 0)} tokens")
 
     for question in QUESTIONS:
         result = turn.invoke({"input": question, "context": CONTRACTS})
-        show(question, result)
+        details = result["answer"].usage_metadata["input_token_details"]
+        click.echo(f"{question:40} cached {details.get('cache_read', 0)} tokens")
     history = result["messages"]
     result = turn.invoke({"input": "And on Sundays?", "chat_history": history, "context": CONTRACTS[:2]})
-    click.echo(f"{result['messages'][0].content!r}")
+    click.echo("".join(part["text"] for part in result["messages"][0].content))
 
 
 if __name__ == "__main__":

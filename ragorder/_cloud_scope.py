@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -13,11 +13,21 @@ from ragorder._turns import TurnScope
 from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mark_choice import MarkChoice
 from ragorder.trie.mark_rates import MarkRates, WriteBudget
 from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import Lease, MarkedFeedback, MarksResidency, Pool, ScopeLengths
+from ragorder.trie.residency import (
+    JunctionsResidency,
+    Lease,
+    MarkedFeedback,
+    MarksResidency,
+    Pool,
+    ScopeLengths,
+    TokenIds,
+)
 from ragorder.trie.search.marked import MarkedPathSearch
+from ragorder.trie.tree import Node
 
 __all__ = ["CloudCache", "CloudScopes", "cloud_settings"]
 
@@ -96,7 +106,6 @@ class CloudScope(TurnScope):
     """What a cloud's cache has of one model, prompt template and tenant."""
 
     mirror: MarksResidency
-    follows_histories = False
 
     def __init__(
         self,
@@ -111,34 +120,59 @@ class CloudScope(TurnScope):
         super().__init__(name, settings, owner, pool, None, lengths)
         tree = MarkedTree(settings.prefix_tokens, cache.model.rules)
         self.tree = tree
-        self.mirror = MarksResidency(tree, pool, choice, cache.clock)
+        resides = JunctionsResidency if cache.model.rules.resume == "junctions" else MarksResidency
+        self.mirror = resides(tree, pool, choice, cache.clock)
         self.residency = MarkedFeedback(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.search = MarkedPathSearch(settings.search_budget)
         self._model = cache.model
 
     def _begin(self, *arguments: Any, **options: Any) -> Ordering[Any]:
-        ordering: Ordering[Any] = super()._begin(*arguments, **options)
+        return self._at_cloud(super()._begin(*arguments, **options))
+
+    def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
+        return self._at_cloud(super().order_turn(*arguments, **options))
+
+    def _lease_turn(
+        self,
+        path: Sequence[Node],
+        turn: TurnEnd | None,
+        suffix_tokens: int,
+        token_ids: Sequence[TokenIds],
+        answer_tokens: int,
+    ) -> Lease:
+        assert turn is not None
+        return self.mirror.lease_turn(path, turn, suffix_tokens, answer_tokens)
+
+    def _at_cloud(self, ordering: Ordering[Any]) -> Ordering[Any]:
         lease: Any = ordering._lease
         plan = self.mirror.plans.get(lease)
         if plan is not None:
-            ordering.cloud = CloudRequest(self._model, plan, partial(self._first_token, lease))
+            ordering.cloud = CloudRequest(self._model, plan, _LeaseMirror(self, lease), lease.turn)
         return ordering
 
-    def order_turn(self, *arguments: Any, **options: Any) -> Ordering[Any]:
-        """Without marks: messages of conversations are sent whole."""
-        ordering: Ordering[Any] = super().order_turn(*arguments, **options)
-        lease: Any = ordering._lease
-        self.mirror.forgo(lease)
-        ordering.cloud, ordering.cached_tokens, ordering.prefix_documents = None, 0, 0
-        return ordering
 
-    def _first_token(self, lease: Lease) -> None:
-        """Callable by any thread at any time; never waits."""
-        self._owner.defer(partial(self._publish, lease))
+class _LeaseMirror:
+    """Callable by any thread at any time; never waits."""
 
-    def _publish(self, lease: Lease) -> None:
-        if self.mirror.closed or not self.whole:
+    __slots__ = ("_lease", "_scope")
+
+    def __init__(self, scope: CloudScope, lease: Lease) -> None:
+        self._scope = scope
+        self._lease = lease
+
+    def publish(self) -> None:
+        self._defer(self._scope.mirror.publish, self._lease)
+
+    def keep_marks(self, breakpoints: Collection[int]) -> None:
+        self._defer(self._scope.mirror.keep_marks, self._lease, breakpoints)
+
+    def _defer(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._scope._owner.defer(partial(self._change, work, *arguments))
+
+    def _change(self, work: Callable[..., None], *arguments: Any) -> None:
+        scope = self._scope
+        if scope.mirror.closed or not scope.whole:
             return
-        self.whole = False
-        self.mirror.publish(lease)
-        self.whole = True
+        scope.whole = False
+        work(*arguments)
+        scope.whole = True

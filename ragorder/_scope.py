@@ -158,7 +158,7 @@ class Scope:
     ) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
         reported: Sequence[float | None]
-        served, *reported = outcome
+        served, *reported = outcome[:4]
         wrong = None
         try:
             reported = [None if tokens is None else float(int(tokens + 0.0)) for tokens in reported]

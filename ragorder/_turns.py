@@ -10,7 +10,8 @@ from ragorder._request import OrderRequest
 from ragorder._scope import Scope
 from ragorder.document import Estimate
 from ragorder.ordering import Ordering
-from ragorder.trie.histories import Behind, Histories, find_below, held_tokens
+from ragorder.trie.histories import Behind, Histories, TurnEnd, find_below, held_tokens
+from ragorder.trie.residency import Lease, TokenIds
 from ragorder.trie.tail import Waiting
 from ragorder.trie.tree import Node
 
@@ -59,8 +60,7 @@ class TurnScope(Scope):
             suffix_tokens += end - path[0].end
         # The tokens of a history are not known one by one: what stands behind it is followed by the mirror.
         token_ids = [request.token_ids[rank] for rank in permutation] if request.token_ids and path[1:] else ()
-        lease = self.residency.lease(path, suffix_tokens, () if behind.segments else token_ids, answer_tokens)
-        lease.turn = turn
+        lease = self._lease_turn(path, turn, suffix_tokens, () if behind.segments else token_ids, answer_tokens)
         held = max(0, min(lease.cached_documents, turn.documents) - turn.history) if turn is not None else 0
         documents = [request.documents[rank] for rank in permutation]
         ordering = Ordering(
@@ -77,6 +77,18 @@ class TurnScope(Scope):
         )
         self._place(path, lease, ordering)
         return ordering
+
+    def _lease_turn(
+        self,
+        path: Sequence[Node],
+        turn: TurnEnd | None,
+        suffix_tokens: int,
+        token_ids: Sequence[TokenIds],
+        answer_tokens: int,
+    ) -> Lease:
+        lease = self.residency.lease(path, suffix_tokens, token_ids, answer_tokens)
+        lease.turn = turn
+        return lease
 
     def preview_turn(self, request: OrderRequest[D], waiting: Waiting, behind: Behind) -> list[int]:
         self.residency.refresh(None if behind.segments else request)

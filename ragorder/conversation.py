@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
-from string import Formatter
 from typing import Any, Literal, Protocol
 
+from ragorder._repeats import check_reference, name_in, openings_behind, stands_in
+from ragorder.clouds import PromptParts, TurnMarks, TurnParts, openai_content
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
 from ragorder.trie.histories import Segment
@@ -86,7 +87,8 @@ class Turn:
         answer = ask(turn.messages)
         messages = turn.confirm(answer.text, answer.cached_tokens, answer.total_tokens)
 
-    - `messages`: those to send, the history's as they were
+    - `messages`: those to send, the history's as they were. For a cloud that resumes at marks the new one consists of
+      parts, one a document; `anthropic()`, `openai()` and `bedrock()` are arguments of its client, with the marks
     - `ordering`: of the documents `new`, those that are sent, in prompt order
     - `repeated`: documents named instead, best first
     """
@@ -95,6 +97,7 @@ class Turn:
     ordering: Ordering[Document]
     repeated: list[Document]
     _closing_tokens: int = field(default=0, repr=False)
+    _front: int = field(default=0, repr=False)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -103,6 +106,19 @@ class Turn:
     @property
     def new(self) -> list[Document]:
         return self.ordering.documents
+
+    def anthropic(self) -> dict[str, Any]:
+        """For `client.messages.create(model=…, max_tokens=…, **turn.anthropic())`. Raises ValueError for messages of
+        tools, which have another form there."""
+        return self._parts().anthropic()
+
+    def openai(self) -> dict[str, Any]:
+        """For `client.chat.completions.create(model=…, **turn.openai())`."""
+        return self._parts().openai()
+
+    def bedrock(self) -> dict[str, Any]:
+        """For `client.converse(modelId=…, **turn.bedrock())`. Raises as `anthropic` does."""
+        return self._parts().bedrock()
 
     def answered(self, answer: str | Message) -> list[dict[str, Any]]:
         """The messages with their answer, a text or an assistant's message; later turns find it in the engine's cache.
@@ -119,16 +135,26 @@ class Turn:
         total_tokens: float | None = None,
         *,
         prompt_tokens: float | None = None,
+        written_tokens: float | None = None,
     ) -> list[dict[str, Any]]:
         """The engine answered; token counts as for `Ordering.confirm`. Returns the messages with the answer: the next
         turn's history."""
         messages = self.answered(answer)
-        self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens)
+        counts = {} if self.ordering.cloud is None else {"written_tokens": written_tokens}
+        self.ordering.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens, **counts)
         return messages
 
     def discard(self) -> None:
         """The request failed or was never sent: the history stays as it was."""
         self.ordering.discard()
+
+    def _parts(self) -> TurnParts:
+        cloud = self.ordering.cloud
+        if cloud is None:
+            return TurnParts(self.messages, self._front, TurnMarks())
+        rules = cloud.model.rules
+        explicit = rules.resume == "marks"
+        return TurnParts(self.messages, self._front, cloud.turn_marks, rules.ttl, explicit=explicit)
 
 
 def make_turn(
@@ -146,7 +172,7 @@ def make_turn(
     """As `PromptBuilder.turn`; `options` are those of the orderer."""
     if repeat not in ("name", "send"):
         raise ValueError(f"repeat must be 'name' or 'send', got {repeat!r}")
-    _check_reference(reference)
+    check_reference(reference)
     given = list(documents)
     messages, front = read_history(history, form)
     if tool_call_id is not None and not messages:
@@ -154,10 +180,10 @@ def make_turn(
     sent, named = list(range(len(given))), []
     if repeat == "name" and messages:
         texts = [text for message in messages if message.get("role") in _BEARERS for text in _texts(message)]
-        opened = _openings(form, reference)
-        named = [rank for rank in sent if _stands(form, given[rank], reference, texts, opened)]
+        opened = openings_behind(form, reference)
+        named = [rank for rank in sent if stands_in(form, given[rank], reference, texts, opened)]
         sent = [rank for rank in sent if rank not in named]
-    asked = "".join(_named(reference, given[rank]) for rank in named)
+    asked = "".join(name_in(reference, given[rank]) for rank in named)
     if tool_call_id is None:
         asked += form.question(question, given)
     follows = Segment(_digest(asked), _length(form, form.count(asked) + form.turn_tokens))
@@ -165,16 +191,31 @@ def make_turn(
         [given[rank] for rank in sent], behind=segments_of(messages, form), question=follows, **options
     )
     try:
-        content = form.escape("".join(map(form.document_text, ordering.documents)) + asked)
+        content = _content(form, ordering, asked)
         message: dict[str, Any] = {"role": "user", "content": content}
         if tool_call_id is not None:
             message = {"role": "tool", "tool_call_id": tool_call_id, "content": content}
         elif not messages and form.system and not form.system_role:
-            message["content"] = f"{form.system}\n\n{content}"
-        return Turn([*front, *messages, message], ordering, [given[rank] for rank in named], form.closing_tokens)
+            message["content"] = _behind(f"{form.system}\n\n", content)
+        repeated = [given[rank] for rank in named]
+        return Turn([*front, *messages, message], ordering, repeated, form.closing_tokens, len(front))
     except BaseException:
         ordering.discard()
         raise
+
+
+def _content(form: MessageFormat, ordering: Ordering[Document], asked: str) -> str | list[dict[str, Any]]:
+    """As parts where a cache resumes behind one of them."""
+    texts = list(map(form.document_text, ordering.documents))
+    if ordering.cloud is None or ordering.cloud.model.rules.resume != "marks":
+        return form.escape("".join(texts) + asked)
+    return openai_content(PromptParts("", texts, asked, escape=form.escape).texts()) or ""
+
+
+def _behind(text: str, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return text + content
+    return [content[0] | {"text": text + content[0]["text"]}, *content[1:]] if content else openai_content([text])
 
 
 def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -230,53 +271,6 @@ def _texts(message: Message) -> list[str]:
         return [content]
     parts = content if isinstance(content, Sequence) else ()
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-
-
-def _stands(
-    form: MessageFormat, document: Document, reference: str, texts: Sequence[str], openings: tuple[str, ...]
-) -> bool:
-    """Whether the last version of a document that stands in the texts is this one, whole."""
-    text, name = form.escape(form.document_text(document)), form.escape(_named(reference, document))
-    header = form.escape(form.header(document))
-    # Without a header it may be a part of another document.
-    if not text.strip() or not header.strip() or not text.startswith(header):
-        return False
-    for content in reversed(texts):
-        place = content.rfind(header)
-        # Where it is only named, it stands further above.
-        while place >= 0 and content.startswith(name, place) and not content.startswith(text, place):
-            place = content.rfind(header, 0, place + len(header) - 1)
-        if place >= 0:
-            end = place + len(text)
-            whole = end == len(content) or not openings or content.startswith(openings, end)
-            return whole and content.startswith(text, place)
-    return False
-
-
-def _openings(form: MessageFormat, reference: str) -> tuple[str, ...]:
-    """What may stand directly behind a document; empty: anything."""
-    openings = (*form.openings, _opening(reference))
-    return openings if all(openings) else ()
-
-
-def _named(reference: str, document: Document) -> str:
-    return reference.format(id=document.id, title=str(document.metadata.get("title", "")))
-
-
-@lru_cache(maxsize=64)
-def _opening(template: str) -> str:
-    return next((literal for literal, *_ in Formatter().parse(template)), "")
-
-
-@lru_cache(maxsize=64)
-def _check_reference(reference: str) -> None:
-    try:
-        fields = {name for _, name, *_ in Formatter().parse(reference) if name is not None}
-        reference.format(id="", title="")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"reference: {error}; it may use {{id}} and {{title}}") from None
-    if "id" not in fields and "title" not in fields:
-        raise ValueError(f"reference must name the document by {{id}} or {{title}}: {reference!r}")
 
 
 def _digest(text: str) -> str:

@@ -25,6 +25,8 @@ class RequestOutcome(NamedTuple):
     cached_tokens: float | None = None
     total_tokens: float | None = None
     prompt_tokens: float | None = None
+    cost: Cost | None = None
+    """Of a request to a cloud."""
 
 
 class Forecast(Protocol):
@@ -167,13 +169,15 @@ class Ordering(Generic[D]):
         answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache."""
         if self.cloud is not None and self._finish is not None:
             self.cloud.report(cached_tokens, written_tokens, prompt_tokens)
-        self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
+        self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens, self.cost))
 
     def readable(self) -> None:
         """The answer's first token is there: from now on others can read what this request writes into a cloud's cache.
         Without effect elsewhere, and not needed before `confirm`."""
         if self.cloud is not None:
             self.cloud.readable()
+        for twin in self.twins:
+            twin.readable()
 
     def discard(self) -> None:
         """The request failed or was never sent."""

@@ -28,7 +28,8 @@ class CacheRules:
         CacheRules("mine", minimum_tokens=1024, marks=4, ttl_s=300, write=1.25, read=0.1)
 
     - `minimum_tokens`: shorter prefixes are not kept, and nothing says so
-    - `resume`: a request resumes at "marks" that earlier ones have set, or at multiples of `interval_tokens`
+    - `resume`: a request resumes at "marks" that earlier ones have set, or at any multiple of `interval_tokens`
+      ("interval"), or at the last of these in an earlier prompt and where requests have parted before ("junctions")
     - `marks`: at most so many a request
     - `lookback_parts`: content parts in front of each mark, its own counted, at whose ends an entry is looked for
     - `ttl_s`: life of an entry from the start of a request; requests that read it renew it. `ttl`: as the provider
@@ -43,7 +44,7 @@ class CacheRules:
 
     name: str
     minimum_tokens: int = 0
-    resume: Literal["marks", "interval"] = "marks"
+    resume: Literal["marks", "interval", "junctions"] = "marks"
     interval_tokens: int = 1
     marks: int = 4
     lookback_parts: int = 1
@@ -57,8 +58,8 @@ class CacheRules:
     date: str = ""
 
     def __post_init__(self) -> None:
-        if self.resume not in ("marks", "interval"):
-            raise ValueError(f"resume must be 'marks' or 'interval', got {self.resume!r}")
+        if self.resume not in ("marks", "interval", "junctions"):
+            raise ValueError(f"resume must be 'marks', 'interval' or 'junctions', got {self.resume!r}")
         if self.readable not in ("first token", "start"):
             raise ValueError(f"readable must be 'first token' or 'start', got {self.readable!r}")
         if self.minimum_tokens < 0 or self.marks < 0:

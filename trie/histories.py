@@ -71,16 +71,17 @@ class AnswerKey(bytes):
 
 class TurnEnd:
     """The turn of a request behind a history: in a lease's path `history` nodes stand in front of its documents, of
-    which the last is number `documents`. `message` and `answer` are the keys by which later histories name the turn,
-    with `closing_tokens` of template text behind the answer."""
+    which the last is number `documents`; `sizes` are the nodes of each segment of the history. `message` and `answer`
+    are the keys by which later histories name the turn, with `closing_tokens` of template text behind the answer."""
 
-    __slots__ = ("_behind", "_histories", "answer", "closing_tokens", "documents", "history", "message")
+    __slots__ = ("_behind", "_histories", "answer", "closing_tokens", "documents", "history", "message", "sizes")
 
-    def __init__(self, histories: Histories, behind: Behind, history: int, documents: int) -> None:
+    def __init__(self, histories: Histories, behind: Behind, sizes: Sequence[int], documents: int) -> None:
         self._histories = histories
         self._behind = behind
-        self.history = history
-        self.documents = documents
+        self.sizes = sizes
+        self.history = sum(sizes)
+        self.documents = self.history + documents
         self.message = self.answer = ""
         self.closing_tokens = 0
 
@@ -106,6 +107,14 @@ class _Part(NamedTuple):
 
     keys: list[Key]
     lengths: list[int]
+
+
+class _Path(NamedTuple):
+    """The same of a history, and the number of nodes of each segment."""
+
+    keys: list[Key]
+    lengths: list[int]
+    sizes: list[int]
 
 
 class Histories:
@@ -138,14 +147,13 @@ class Histories:
         """The path of a request: its history, segments of `lengths`, its documents in their order (as in
         `KnowledgeTree.insert`), and its question, whose length is the last."""
         path = self._path(behind, lengths)
-        history = len(path.keys)
         nodes_keys = [*path.keys, *(keys[rank] for rank in order)]
         nodes_lengths = [*path.lengths, *(tokens[rank] for rank in order)]
         if behind.question is not None:
             nodes_keys.append(_link(b"question", behind.question.key))
             nodes_lengths.append(lengths[-1])
         nodes = self._tree.insert(nodes_keys, nodes_lengths, range(len(nodes_keys)))
-        return nodes, TurnEnd(self, behind, history, history + len(order))
+        return nodes, TurnEnd(self, behind, path.sizes, len(order))
 
     def known_path(self, behind: Behind, keys: Sequence[Key]) -> list[Node]:
         """The nodes, from the root, of a request's path that are in the tree: of its history, its documents `keys`, and
@@ -161,8 +169,8 @@ class Histories:
         nodes = self._walk(wanted)
         return nodes[-1] if len(nodes) == len(wanted) + 1 else None
 
-    def _path(self, behind: Behind, lengths: Sequence[int] = ()) -> _Part:
-        path = _Part([], [])
+    def _path(self, behind: Behind, lengths: Sequence[int] = ()) -> _Path:
+        path = _Path([], [], [])
         for number, chain in enumerate(behind.chains):
             part = self._parts.get(chain)
             if part is None:
@@ -171,6 +179,7 @@ class Histories:
                 self._parts.move_to_end(chain)
             path.keys.extend(part.keys)
             path.lengths.extend(part.lengths)
+            path.sizes.append(len(part.keys))
         return path
 
     def _walk(self, keys: Sequence[Key]) -> list[Node]:

@@ -9,24 +9,29 @@ from typing import NamedTuple, Self
 
 from ragorder.trie.cache_rules import CacheRules
 from ragorder.trie.cohorts import Cohorts
-from ragorder.trie.mark_rates import MarkRates, WriteBudget, cell_of
+from ragorder.trie.mark_rates import TURN_END, MarkRates, WriteBudget, cell_of
+from ragorder.trie.mark_samples import MarkSamples
 from ragorder.trie.tree import Key
 
 __all__ = ["MarkChoice", "best_marks"]
 
-# Samples watched at once in a scope; half of them may be as young as they like.
-_SAMPLES = 256
 # Documents behind what is cached among which marks are chosen.
 _PLACES = 24
+# Marks of which none can be spared for what is found from the next one anyway.
+_FEW = 2
+# Nodes by which the end of a turn is recognised in a later one.
+_TURN_NODES = 64
 
 
-class _Sample(NamedTuple):
-    """The documents of a request from the first on, those `cells` behind its cached ones."""
+class _Path(NamedTuple):
+    """What is known of a request's places: tokens up to each, how many requests contained it, and how many are expected
+    to read it; the place where it resumes (-1: none), and other entries."""
 
-    started: float
-    keys: tuple[Key, ...]
-    cached: int
-    cells: list[int]
+    ends: Sequence[int]
+    counts: Sequence[int]
+    reads: Mapping[int, float]
+    held: int
+    live: Sequence[int]
 
 
 class MarkChoice:
@@ -46,49 +51,115 @@ class MarkChoice:
         self._rates = rates
         self._cohorts = Cohorts()
         self._times: deque[float] = deque()
-        self._samples: deque[_Sample] = deque()
-        self._sampled = float("-inf")
+        self._samples = MarkSamples(rates)
+        self._turns = MarkSamples(rates)
 
     def copy(self) -> Self:
         copy = shallow_copy(self)
         copy.budget, copy._rates, copy._cohorts = self.budget.copy(), self._rates.copy(), self._cohorts.copy()
-        copy._times, copy._samples = self._times.copy(), self._samples.copy()
+        copy._times = self._times.copy()
+        copy._samples, copy._turns = self._samples.copy(copy._rates), self._turns.copy(copy._rates)
         return copy
 
     def close(self, now: float) -> None:
         """Its scope is forgotten."""
-        while self._samples:
-            sample = self._samples.popleft()
-            self._rates.end(sample.cells, sample.started, now)
+        self._samples.close(now)
+        self._turns.close(now)
 
     def choose(
         self, keys: Sequence[Key], ends: Sequence[int], held: int, live: Sequence[int], prompt_tokens: int, now: float
     ) -> tuple[int, ...]:
         """The marks of a request, as numbers of documents in front of each, ascending; it counts from the next one on.
 
-        `ends[i]`: tokens up to the end of document i, and `ends[0]` those in front of the first. The request resumes
-        behind `held` documents (-1: nowhere); `live` are other entries on its path.
+        `ends[i]`: tokens up to the end of document i, and `ends[0]` those in front of the first. The request can resume
+        behind `held` documents (-1: nowhere), and does so if one of its marks stands there, or less than the rules'
+        `lookback_parts` behind that; `live` are other entries on its path.
         """
         counts = self._counts(keys, now)
         expected = self._expected(counts, held, now)
-        self._observe(keys, counts, held, now)
-        rules = self.rules
-        marks = [held] if held >= 0 else []
-        free = rules.marks - len(marks)
-        long_enough = [place for place in range(len(expected)) if ends[place] >= rules.minimum_tokens]
-        base = ends[held] if held >= 0 else 0
+        self._observe(keys, frozenset(keys), counts, held, now)
+        path = _Path(ends, counts, dict(enumerate(expected)), held, live)
+        return self._select(path, prompt_tokens, self.rules.lookback_parts)
+
+    def choose_turn(
+        self,
+        keys: Sequence[Key],
+        ends: Sequence[int],
+        history: int,
+        documents: int,
+        held: int,
+        live: Sequence[int],
+        prompt_tokens: int,
+        now: float,
+    ) -> tuple[int, ...]:
+        """The same for a turn of a conversation: `keys` are `history` nodes, documents up to number `documents`, and
+        the question, at whose end the next turn resumes. What stands behind a history is shared by nothing else."""
+        own = keys[:documents] if not history else ()
+        counts = self._counts(own, now)
+        reads = dict(enumerate(self._expected(counts, held, now))) if not history else {}
+        if held >= 0:
+            reads.setdefault(held, self._rates.expected(TURN_END, now))
+        reads[len(keys)] = self._rates.expected(TURN_END, now)
+        asked = frozenset(keys)
+        self._turns.observe(asked, now)
+        if keys:
+            ending = tuple(keys[-_TURN_NODES:])
+            self._turns.add(ending, len(ending) - 1, [TURN_END], now)
+        if not history:
+            self._observe(own, asked, counts, held, now)
+        counts += [0] * (len(ends) - len(counts))
+        # How many parts a message of the history has is not known: what is resumed gets a mark of its own.
+        return self._select(_Path(ends, counts, reads, held, live), prompt_tokens, 1)
+
+    def _select(self, path: _Path, prompt_tokens: int, lookback_parts: int) -> tuple[int, ...]:
+        rules, ends, held = self.rules, path.ends, path.held
         extra, saved = rules.write - 1, 1 - rules.read
-        gains = {place: saved * expected[place] - extra for place in long_enough if place > held}
-        new = best_marks(ends, gains, base, free - (held > 0 and free > 1))
+        gains = {
+            place: saved * reads - extra
+            for place, reads in path.reads.items()
+            if place > held and ends[place] >= rules.minimum_tokens
+        }
+        base = ends[held] if held >= 0 else 0
+        again: tuple[int, ...] = (held,) if held >= 0 else ()
+        # One is for where most requests part from this one, if there is room.
+        slots = rules.marks - (held > 0 and rules.marks > _FEW)
+        new = best_marks(ends, gains, base, slots - len(again))
+        if again and len(new) == slots - 1:
+            new, again, base = self._crowded(path, gains, new, slots, lookback_parts)
         while new and not self.budget.allows(extra * (ends[new[-1]] - base), prompt_tokens):
             new = new[:-1]
-        marks += new
-        free -= len(new)
-        # Marks within what is cached cost nothing: where most requests part from this one, then those that live.
-        inner = [place for place in long_enough if place < held]
+        if held >= 0 and not new:
+            again = (held,)
+        return self._with_inner(path, [*again, *new])
+
+    def _crowded(
+        self, path: _Path, gains: Mapping[int, float], new: tuple[int, ...], slots: int, lookback_parts: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Where a mark for what is resumed leaves too little room: the new marks, that one, if it is set again, and the
+        tokens behind which is written."""
+        ends, held = path.ends, path.held
+        near = best_marks(ends, gains, ends[held], slots)
+        gained = _gain(ends, gains, ends[held], new)
+        found = bool(near) and near[0] - held < lookback_parts
+        # Where there is room a third new mark gains less than was expected.
+        if found and self.rules.marks <= _FEW and _gain(ends, gains, ends[held], near) > gained:
+            return near, (), ends[held]
+        if slots == 1:
+            # A cache with one mark gets a deeper one only if this request forgoes what it could read.
+            afresh = best_marks(ends, gains, 0, 1)
+            if _gain(ends, gains, 0, afresh) > (1 - self.rules.read) * ends[held] * (1 + path.reads[held]):
+                return afresh, (), 0
+        return new, (held,), ends[held]
+
+    def _with_inner(self, path: _Path, marks: list[int]) -> tuple[int, ...]:
+        """With marks within what is cached, which cost nothing: where most requests part from this one, then those that
+        live."""
+        rules, ends, counts, held = self.rules, path.ends, path.counts, path.held
+        inner = [place for place in range(max(held, 0)) if ends[place] >= rules.minimum_tokens]
         parting = [place for place in inner if counts[place] > counts[place + 1]][:_PLACES]
-        marks += best_marks(ends, {place: float(counts[place] - counts[held]) for place in parting}, 0, free)
-        for place in (*inner[:1], *sorted(live, reverse=True)):
+        apart = {place: float(counts[place] - counts[held]) for place in parting}
+        marks += best_marks(ends, apart, 0, rules.marks - len(marks))
+        for place in (*inner[:1], *sorted(path.live, reverse=True)):
             if place < held and place not in marks and len(marks) < rules.marks:
                 marks.append(place)
         return tuple(sorted(marks))
@@ -123,26 +194,16 @@ class MarkChoice:
             found.append(least)
         return found
 
-    def _observe(self, keys: Sequence[Key], counts: Sequence[int], held: int, now: float) -> None:
-        samples, rates = self._samples, self._rates
-        while samples and samples[0].started <= now - rates.life_s:
-            sample = samples.popleft()
-            rates.end(sample.cells, sample.started, now)
-        asked = frozenset(keys)
-        for sample in samples:
-            for place, key in enumerate(sample.keys):
-                if key not in asked:
-                    break
-                if place >= sample.cached:
-                    rates.passed(sample.cells[place - sample.cached])
+    def _observe(
+        self, keys: Sequence[Key], asked: frozenset[Key], counts: Sequence[int], held: int, now: float
+    ) -> None:
+        """A request whose documents `keys`, of all that it has `asked` for, others may share."""
+        self._samples.observe(asked, now)
         cached = max(held, 0)
-        sparse = len(samples) < _SAMPLES // 2 or now >= self._sampled + 2 * rates.life_s / _SAMPLES
-        if cached < len(keys) and len(samples) < _SAMPLES and sparse:
+        if cached < len(keys):
             shown = tuple(keys[: cached + _PLACES])
             cells = [cell_of(counts[place], place - cached) for place in range(cached + 1, len(shown) + 1)]
-            samples.append(_Sample(now, shown, cached, cells))
-            rates.begin(cells, now)
-            self._sampled = now
+            self._samples.add(shown, cached, cells, now)
         self._cohorts.add(keys)
         self._times.append(now)
         if len(self._times) > self._cohorts.size:
@@ -172,3 +233,12 @@ def best_marks(ends: Sequence[int], gains: Mapping[int, float], base: int, slots
                         following[place] = found, (*marks, place)
         layer = following
     return chosen
+
+
+def _gain(ends: Sequence[int], gains: Mapping[int, float], base: int, marks: Sequence[int]) -> float:
+    """As `best_marks` counts it."""
+    found = 0.0
+    for mark in marks:
+        found += (ends[mark] - base) * gains[mark]
+        base = ends[mark]
+    return found

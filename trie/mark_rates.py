@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from copy import copy as shallow_copy
 from typing import Self
 
-__all__ = ["CELLS", "MarkRates", "WriteBudget", "cell_of"]
+__all__ = ["CELLS", "TURN_END", "MarkRates", "WriteBudget", "cell_of"]
 
 _COUNTS = 5
 _PLACES = 11
 CELLS = _COUNTS * _PLACES
+TURN_END = CELLS
+"""The cell of the ends of conversations' turns, at which the next ones resume."""
 
 # Reads expected before anything is learnt: of prefixes that so many requests (0, 1, 2 or 3, 4 to 7, more) have asked
-# for within the last life of an entry; each further document is in fewer requests.
-_FIRST = (0.5, 0.75, 1.5, 3.0, 8.0)
+# for within the last life of an entry, each further document is in fewer requests; and of the end of a turn.
+_FIRST = (0.5, 0.75, 1.5, 3.0, 8.0, 1.0)
 _NEXT = 0.85
 _WEIGHT = 1.0
 _MOST = 50.0
@@ -45,11 +47,11 @@ class MarkRates:
 
     def __init__(self, ttl_s: float) -> None:
         self.life_s = min(ttl_s, _LONGEST_S)
-        self._reads = [0.0] * CELLS
-        self._lives = [0.0] * CELLS
+        self._reads = [0.0] * (CELLS + 1)
+        self._lives = [0.0] * (CELLS + 1)
         # Of the samples that are still watched: their number, and the sum of their starts.
-        self._open = [0] * CELLS
-        self._starts = [0.0] * CELLS
+        self._open = [0] * (CELLS + 1)
+        self._starts = [0.0] * (CELLS + 1)
 
     def expected(self, cell: int, now: float) -> float:
         count, place = divmod(cell, _PLACES)

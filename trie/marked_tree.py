@@ -14,7 +14,8 @@ class MarkedTree(KnowledgeTree):
     """A tree in whose nodes a request can resume, or not.
 
     `marks`: until when (by the residency's clock, of which `now` is the last reading) an entry lives that ends with the
-    node, the soonest first. `pending`: nodes that requests in flight will mark, with their number.
+    node, the soonest first. `pending`: nodes that requests in flight will mark, with their number. `states`: of a cache
+    that resumes at junctions, the last place within a node, in tokens of the prompt, that it has kept the state of.
     """
 
     def __init__(self, prefix_tokens: int, rules: CacheRules) -> None:
@@ -22,19 +23,30 @@ class MarkedTree(KnowledgeTree):
         self.rules = rules
         self.marks: OrderedDict[Node, float] = OrderedDict()
         self.pending: dict[Node, int] = {}
+        self.states: dict[Node, int] = {}
         self.now = 0.0
+
+    def lives(self, node: Node) -> bool:
+        """Whether an entry ends with the node."""
+        return self.marks.get(node, self.now) > self.now
 
     def resumable(self, node: Node) -> int:
         """Tokens at which a request resumes by the node's own entry; 0 without one."""
-        until = self.marks.get(node)
-        if until is None or until <= self.now:
+        if not self.lives(node):
             return 0
         rules, end = self.rules, node.end - node.missing
-        if rules.resume == "interval":
+        if rules.resume == "junctions":
+            state = self.states.get(node, 0)
+            end = state if state <= end else 0
+        elif rules.resume == "interval":
             end -= end % rules.interval_tokens
         elif node.missing:
             return 0
         return end if end >= rules.minimum_tokens else 0
+
+    def joins(self, node: Node) -> bool:
+        """Whether it helps later requests if this one shares the node, even if it reads nothing there."""
+        return node in self.pending or (self.rules.resume == "junctions" and self.lives(node))
 
     def cached_tokens(self, node: Node) -> int:
         """By the deepest entry at the node or above it."""
@@ -51,4 +63,5 @@ class MarkedTree(KnowledgeTree):
         tree.root, tree.size, tree.now = plain.root, plain.size, self.now
         tree.marks = OrderedDict((copies[node], until) for node, until in self.marks.items())
         tree.pending = {copies[node]: number for node, number in self.pending.items()}
+        tree.states = {copies[node]: state for node, state in self.states.items()}
         return tree, copies

@@ -19,11 +19,12 @@ from langchain_core.messages import (
 
 from ragorder.adapters.langchain.payloads import message_usage, written_tokens
 from ragorder.adapters.turns import FrameworkTurns, NextTurn, plain_message
-from ragorder.clouds import anthropic_content
+from ragorder.clouds import TurnParts
+from ragorder.clouds.parts import cache_control
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["LangChainTurns", "Prepared", "artifact_documents", "read_message", "text_of"]
+__all__ = ["LangChainTurns", "Prepared", "artifact_documents", "marked", "read_message", "text_of"]
 
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (HumanMessage, "user"),
@@ -69,7 +70,8 @@ class Prepared:
 
 
 class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
-    """As `FrameworkTurns`. `found` gives the documents of a tool's result."""
+    """As `FrameworkTurns`. `found` gives the documents of a tool's result; with `parts` the content for a cloud
+    that has marks consists of parts."""
 
     def __init__(
         self,
@@ -77,10 +79,12 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
         builder: PromptBuilder | None,
         *,
         found: Callable[[ToolMessage], Sequence[Document]] = artifact_documents,
+        parts: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(orderer, builder, read=read_message, text=_text, metadata=_metadata, **options)
         self._found = found
+        self._parts = parts
 
     def prepare(
         self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
@@ -102,7 +106,7 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
                 call = message.tool_call_id
                 turn = self.next("", found, sent[:place], *request, tool_call_id=call, is_last=is_last)
             if turn is not None:
-                sent[place] = message.model_copy(update={"content": _content(message, turn)})
+                sent[place] = message.model_copy(update={"content": self._content(message, turn)})
                 changed.append(sent[place])
                 sources += turn.sources
         return Prepared(sent, self.follow(sent, *request) if turn is None else turn, changed, sources)
@@ -124,6 +128,13 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             for message in messages
         ]
 
+    def _content(self, message: BaseMessage, turn: NextTurn[Document]) -> Any:
+        others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
+        content = turn.content if self._parts else turn.text
+        if not others:
+            return content
+        return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *others]
+
     def _documents_of(self, message: ToolMessage) -> Sequence[Document]:
         if self.repeat == "send":
             return ()
@@ -134,11 +145,23 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             return ()
 
 
-def _content(message: BaseMessage, turn: NextTurn[Document]) -> Any:
-    others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
-    if (marks := turn.marks) is not None:
-        return [*anthropic_content(turn.parts, [mark for mark in marks if mark], turn.ttl), *others]
-    return [{"type": "text", "text": turn.content}, *others] if others else turn.content
+def marked(messages: Sequence[BaseMessage], turn: NextTurn[Document]) -> list[BaseMessage]:
+    """A request's messages with the marks of its turn, in ChatAnthropic's form."""
+    cloud = turn.ordering.cloud
+    if cloud is None or cloud.model.rules.resume != "marks":
+        return list(messages)
+    others = (place for place, message in enumerate(messages) if not isinstance(message, SystemMessage))
+    plain = [{"role": message.type, "content": message.content} for message in messages]
+    parts = TurnParts(plain, next(others, 0), cloud.turn_marks)
+    try:
+        contents = parts.contents(cache_control(cloud.model.rules.ttl))
+    except Exception:
+        # Content of another form, which is sent as it is.
+        return list(messages)
+    return [
+        message if content is message.content else message.model_copy(update={"content": content})
+        for message, content in zip(messages, contents, strict=True)
+    ]
 
 
 def _is_other(part: Any) -> bool:

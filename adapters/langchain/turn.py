@@ -20,10 +20,9 @@ from langchain_core.messages import (
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.utils import AddableDict
 
-from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared
+from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, marked
 from ragorder.adapters.reorder import ScopeOf
-from ragorder.adapters.turns import Label, NextTurn
-from ragorder.clouds import anthropic_content
+from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
@@ -58,7 +57,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
       text).
     - `scope`: the tenant, or a function of the input. Scopes share no cache; a string is the `cache_salt`.
-    - `marks`: content parts with cache_control where the orderer of a cloud sets marks (ChatAnthropic), in first turns.
+    - `marks`: content parts, and cache_control in what is sent where the orderer of a cloud sets marks (ChatAnthropic).
 
     Errors in these functions leave retrieval order and are counted by the orderer. Give `context` as retrieved, not
     from a `CacheOrderRetriever`. Raises TypeError for a model that is no Runnable, ValueError for wrong options.
@@ -83,7 +82,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         self._documents_key = documents_key
         self._marks = marks
         self._turns = LangChainTurns(
-            orderer, builder, label=label, scope=scope, repeat=repeat, reference=reference, marks=marks
+            orderer, builder, label=label, scope=scope, repeat=repeat, reference=reference, parts=marks
         )
 
     def label(self, document: Document) -> str:
@@ -177,16 +176,14 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         documents = list(input.get(self._documents_key) or ())
         request = self._turns.prepare(given, documents, input, sent_before=len(history) if question else 0)
         stored = request.messages[len(history) :] if question else request.changed
-        return _Asked(request, [*self._front(given, request.turn), *request.messages], stored)
+        messages = [*self._front(given), *request.messages]
+        return _Asked(request, marked(messages, request.turn) if self._marks else messages, stored)
 
-    def _front(self, messages: Sequence[BaseMessage], turn: NextTurn[Document]) -> list[BaseMessage]:
+    def _front(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
         form = self._turns.builder.message_format
         if not form.system or not form.system_role or (messages and isinstance(messages[0], SystemMessage)):
             return []
-        if not self._marks:
-            return [SystemMessage(form.system)]
-        content: Any = anthropic_content([form.system], [1] if 0 in (turn.marks or ()) else [], turn.ttl)
-        return [SystemMessage(content)]
+        return [SystemMessage(form.system)]
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:

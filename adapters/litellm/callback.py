@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import litellm
 import msgspec
 from litellm.integrations.custom_logger import CustomLogger
 
+from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
 from ragorder.adapters.proxy.digest import digest_of
@@ -20,7 +21,8 @@ from ragorder.adapters.proxy.parsing import BodyParser, Route
 from ragorder.adapters.proxy.schema import FIELD
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.adapters.usage import member, read_usage
+from ragorder.adapters.usage import answers_something, member, read_usage
+from ragorder.clouds import read_cloud_usage
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
@@ -35,10 +37,12 @@ _ROUTES: Mapping[str, Route] = {
     "responses": "responses",
     "aresponses": "responses",
 }
-_PROMPT = ("input", "instructions", "messages", "prompt", "prompt_cache_key", "system")
+_PROMPT = ("input", "instructions", "messages", "prompt", "prompt_cache_key", "prompt_cache_options", "system")
 _READ = (
     *_PROMPT,
     FIELD,
+    "cache_control",
+    "cache_control_injection_points",
     "cache_salt",
     "chat_template_kwargs",
     "max_completion_tokens",
@@ -66,6 +70,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
       none themselves ("ragorder.scope")
     - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
       Anthropic; the orderer then takes `feedback=False`
+    - `clouds` order and mark requests for models that they know, by the rules of these, instead of the orderer
 
     A malformed "ragorder" is a litellm.BadRequestError that names the field, and so is one on another route, or in a
     request that cannot be read: it would be answered without its documents. After any other failure the request goes on
@@ -81,6 +86,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         builder: PromptBuilder | None = None,
         scope: Callable[[Any], str | None] | None = None,
         marks: bool = False,
+        clouds: CloudOrderers | None = None,
     ) -> None:
         super().__init__()
         builder = builder or PromptBuilder("")
@@ -94,7 +100,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             template,
             warn=orderer.degrade,
             repeated=repeated,
-            marks=["chat", "messages"] if marks else [],
+            marks=["chat", "messages"] if marks or clouds is not None else [],
+            clouds=clouds,
         )
         self._requests = RequestOrderer(orderer)
         self._scope = scope
@@ -136,6 +143,17 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             return self._as_it_came(data, error)
         return ordered
 
+    async def async_post_call_streaming_iterator_hook(
+        self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Others can read what a request writes from its first token on."""
+        sent = self._pending.get(str(member(request_data, "litellm_call_id")))
+        async for chunk in response:
+            if sent is not None and _answers(chunk):
+                sent.readable()
+                sent = None
+            yield chunk
+
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
         self._finish(member(kwargs, "litellm_call_id"), response_obj)
 
@@ -165,8 +183,9 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             return
         try:
             if response is not None:
-                usage = read_usage(member(response, "usage"))
-                details = {"cached_tokens": usage.cached_tokens}
+                reported = member(response, "usage")
+                usage, cloud = read_usage(reported), read_cloud_usage(reported)
+                details = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": cloud.written_tokens}
                 report = {
                     "prompt_tokens": usage.prompt_tokens,
                     "completion_tokens": usage.completion_tokens,
@@ -197,6 +216,12 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 def _bad_request(message: str, data: Mapping[str, Any]) -> Exception:
     error: Exception = litellm.BadRequestError(message, model=str(data.get("model")), llm_provider="")
     return error
+
+
+def _answers(chunk: Any) -> bool:
+    """Whether a piece of a stream shows that the prompt was computed; of other protocols than chats any does."""
+    choices = member(chunk, "choices")
+    return not isinstance(choices, list) or any(map(answers_something, choices))
 
 
 def _end(sent: OrderedRequest | None) -> None:

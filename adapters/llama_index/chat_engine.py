@@ -219,7 +219,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         found = ToolOutput(
             tool_name="retriever", content=str(nodes), raw_input={"message": query.query_str}, raw_output=nodes
         )
-        return _Asked(turn, [*before, ChatMessage(role=MessageRole.USER, content=turn.content)], [found])
+        return _Asked(turn, [*before, ChatMessage(role=MessageRole.USER, content=turn.text)], [found])
 
     def _confirm(self, asked: _Asked, answer: ChatResponse) -> None:
         usage = read_usage(member(answer.raw, "usage"))

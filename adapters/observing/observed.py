@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ragorder.batch import Batch
+from ragorder.clouds import Cost
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
@@ -29,7 +30,7 @@ class Observation:
 
     `ordered_tokens`: cached tokens predicted for ragorder's order, `retrieval_tokens` for retrieval order (None: not
     compared). `documents_end`: prompt tokens up to the end of the documents. `order_s`: time of ragorder's order;
-    `displacement`: mean positions by which it moves a document.
+    `displacement`: mean positions by which it moves a document. At a cloud both orders have predicted costs.
     """
 
     shadow: bool
@@ -40,6 +41,8 @@ class Observation:
     displacement: float
     order_s: float
     fallback: bool
+    ordered_cost: Cost | None = None
+    retrieval_cost: Cost | None = None
 
     @property
     def predicted_tokens(self) -> int:
@@ -230,6 +233,8 @@ class ObservedOrderer:
                 displacement=0.0 if ours is None else ours.displacement,
                 order_s=end - between if self.shadow else between - start,
                 fallback=(served if ours is None else ours).fallback,
+                ordered_cost=None if ours is None else ours.cost,
+                retrieval_cost=None if plain is None else plain.cost,
             )
             callbacks = [watcher.ordered(observation) for watcher in self._watchers]
         except Exception as error:

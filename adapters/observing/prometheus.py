@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
+from ragorder.adapters.observing.costs import CostMetrics
 from ragorder.adapters.observing.observed import Observation
 from ragorder.extras import needs
 from ragorder.ordering import RequestOutcome
@@ -84,6 +85,7 @@ class Metrics:
         )
         self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
+        self._costs = CostMetrics(registry)
         self._watched: WeakSet[OrdererState] = WeakSet()
         registry.register(_StateCollector(self._watched))
 
@@ -129,6 +131,9 @@ class Metrics:
         other_tokens = observation.ordered_tokens if observation.shadow else observation.retrieval_tokens
         if other_tokens is not None:
             self._cached_tokens.labels(other).inc(min(other_tokens, prompt_tokens))
+        if outcome.cost is not None:
+            other_cost = observation.ordered_cost if observation.shadow else observation.retrieval_cost
+            self._costs.count(outcome.cost, served, other, other_cost)
 
 
 class _StateCollector:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.observing.comparison import Comparison, Reports, compare
+from ragorder.adapters.observing.costs import CostStats
 from ragorder.extras import needs
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Stats:
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
     the other order (None: not compared), which `comparison` corrects. Prediction error and bias are means per request;
-    `order_us`: percentiles of the ordering time; `passed`: unchanged requests by reason, in no other figure.
+    `order_us`: percentiles of the ordering time; `passed`: unchanged requests by reason, in no other figure;
+    `cost`: of requests to clouds.
     """
 
     shadow: bool
@@ -57,6 +59,7 @@ class Stats:
     tree_nodes: int
     evicted_blocks: int
     passed: dict[str, int] = field(default_factory=dict)
+    cost: CostStats | None = None
 
     @property
     def other_cached_tokens(self) -> int | None:
@@ -106,6 +109,8 @@ class Stats:
     def as_json(self) -> dict[str, Any]:
         figures = asdict(self)
         del figures["comparison"]
+        if self.cost is not None:
+            figures["cost"] |= {"share": self.cost.share, "saved_money": self.cost.saved_money}
         return figures | {name: getattr(self, name) for name in _DERIVED}
 
     def _share(self, tokens: int | None) -> float | None:
@@ -118,6 +123,7 @@ class Stats:
         """From the metric families of one or more processes. Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
+        families = list(families)
         passed: defaultdict[str, int] = defaultdict(int)
         for family in families:
             for sample in family.samples:
@@ -170,6 +176,7 @@ class Stats:
             tree_nodes=total("tree_nodes"),
             evicted_blocks=total("evicted_blocks_total"),
             passed=dict(passed),
+            cost=CostStats.of(families, served, other),
         )
 
 

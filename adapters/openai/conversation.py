@@ -44,7 +44,8 @@ class _TurnCall(Call):
         return self.turn.ordering
 
     def _request(self, ordering: Ordering[Document]) -> PromptRequest:
-        return PromptRequest(self.turn.messages, None, self.scope, self.options)
+        body = self.turn.openai()
+        return PromptRequest(body.pop("messages"), None, self.scope, self.options, extra_body=body)
 
     def _answered(self, answer: Answer) -> None:
         self.conversation.extend(self.turn, self.turn.answered(answer.text))

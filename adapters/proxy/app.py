@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
+from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import ErrorMiddleware
 from ragorder.adapters.http_server.memory import MemoryBudget
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
@@ -64,6 +65,7 @@ def make_app(
     number_by_place: bool = False,
     repeated: RepeatedDocuments | None = None,
     marks: bool = False,
+    clouds: CloudOrderers | None = None,
     topic_header: str | None = None,
     route: bool = False,
     on_passed: Callable[[str], None] | None = None,
@@ -83,6 +85,8 @@ def make_app(
     - `repeated` names documents that stand in an earlier message instead of sending them again.
     - `marks`: bodies of /v1/messages without cache_control get some behind their documents. The orderer then takes
       `feedback=False`: such a cache holds what was marked, and not what it was sent.
+    - `clouds`: bodies for their models are ordered by the rules of these, and marked by them where the client has set
+      none: /v1/messages of Anthropic's with `marks`, chats and responses of OpenAI's.
     - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies
       stay as they are.
     - `on_passed` gets the reason for each request forwarded without documents.
@@ -132,6 +136,7 @@ def make_app(
         number_by_place=number_by_place,
         repeated=repeated,
         marks=["messages"] if marks else [],
+        clouds=clouds,
         on_passed=on_passed,
     )
     limits: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -20,6 +20,7 @@ __all__ = [
     "Passage",
     "PromptPrefix",
     "PromptSuffix",
+    "Route",
     "TooManyError",
     "decode",
     "decode_items",
@@ -29,6 +30,8 @@ __all__ = [
 T = TypeVar("T")
 
 Fields = dict[str, Raw]
+
+Route = Literal["chat", "completions", "messages", "responses", "other"]
 
 MAX_MESSAGES = 4096
 """Messages of a chat, and parts of a message, that are read."""
@@ -107,6 +110,8 @@ class Body:
     """Fields besides the messages that a server puts in front of the documents, or by which it chooses how to."""
     limits: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
     """Fields with the longest answer, in tokens; the first one counts."""
+    takes_cache_key = False
+    """Whether the server routes requests by a key in them."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
@@ -135,8 +140,8 @@ class Body:
         return False
 
     def wants_cache_key(self) -> bool:
-        """Whether a server would take a key of routing that the client has not given."""
-        return False
+        """Whether the server takes a key of routing, and the client has given none."""
+        return self.takes_cache_key and self.fields.get("prompt_cache_key", _NULL) == _NULL
 
     def number(self, name: str) -> int | None:
         """None for any other type."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -22,11 +22,12 @@ from ragorder.adapters.proxy.body import (
     decode_items,
     encode,
 )
+from ragorder.adapters.proxy.marked_messages import chunk_part, mark_last, takes_mark, turn_ends
+from ragorder.adapters.proxy.marks import Chunk, MarkForm
 
-__all__ = ["ChatBody", "Chunk", "MessagesBody", "ResponsesBody"]
+__all__ = ["ChatBody", "MessagesBody", "ResponsesBody"]
 
 _NULL = Raw(b"null")
-_MARKABLE = frozenset({"document", "image", "text", "tool_result"})
 _INSTRUCTIONS = ("system", "developer")
 
 
@@ -43,15 +44,6 @@ class _ContentPart(Struct):
     content: Raw = _NULL
 
 
-class Chunk(NamedTuple):
-    """A text of a passage that becomes a content part: the number of the part that it was in, and whether a cache may
-    be resumed behind it."""
-
-    part: int
-    text: str
-    marked: bool = False
-
-
 class ChatBody(Body):
     route = "chat"
     messages_field: ClassVar[str] = "messages"
@@ -59,6 +51,8 @@ class ChatBody(Body):
     """The field that counts as a system message in front of the others, if there is one."""
     content_fields: ClassVar[Sequence[str]] = ("content",)
     has_nested_content: ClassVar[bool] = False
+    text_kind: ClassVar[str] = "text"
+    """The type of a content part that is a text."""
 
     def prefix(self) -> PromptPrefix:
         messages = self._messages(self.fields.get(self.messages_field, Raw(b"[]")))
@@ -100,19 +94,18 @@ class ChatBody(Body):
             places.add(place)
         self._put_messages(messages, places)
 
-    def append_chunks(self, chunks: Sequence[Chunk], mark: Raw) -> None:
+    def append_chunks(self, chunks: Sequence[Chunk], form: MarkForm) -> None:
         """A message of the user's with a part for each chunk."""
-        self.append([_chunk_part({"type": "text"}, chunk, mark) for chunk in chunks])
+        self.append([chunk_part({"type": self.text_kind}, chunk, form) for chunk in chunks])
 
-    def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], mark: Raw) -> None:
-        """The passage, which is not nested, as a part for each chunk, with `mark` as the cache_control of those that
-        are marked."""
+    def put_chunks(self, passage: Passage, chunks: Sequence[Chunk], form: MarkForm) -> None:
+        """The passage, which is not nested, as a part for each chunk."""
         parts: list[Any] = list(passage.parts[: passage.number])
         for chunk in chunks:
-            part: dict[str, Any] = {"type": "text"}
+            part: dict[str, Any] = {"type": self.text_kind}
             if passage.parts:
                 part = msgspec.json.decode(passage.parts[passage.number + chunk.part], type=Fields)
-            parts.append(_chunk_part(part, chunk, mark))
+            parts.append(chunk_part(part, chunk, form))
         if passage.parts:
             parts += passage.parts[passage.number + passage.text.count(BOUNDARY) + 1 :]
         messages = list(passage.messages)
@@ -120,23 +113,48 @@ class ChatBody(Body):
         messages[passage.place] = encode(message | {passage.field: parts})
         self._put_messages(messages, {passage.place})
 
-    def mark_turn(self, mark: Raw) -> None:
-        """Mark the last part of a conversation's last message: the next turn resumes there."""
-        messages = decode(self.fields.get(self.messages_field, _NULL), list[Raw]) or [_NULL]
-        message = decode(messages[-1], Fields) or {}
-        if decode(message.get("role", _NULL), str) != "user" or not any(map(_is_answer, messages)):
-            return
-        content = message.get("content", _NULL)
-        text = decode(content, str)
-        parts = decode(content, list[Raw]) or [] if text is None else [encode({"type": "text", "text": text})]
-        last = decode(parts[-1], Fields) if parts else None
-        if last is None or decode(last.get("type", _NULL), str) not in _MARKABLE:
-            return
-        if "text" in last and not (decode(last["text"], str) or "").strip():
-            return
-        parts[-1] = encode(last | {"cache_control": mark})
-        messages[-1] = encode(message | {"content": encode(parts)})
-        self.fields[self.messages_field] = encode(messages)
+    def can_be_divided(self, passage: Passage) -> bool:
+        """Whether a server takes parts in the place of the passage's text."""
+        return passage.nested is None and passage.field == "content"
+
+    def takes_front_mark(self, passage: Passage | None, form: MarkForm) -> bool:
+        """Whether a mark can stand directly in front of a passage, or of a message that is appended."""
+        messages, place, parts = self._front(passage)
+        return place >= 0 and takes_mark(messages[place], form, self.text_kind, parts)
+
+    def mark_front(self, passage: Passage | None, form: MarkForm) -> None:
+        _, place, parts = self._front(passage)
+        if place >= 0:
+            self._mark([(place, parts)], form)
+
+    def turn_ends(self, form: MarkForm) -> tuple[int, ...]:
+        """Messages at whose ends marks stand, if this is a conversation."""
+        messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
+        return turn_ends(messages, form, self.text_kind, _is_answer)
+
+    def mark_ends(self, places: Sequence[int], form: MarkForm) -> None:
+        self._mark([(place, None) for place in places], form)
+
+    def _front(self, passage: Passage | None) -> tuple[Sequence[Raw], int, int | None]:
+        """The messages, the one that ends in front of a passage (-1: none), and the parts of it that do, if it is the
+        passage's own."""
+        messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
+        if passage is None:
+            return messages, len(messages) - 1, None
+        if passage.number:
+            return messages, passage.place, passage.number
+        return messages, passage.place - 1, None
+
+    def _mark(self, places: Sequence[tuple[int, int | None]], form: MarkForm) -> None:
+        messages = list(self._messages(self.fields.get(self.messages_field, _NULL)) or [])
+        changed = set()
+        for place, parts in places:
+            marked = mark_last(messages[place], form, self.text_kind, parts)
+            if marked is not None:
+                messages[place] = marked
+                changed.add(place)
+        if changed:
+            self._put_messages(messages, changed)
 
     def is_turn(self, passage: Passage) -> bool:
         return passage.role not in _INSTRUCTIONS
@@ -194,6 +212,8 @@ class ResponsesBody(ChatBody):
     messages_field = "input"
     instructions_field = "instructions"
     content_fields = ("content", "output")
+    text_kind = "input_text"
+    takes_cache_key = True
     limits = ("max_output_tokens",)
     shapes_prefix = (
         "chat_template_kwargs",
@@ -212,15 +232,26 @@ class ResponsesBody(ChatBody):
             content = encode([{"role": "user", "content": text}] if text else [])
         return super()._messages(content)
 
-    def wants_cache_key(self) -> bool:
-        return self.fields.get("prompt_cache_key", _NULL) == _NULL
+    def can_be_divided(self, passage: Passage) -> bool:
+        # The instructions are a text.
+        return super().can_be_divided(passage) and passage.place >= self._instructions()
+
+    def takes_front_mark(self, passage: Passage | None, form: MarkForm) -> bool:
+        _, place, _ = self._front(passage)
+        return place >= self._instructions() and super().takes_front_mark(passage, form)
+
+    def mark_front(self, passage: Passage | None, form: MarkForm) -> None:
+        if self.takes_front_mark(passage, form):
+            super().mark_front(passage, form)
 
     def _put_messages(self, messages: Sequence[Raw], places: Set[int]) -> None:
         was_text = decode(self.fields.get(self.messages_field, _NULL), str) is not None
         super()._put_messages(messages, places)
         only = messages[self._instructions() :]
         if was_text and len(only) == 1:
-            self.fields[self.messages_field] = msgspec.json.decode(only[0], type=Fields)["content"]
+            content = msgspec.json.decode(only[0], type=Fields)["content"]
+            if decode(content, str) is not None:
+                self.fields[self.messages_field] = content
 
 
 class MessagesBody(ChatBody):
@@ -255,10 +286,6 @@ def _put_parts(parts: list[Raw], passage: Passage, text: str) -> None:
     for number, (was, becomes) in enumerate(pairs, passage.number):
         if becomes != was:
             parts[number] = encode(msgspec.json.decode(parts[number], type=Fields) | {"text": becomes})
-
-
-def _chunk_part(part: dict[str, Any], chunk: Chunk, mark: Raw) -> dict[str, Any]:
-    return part | {"text": chunk.text} | ({"cache_control": mark} if chunk.marked else {})
 
 
 def _is_answer(raw: Raw) -> bool:

@@ -17,7 +17,8 @@ from ragorder.adapters.proxy.schema import NAMED, PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
-from ragorder.adapters.usage import AnswerLength
+from ragorder.adapters.usage import AnswerLength, read_usage
+from ragorder.clouds import read_cloud_usage
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
@@ -60,6 +61,7 @@ class OrderedRequest(SentRequest):
         self._answer_length = answer_length
         self._on_tbt = on_tbt
         self._reader: WholeReader | StreamReader | None = None
+        self._is_readable = False
 
     def take_body(self, received: bytes = b"") -> bytes:
         body, self._body = self._body, b""
@@ -84,9 +86,17 @@ class OrderedRequest(SentRequest):
         """The last event ends the request: its client may send the next one at once."""
         if self._reader is not None:
             self._reader.feed(chunk)
+            if self._reader.served:
+                self.readable()
             if self._reader.done:
                 self.complete = True
                 self.end()
+
+    def readable(self) -> None:
+        """The answer has begun: what the request writes into a cloud's cache can be read. Idempotent."""
+        if self._ordering is not None and not self._is_readable:
+            self._is_readable = True
+            self._ordering.readable()
 
     def end(self) -> None:
         """Idempotent."""
@@ -101,13 +111,15 @@ class OrderedRequest(SentRequest):
             # The prompt was computed and stays in the cache, whatever became of the answer.
             ordering.confirm()
             return
-        usage = reader.usage()
+        report = reader.report()
+        usage = read_usage(report)
         total_tokens = None
         if self._choices == 1:
             self._answer_length.learn(usage.completion_tokens)
             if usage.prompt_tokens is not None and usage.completion_tokens is not None:
                 total_tokens = usage.prompt_tokens + usage.completion_tokens
-        ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens)
+        counts = {} if ordering.cloud is None else {"written_tokens": read_cloud_usage(report).written_tokens}
+        ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens, **counts)
         if self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
             # A counter that fails must not fail the request.
             with suppress(Exception):
@@ -137,14 +149,14 @@ class RequestOrderer:
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         if parsed.error is not None:
             return CachedLengths(0, 1)
-        cached_tokens, documents_end = self._orderer.predict_cached_tokens(
+        cached_tokens, documents_end = self._of(parsed).predict_cached_tokens(
             parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens
         )
         return CachedLengths(cached_tokens, documents_end + parsed.suffix_tokens - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         """`upcoming` requests count if they have the same scope."""
-        orderer, body = self._orderer, parsed.body
+        orderer, body = self._of(parsed), parsed.body
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
         else:
@@ -174,7 +186,7 @@ class RequestOrderer:
                 if key is not None:
                     body.fields["prompt_cache_key"] = encode(key)
             choices = body.number("n")
-            content = parsed.render(permutation, marked_documents(ordering) if parsed.is_marked and not is_kept else ())
+            content = parsed.render(permutation, () if is_kept else _marked(parsed, ordering))
             return OrderedRequest(
                 content,
                 ordering,
@@ -189,6 +201,9 @@ class RequestOrderer:
             ordering.discard()
             raise
 
+    def _of(self, parsed: ParsedBody) -> OrdererLike:
+        return self._orderer if parsed.orderer is None else parsed.orderer
+
     def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
         """In tokens of the prompt; empty for estimated lengths."""
         if not self._exact or parsed.error is not None:
@@ -197,3 +212,20 @@ class RequestOrderer:
         gaps = parsed.gaps or [0] * (len(lengths) - 1)
         starts = accumulate(map(add, lengths, gaps), initial=parsed.prefix_tokens)
         return list(map(add, starts, lengths))
+
+
+def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
+    """The marks at a body's documents, which leave room for those at the ends of its turns."""
+    marks, cloud = parsed.marks, ordering.cloud
+    if marks is None:
+        return ()
+    if cloud is None:
+        return marked_documents(ordering)
+    room = max(0, marks.form.most - marks.turns)
+    places = [mark for mark in cloud.breakpoints if mark or marks.has_front]
+    # That of what can be read comes first, then those of what is written, the last first, then those in front of both.
+    resumed = cloud.resumed
+    places.sort(key=lambda mark: (mark != resumed, mark < resumed, mark if mark < resumed else -mark))
+    kept = sorted(places[:room])
+    cloud.keep_marks(kept)
+    return kept

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
 
-from ragorder.adapters.proxy.body import Body
+from ragorder.adapters.proxy.body import Body, Route
+from ragorder.adapters.proxy.marks import MarkForm
 from ragorder.document import Document
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
-__all__ = ["ParsedBody", "Route"]
+__all__ = ["BodyMarks", "ParsedBody", "Route"]
 
-Route = Literal["chat", "completions", "messages", "responses", "other"]
+
+@dataclass(frozen=True, slots=True)
+class BodyMarks:
+    """How a body is marked: `turns` marks stand at ends of a conversation's turns; mark 0, in front of the documents,
+    only if that `has_front`."""
+
+    form: MarkForm
+    turns: int = 0
+    has_front: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -21,11 +30,12 @@ class ParsedBody:
     """A body with documents. Lengths are in tokens.
 
     - `render` gives the body to send, by the rank of the document at each place, and the numbers of leading documents
-      behind which it is marked, if `is_marked`
+      behind which it is marked, if it takes `marks`
     - `suffix_tokens` follow the last document, `gaps` lie between them
     - `error`: the prefix could not be read
     - `choose` gives the permutation that is sent for an ordering
     - `named`: ranks of the last message's documents that are named instead of sent
+    - `orderer`: that of a cloud's model
     """
 
     body: Body
@@ -39,4 +49,5 @@ class ParsedBody:
     error: Exception | None = None
     choose: Callable[[Ordering[Document]], Sequence[int]] = attrgetter("permutation")
     named: Sequence[int] = ()
-    is_marked: bool = False
+    marks: BodyMarks | None = None
+    orderer: OrdererLike | None = None

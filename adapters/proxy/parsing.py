@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+from msgspec import Raw
 
+from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.body import BOUNDARY, Body, CompletionBody, Fields, Passage, PromptPrefix
+from ragorder.adapters.proxy.body import BOUNDARY, Body, CompletionBody, Fields, Passage, PromptPrefix, decode
 from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
-from ragorder.adapters.proxy.marks import MARK, chunks_of, may_be_marked
-from ragorder.adapters.proxy.parsed import ParsedBody, Route
+from ragorder.adapters.proxy.marks import MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route
 from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.scope import salt_of, scope_of
@@ -32,7 +34,7 @@ _TAG = b'"%s"' % FIELD.encode()
 
 
 class BodyParser:
-    """See `make_app`. `warn` gets each complaint once; bodies of the routes in `marks` are marked."""
+    """See `make_app`. `warn` gets each complaint once; `marks` are the routes whose bodies take cache_control."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class BodyParser:
         number_by_place: bool = False,
         repeated: RepeatedDocuments | None = None,
         marks: Collection[Route] = (),
+        clouds: CloudOrderers | None = None,
         on_passed: Callable[[str], None] | None = None,
     ) -> None:
         self._builder = builder
@@ -53,7 +56,7 @@ class BodyParser:
         self._send_facts = send_facts
         self._by_place = number_by_place
         self._repeated = repeated
-        self._marks = marks
+        self._marking = Marking(marks, clouds)
         self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
         self._ids = RenamedIds(warn)
         self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
@@ -87,14 +90,15 @@ class BodyParser:
                 raise HTTPError(400, message, code="no_documents_here", param=FIELD)
             return unread
         body = _BODIES[route](fields)
-        is_marked = route in self._marks and may_be_marked(content)
+        by = self._marking.of(route, decode(fields.get("model", Raw(b"null")), str), content)
+        body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
-            return self._read_tagged(body, is_marked=is_marked)
+            return self._read_tagged(body, by)
         if self._template is None:
             return "no_documents"
-        return self._find(body, content, self._template, is_marked=is_marked)
+        return self._find(body, content, self._template, by)
 
-    def _read_tagged(self, body: Body, *, is_marked: bool) -> ParsedBody:
+    def _read_tagged(self, body: Body, by: MarkedBy) -> ParsedBody:
         tagged = read_tagged(body.fields.pop(FIELD))
         prefix, salt = body.prefix(), salt_of(body, tagged.scope)
         if salt is not None:
@@ -104,14 +108,19 @@ class BodyParser:
         if shows_id and not self._by_place:
             self._ids.look(salt, ((each.id, each.text) for each in given))
 
+        marks = _body_marks(body, None, by, ends=())
+
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             shown = [given[rank] for rank in permutation]
             if self._by_place:
                 shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
             turn = self._builder.user_message(tagged.query, shown, permutation)
-            pieces = self._pieces(shown, turn) if is_marked else None
-            if pieces is not None and isinstance(body, ChatBody):
-                body.append_chunks(chunks_of(pieces, marked), MARK)
+            pieces = self._pieces(shown, turn) if marks is not None else None
+            if pieces is not None and marks is not None and isinstance(body, ChatBody):
+                if 0 in marked:
+                    body.mark_front(None, marks.form)
+                body.append_chunks(chunks_of(pieces, marked), marks.form)
+                body.fields |= marks.form.besides
             else:
                 body.append(turn)
             return msgspec.json.encode(body.fields)
@@ -124,7 +133,7 @@ class BodyParser:
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
             documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt)))
         parsed = self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix)
-        return replace(parsed, is_marked=is_marked)
+        return replace(parsed, marks=marks, orderer=by.orderer if by.form is None or marks is not None else None)
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
         """The turn, divided at its documents; None if escaping crosses their seams."""
@@ -135,9 +144,7 @@ class BodyParser:
         pieces[1::2] = texts
         return [*pieces, turn[sum(map(len, texts)) :]]
 
-    def _find(
-        self, body: Body, content: bytes, template: DocumentTemplate, *, is_marked: bool
-    ) -> ParsedBody | PassReason:
+    def _find(self, body: Body, content: bytes, template: DocumentTemplate, by: MarkedBy) -> ParsedBody | PassReason:
         named = None
         if self._repeated is not None and isinstance(body, ChatBody):
             named = self._repeated.name(body)
@@ -162,7 +169,8 @@ class BodyParser:
         if template.shows_id and not self._by_place:
             self._ids.look(salt, ((each.id, each.rest) for each in parts))
 
-        is_marked = is_marked and passage.nested is None
+        ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
+        marks = _body_marks(body, passage, by, ends, has_head=has_head(run.pieces))
         is_changed = self._send_facts or named is not None or body.wants_cache_key()
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
@@ -174,9 +182,13 @@ class BodyParser:
             text = "".join(pieces)
             if parsed.error is None and body.is_turn(passage):
                 self._turns.remember(parsed.scope, passage.text, text, permutation)
-            if is_marked and isinstance(body, ChatBody):
-                body.put_chunks(passage, chunks_of(pieces, marked), MARK)
-                body.mark_turn(MARK)
+            if marks is not None and isinstance(body, ChatBody):
+                form = marks.form
+                body.put_chunks(passage, chunks_of(pieces, marked, own_head=form.own_head), form)
+                if 0 in marked and not has_head(pieces):
+                    body.mark_front(passage, form)
+                body.mark_ends(ends, form)
+                body.fields |= form.besides
             elif text != passage.text:
                 body.put(passage, text)
             elif not is_changed:
@@ -190,7 +202,8 @@ class BodyParser:
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         suffix_tokens = self._tokens.suffix(passage.suffix(run.tail))
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
-        parsed = replace(parsed, is_marked=is_marked, named=named or ())
+        orderer = by.orderer if by.form is None or marks is not None else None
+        parsed = replace(parsed, marks=marks, orderer=orderer, named=named or ())
         if parsed.error is None and body.is_history(passage):
             return replace(parsed, choose=partial(self._turns.choose, parsed.scope, passage.text))
         return parsed
@@ -219,6 +232,15 @@ class BodyParser:
             tokens = self._tokens.prefix(body, prefix)
             self._prefixes.put(scope, tokens)
         return tokens
+
+
+def _body_marks(
+    body: Body, passage: Passage | None, by: MarkedBy, ends: Sequence[int], *, has_head: bool = False
+) -> BodyMarks | None:
+    """Of documents in a passage, or in a message that is appended."""
+    if by.form is None or not isinstance(body, ChatBody) or not (passage is None or body.can_be_divided(passage)):
+        return None
+    return BodyMarks(by.form, len(ends), has_head or body.takes_front_mark(passage, by.form))
 
 
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:

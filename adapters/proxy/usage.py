@@ -49,8 +49,12 @@ class WholeReader:
         else:
             self._chunks.clear()
 
+    def report(self) -> Any:
+        """The usage as it came."""
+        return member(decode(b"".join(self._chunks), object), "usage")
+
     def usage(self) -> ReportedUsage:
-        return read_usage(member(decode(b"".join(self._chunks), object), "usage"))
+        return read_usage(self.report())
 
     def tbt_s(self) -> float | None:
         """Unknown: all tokens came together."""
@@ -82,6 +86,9 @@ class StreamReader:
             self._last_s = self._clock()
             if not parts:
                 self._first_s = self._last_s
+
+    def report(self) -> Any:
+        return self._reported
 
     def usage(self) -> ReportedUsage:
         return read_usage(self._reported)

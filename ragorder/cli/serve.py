@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +18,17 @@ from click.core import ParameterSource
 from ragorder.cli.options import Command, build, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_options import ServeLimits, check_connections, check_keys, serve_options
-from ragorder.cli.serve_upstream import ROUTED, check_route, fleet_of, resumes_at_marks, server_of, warn
+from ragorder.cli.serve_upstream import ROUTED, check_route, cloud_of, fleet_of, server_of, warn
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.topic import Topics, checked_header
 
 if TYPE_CHECKING:
+    from ragorder.adapters.cloud_orderers import CloudOrderers
     from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
+    from ragorder.clouds import Provider
+    from ragorder.orderer import OrdererLike
 
 __all__ = ["serve"]
 
@@ -55,6 +60,8 @@ def serve(
     dedup: bool,
     dedup_text: str | None,
     marks: bool | None,
+    marks_ttl: str | None,
+    prices: str | None,
     document_template: str | None,
     question_template: str | None,
     tokenizer: str | None,
@@ -122,8 +129,12 @@ def serve(
     if not dedup and dedup_text is not None:
         raise click.UsageError("--dedup-text requires --dedup")
     repeated = _naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
-    if marks is None:
-        marks = any(map(resumes_at_marks, upstream))
+    provider: Provider | None = next(filter(None, map(cloud_of, upstream)), None)
+    marks = provider is not None if marks is None else marks
+    if marks_ttl is not None and not marks:
+        raise click.UsageError("--marks-ttl requires --marks")
+    clouds = None
+    asked_settings = settings
     if marks:
         # Such a cache holds what was marked: that it has less than was sent says nothing about its size.
         settings = settings.model_copy(update={"feedback": False})
@@ -135,6 +146,9 @@ def serve(
         orderer = Orderer(settings, **options) if shared_orders is None else _sharing(shared_orders, settings, options)
         return ObservedOrderer(orderer, [metrics], shadow=shadow)
 
+    if marks:
+        watched = partial(ObservedOrderer, watchers=[metrics], shadow=shadow)
+        clouds = _clouds(provider, marks_ttl, prices, asked_settings, watched)
     admission = None
     if limits.max_in_flight is not None:
         admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
@@ -164,7 +178,7 @@ def serve(
                         tiers=tiers,
                         profile=engine_settings["profile"],
                         budget_s=engine_settings["profile_budget_s"],
-                        routes=route,
+                        is_known=route or provider is not None,
                     )
                     for each in upstream
                 ]
@@ -181,6 +195,7 @@ def serve(
                 number_by_place=number_by_place,
                 repeated=repeated,
                 marks=marks,
+                clouds=clouds,
                 topic_header=topic_header or (ROUTED if route else None),
                 route=route,
                 on_passed=metrics.passed,
@@ -231,6 +246,28 @@ def _naming(template: DocumentTemplate | None, text: str | None, *, number_by_pl
         return RepeatedDocuments(template, **given({"reference": text}))
     except TemplateError as error:
         raise click.UsageError(f"{'--dedup' if text is None else '--dedup-text'}: {error}") from None
+
+
+def _clouds(
+    provider: Provider | None,
+    ttl: str | None,
+    prices: str | None,
+    settings: Settings,
+    wrap: Callable[[Orderer], OrdererLike],
+) -> CloudOrderers:
+    """Orderers of the models that clouds have. Raises click.UsageError."""
+    from ragorder.adapters.cloud_orderers import CloudOrderers
+    from ragorder.clouds.tables import PROVIDERS
+
+    if ttl is not None and provider is not None and ttl not in PROVIDERS[provider].TTLS:
+        known = ", ".join(PROVIDERS[provider].TTLS)
+        raise click.UsageError(f"--marks-ttl: {provider} has no life {ttl!r}, but {known}")
+    # A cloud has room for everything, for a time.
+    settings = settings.model_copy(update={"capacity_tokens": None})
+    try:
+        return CloudOrderers(provider, ttl=ttl, prices=prices, settings=settings, wrap=wrap)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--marks: {error}") from None
 
 
 def _sharing(url: str, settings: Settings, options: dict[str, Any]) -> Orderer:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ragorder.cli.fuse_stats import check_fits
 from ragorder.cli.options import ProfileSource, build, given, in_options, option, options_from, spelling, together
 from ragorder.cli.output import log_shown
 from ragorder.kernels.engine_settings import EngineSettings
@@ -89,6 +88,8 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = (
     "tokenizer",
     "tiers",
     "marks",
+    "marks_ttl",
+    "prices",
     "connect_timeout_s",
     "tries_timeout_s",
 )
@@ -171,6 +172,7 @@ def embedded(
 
 
 def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
+    from ragorder.cli.fuse_stats import check_fits
     from ragorder.kernels.engine import TieredEngine
     from ragorder.kernels.offload import BudgetError
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.cli.options import Choice, Count, ParamType, Size, option, options_from, section, spelling, together
 from ragorder.cli.serve_engine import engine_options
+from ragorder.clouds.prices import PRICES_VARIABLE
 from ragorder.kernels.policies import POLICIES
 from ragorder.settings import Settings
 from ragorder.topic import SECRET_VARIABLE
@@ -220,9 +221,25 @@ serve_options = together(
         option(
             "--marks/--no-marks",
             default=None,
-            help="The server resumes its cache only at marks (Anthropic's API): set cache_control behind the documents "
-            "of /v1/messages if the client sets none. Writing to such a cache costs more than not using it, so some "
-            "requests get none. [default: if the server is api.anthropic.com]",
+            help="The server resumes its cache only at marks (Anthropic's API, OpenAI's from GPT-5.6 on): set them "
+            "where they are expected to pay if the client sets none, by the rules of the request's model. Writing to "
+            "such a cache costs more than not using it, so some requests get none. [default: if the server is "
+            "api.anthropic.com, api.openai.com or api.deepseek.com]",
+        ),
+        option(
+            "--marks-ttl",
+            type=Choice(["5m", "1h", "30m"]),
+            help="With --marks: how long what is marked lives, for models that have this life. [default: the "
+            "provider's shortest]",
+        ),
+        option(
+            "--prices",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            envvar=PRICES_VARIABLE,
+            show_envvar=True,
+            help="With --marks: prices of input tokens, in TOML, for costs in money. [default: those of the package, "
+            "as of their date]",
         ),
         option(
             "--document-template",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from ragorder.cli.options import given, spelling
 from ragorder.cli.output import log_shown
 from ragorder.cli.serve_engine import Backend
 from ragorder.cli.serve_options import ORDER_SETTINGS
+from ragorder.clouds import Provider
 from ragorder.settings import Settings
 
 if TYPE_CHECKING:
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
     from ragorder.orderer import OrdererLike
 
-__all__ = ["ROUTED", "check_route", "fleet_of", "resumes_at_marks", "server_of", "warn"]
+__all__ = ["ROUTED", "check_route", "cloud_of", "fleet_of", "server_of", "warn"]
 
 ROUTED = "x-session-id"
 """The header of topics that most routers know."""
 
 _ASSUMED = "assumed"
-_ANTHROPIC = "api.anthropic.com"
+_CLOUDS: Mapping[str, Provider] = {
+    "api.anthropic.com": "anthropic",
+    "api.deepseek.com": "deepseek",
+    "api.openai.com": "openai",
+}
 # What finds documents stays: topics are theirs.
 _NOT_ROUTED = (
     "tiers",
@@ -39,6 +44,8 @@ _NOT_ROUTED = (
     "dedup",
     "dedup_text",
     "marks",
+    "marks_ttl",
+    "prices",
     "document_template",
     "question_template",
     *ORDER_SETTINGS,
@@ -57,12 +64,12 @@ def check_route(context: click.Context) -> None:
         raise click.UsageError("--route has one --upstream, the router, which knows the replicas")
 
 
-def resumes_at_marks(upstream: str) -> bool:
-    """Whether the server is known to resume its cache only at marks."""
+def cloud_of(upstream: str) -> Provider | None:
+    """The provider whose own server this is."""
     try:
-        return urlsplit(upstream).hostname == _ANTHROPIC
+        return _CLOUDS.get(urlsplit(upstream).hostname or "")
     except ValueError:
-        return False
+        return None
 
 
 def server_of(
@@ -75,11 +82,12 @@ def server_of(
     tiers: bool,
     profile: object,
     budget_s: float | None,
-    routes: bool,
+    is_known: bool,
 ) -> Backend:
-    """One server, whose metrics complete the settings, or a router. Raises AddressError."""
+    """One server, whose metrics complete the settings, or one that has none (`is_known`): a router, or a cloud. Raises
+    AddressError."""
     how = {"upstream": upstream, "upstream_api_key": api_key, "send_facts": tiers}
-    if routes:
+    if is_known:
         return Backend(settings, tokenizer, how, _ASSUMED)
     if tiers and profile in (None, "auto"):
         settings = settings.model_copy(

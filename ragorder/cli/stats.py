@@ -14,6 +14,7 @@ from ragorder.cli.options import Command, Rate, option
 from ragorder.cli.output import show_figures, watch_options
 
 if TYPE_CHECKING:
+    from ragorder.adapters.observing.costs import CostStats
     from ragorder.adapters.observing.stats import Stats
 
 __all__ = ["stats"]
@@ -99,6 +100,12 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
     if read.prediction_error_tokens is not None:
         bias = f"bias {read.prediction_bias_tokens:+,.1f}"
         table.add_row("predictions off by", f"{read.prediction_error_tokens:,.1f}", f"tokens a request, {bias}")
+    if read.cost is not None:
+        table.add_row("cost of prompts", f"{100 * read.cost.share:.1f} %", _cost_words(read.cost, read.shadow))
+        if read.cost.money is not None and read.cost.saved_money is not None:
+            money = f"{read.cost.money:,.2f} {read.cost.currency}"
+            said = f"{read.cost.saved_money:,.2f} less than without a cache; prices of {read.cost.prices_date}"
+            table.add_row("", money, said)
     times = f"p99 {read.order_us['p99']:,.0f}"
     table.add_row("order time", f"{read.order_us['p50']:,.0f} µs", f"p50; {times}")
     table.add_row("documents moved by", f"{read.displacement_mean:.2f}", "positions, mean")
@@ -106,6 +113,14 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
     fallbacks = Text(f"{read.fallbacks:,}", "red" if read.fallbacks else "")
     table.add_row("fallbacks", fallbacks, "requests left in retrieval order after an internal error")
     return Group(_verdict(read, prefill_rate), Text(), table)
+
+
+def _cost_words(cost: CostStats, shadow: bool) -> str:
+    said = "of what they cost without a cache"
+    if cost.other_tokens is None or not cost.uncached_tokens:
+        return said
+    other = "ragorder's order" if shadow else "retrieval order"
+    return f"{said}; in {other} {100 * cost.other_tokens / cost.uncached_tokens:.1f} %, predicted"
 
 
 def _verdict(read: Stats, prefill_rate: float | None) -> Text:

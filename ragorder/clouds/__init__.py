@@ -14,10 +14,12 @@
 """
 
 from ragorder.clouds.cost import Cost
+from ragorder.clouds.hybrid import hybrid_rules
 from ragorder.clouds.parts import PromptParts, anthropic_content, bedrock_content, openai_content
 from ragorder.clouds.prices import Prices
 from ragorder.clouds.request import CloudModel, CloudRequest
 from ragorder.clouds.tables import Provider, cache_rules
+from ragorder.clouds.turns import HistoryMark, TurnMarks, TurnParts
 from ragorder.clouds.usage import CloudUsage, read_cloud_usage
 from ragorder.trie.cache_rules import CacheRules, UsageFields
 
@@ -27,13 +29,17 @@ __all__ = [
     "CloudRequest",
     "CloudUsage",
     "Cost",
+    "HistoryMark",
     "Prices",
     "PromptParts",
     "Provider",
+    "TurnMarks",
+    "TurnParts",
     "UsageFields",
     "anthropic_content",
     "bedrock_content",
     "cache_rules",
+    "hybrid_rules",
     "openai_content",
     "read_cloud_usage",
 ]

@@ -8,16 +8,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["PromptParts", "anthropic_content", "bedrock_content", "openai_content"]
+__all__ = [
+    "Part",
+    "PromptParts",
+    "anthropic_content",
+    "bedrock_content",
+    "cache_control",
+    "cache_options",
+    "cache_point",
+    "openai_content",
+    "prompt_cache_breakpoint",
+]
 
 Part = dict[str, Any]
 
 
+def cache_control(ttl: str | None = None) -> Part:
+    """A mark of Anthropic's Messages API, as a field of a part."""
+    return {"cache_control": {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}}
+
+
+def prompt_cache_breakpoint() -> Part:
+    """A mark of OpenAI's APIs, as a field of a part."""
+    return {"prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def cache_options(ttl: str | None = None) -> Part:
+    """The field of a body of OpenAI's APIs in which no mark is set but those of its parts."""
+    options = {"mode": "explicit"} if ttl is None else {"mode": "explicit", "ttl": ttl}
+    return {"prompt_cache_options": options}
+
+
+def cache_point(ttl: str | None = None) -> Part:
+    """A mark of Bedrock's Converse, a part of its own."""
+    # The default life is left out: earlier versions of boto3 do not know the word.
+    return {"cachePoint": {"type": "default"} if ttl in (None, "5m") else {"type": "default", "ttl": ttl}}
+
+
 def anthropic_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
     """For `messages[…].content` or `system` of the Messages API."""
-    control: Part = {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}
     return [
-        {"type": "text", "text": text, "cache_control": dict(control)} if marked else {"type": "text", "text": text}
+        {"type": "text", "text": text} | (cache_control(ttl) if marked else {})
         for text, marked in _marked(texts, marks)
     ]
 
@@ -25,22 +56,18 @@ def anthropic_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str 
 def openai_content(texts: Sequence[str], marks: Sequence[int] = (), type: str = "text") -> list[Part]:
     """For `messages[…].content` of Chat Completions, or with `type="input_text"` for Responses."""
     return [
-        {"type": type, "text": text, "prompt_cache_breakpoint": {"mode": "explicit"}}
-        if marked
-        else {"type": type, "text": text}
+        {"type": type, "text": text} | (prompt_cache_breakpoint() if marked else {})
         for text, marked in _marked(texts, marks)
     ]
 
 
 def bedrock_content(texts: Sequence[str], marks: Sequence[int] = (), ttl: str | None = None) -> list[Part]:
     """For `messages[…].content` or `system` of Converse: marks are parts of their own."""
-    # The default life is left out: earlier versions of boto3 do not know the word.
-    point: Part = {"type": "default"} if ttl in (None, "5m") else {"type": "default", "ttl": ttl}
     parts: list[Part] = []
     for text, marked in _marked(texts, marks):
         parts.append({"text": text})
         if marked:
-            parts.append({"cachePoint": dict(point)})
+            parts.append(cache_point(ttl))
     return parts
 
 
@@ -108,8 +135,7 @@ class PromptParts:
         messages.append({"role": "user", "content": openai_content(self.texts(), self.behind)})
         if not self.explicit:
             return {"messages": messages}
-        options = {"mode": "explicit"} if self.ttl is None else {"mode": "explicit", "ttl": self.ttl}
-        return {"messages": messages, "prompt_cache_options": options}
+        return {"messages": messages} | cache_options(self.ttl)
 
     def bedrock(self) -> dict[str, Any]:
         """Arguments of Bedrock's `converse`."""

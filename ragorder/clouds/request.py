@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Protocol
 
 from ragorder.clouds.cost import Cost
 from ragorder.clouds.prices import Prices
+from ragorder.clouds.turns import TurnMarks
 from ragorder.trie.cache_rules import CacheRules
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency import CacheReport, MarkPlan
 
-__all__ = ["CloudModel", "CloudRequest"]
+__all__ = ["CloudModel", "CloudRequest", "RequestMirror"]
+
+_MAX_TOKENS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +32,55 @@ class CloudModel:
         return None if self.prices is None or self.name is None else self.prices.of(self.name)
 
 
+class RequestMirror(Protocol):
+    """What is known of the cache is told what a request does. Its methods never wait."""
+
+    def publish(self) -> None:
+        """The first token is there."""
+
+    def keep_marks(self, breakpoints: Collection[int]) -> None:
+        """Of its marks it has these alone."""
+
+
 class CloudRequest:
-    """A request's part of an `Ordering`. `publish` is called at its first token."""
+    """A request's part of an `Ordering`: `turn` of one in a conversation."""
 
-    __slots__ = ("_plan", "_publish", "model")
+    __slots__ = ("_mirror", "_plan", "_turn", "model")
 
-    def __init__(self, model: CloudModel, plan: MarkPlan, publish: Callable[[], None]) -> None:
+    def __init__(self, model: CloudModel, plan: MarkPlan, mirror: RequestMirror, turn: TurnEnd | None = None) -> None:
         self.model = model
         self._plan = plan
-        self._publish = publish
+        self._mirror = mirror
+        self._turn = turn
 
     @property
     def breakpoints(self) -> Sequence[int]:
-        return self._plan.breakpoints
+        if self._turn is None:
+            return self._plan.breakpoints
+        marks = self.turn_marks
+        return (0, *marks.documents) if marks.system else marks.documents
+
+    @property
+    def turn_marks(self) -> TurnMarks:
+        """The marks of a turn, of which `breakpoints` are those at its documents."""
+        if self._turn is None:
+            marks = self._plan.breakpoints
+            return TurnMarks(system=0 in marks, documents=tuple(mark for mark in marks if mark))
+        turn = self._turn
+        return TurnMarks.of(self._plan.breakpoints, turn.sizes, turn.documents - turn.history)
+
+    @property
+    def resumed(self) -> int:
+        """The mark at which the request is expected to resume; -1 if at none."""
+        return self._plan.resumed
+
+    def keep_marks(self, breakpoints: Collection[int]) -> None:
+        """Of its `breakpoints` the request, which is no turn, is sent with these alone."""
+        if set(self._plan.breakpoints) - set(breakpoints):
+            self._mirror.keep_marks(breakpoints)
 
     def readable(self) -> None:
-        self._publish()
+        self._mirror.publish()
 
     def report(self, cached_tokens: float | None, written_tokens: float | None, prompt_tokens: float | None) -> None:
         self._plan.report = CacheReport(_count(cached_tokens), _count(written_tokens), _count(prompt_tokens))
@@ -67,4 +105,4 @@ def _count(tokens: object) -> float | None:
     """None for what is no number of tokens."""
     if isinstance(tokens, bool) or not isinstance(tokens, int | float):
         return None
-    return float(tokens) if isfinite(tokens) and tokens >= 0 else None
+    return float(tokens) if isfinite(tokens) and 0 <= tokens < _MAX_TOKENS else None

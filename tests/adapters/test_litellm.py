@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,6 +23,7 @@ from support.cloud import CACHED, COMPLETION, PROMPT, Cloud
 from support.serving_app import serving
 from support.waiting import eventually
 
+from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, RepeatedDocuments
 from ragorder.adapters.litellm import callback as module
 
@@ -257,3 +259,58 @@ class TestOutcomes:
 async def wait_for(condition: Callable[[], object]) -> None:
     """LiteLLM reports in tasks of its own."""
     assert await asyncio.to_thread(eventually, condition)
+
+
+class TestClouds:
+    """Marks by the rules of a request's model."""
+
+    LONG: ClassVar = {name: f"{name} is a document about {name}. " * 80 for name in "abcd"}
+
+    def chat(self, names: str, model: str) -> dict[str, Any]:
+        text = "\n".join(TEMPLATE.format(id=name, text=self.LONG[name]) for name in names)
+        return {
+            "model": model,
+            "messages": [{"role": "system", "content": "Be brief. " * 300}, user(f"{text}\nWhich?")],
+        }
+
+    @pytest.mark.parametrize(
+        ("model", "field"),
+        [("anthropic/claude-opus-5", "cache_control"), ("openai/gpt-5.6", "prompt_cache_breakpoint")],
+    )
+    async def test_are_set_where_they_are_read(self, model: str, field: str, orderer: RecordingOrderer) -> None:
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), clouds=CloudOrderers())
+        for names in ("abc", "cba"):
+            ordered = await hook(callback, self.chat(names, model))
+            usage = {"prompt_tokens": 3000, "completion_tokens": 5, "cache_read_input_tokens": 0}
+            await callback.async_log_success_event(ordered, {"usage": usage}, None, None)
+        assert 0 < json.dumps(ordered["messages"]).count(f'"{field}"') <= 4
+        assert ("prompt_cache_options" in ordered) == (field != "cache_control")
+        assert not orderer.finished, "the models' own orderers have them"
+
+    async def test_those_of_the_configuration_stay(self, orderer: RecordingOrderer) -> None:
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), clouds=CloudOrderers())
+        points = [{"location": "message", "role": "system"}]
+        for _ in range(2):
+            data = {**self.chat("abc", "claude-opus-5"), "cache_control_injection_points": points}
+            ordered = await hook(callback, data)
+            assert ordered["messages"] == data["messages"]
+
+    async def test_others_read_from_the_first_token_of_a_stream_on(self, orderer: RecordingOrderer) -> None:
+        clouds = CloudOrderers()
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), clouds=clouds)
+        ordered = await hook(callback, self.chat("abc", "claude-opus-5"))
+        found = clouds.of("claude-opus-5")
+        assert found is not None
+        sent = callback._pending[ordered["litellm_call_id"]]
+        plan = sent._ordering.cloud._plan  # type: ignore[union-attr]
+        opening = {"choices": [{"delta": {"role": "assistant"}}]}
+        chunks = [opening, {"choices": [{"delta": {"content": "yes"}}]}, {"choices": []}]
+
+        async def stream() -> AsyncIterator[Any]:
+            for chunk in chunks:
+                yield chunk
+
+        passed = callback.async_post_call_streaming_iterator_hook(None, stream(), ordered)
+        seen = [(chunk, plan.readable) async for chunk in passed]
+        assert [chunk for chunk, _ in seen] == chunks
+        assert [readable for _, readable in seen] == [False, True, True]

@@ -1468,3 +1468,25 @@ class TestClouds:
         assert answer.written_tokens == 2400
         assert answer.ordering.cost is not None and answer.ordering.cost.written_tokens == 2400
         assert again.ordering.cached_tokens > 0
+
+    def test_turns_of_a_conversation_have_marks(self, server: ScriptedServer) -> None:
+        builder = PromptBuilder("Be brief.")
+        documents = [Document(f"d{number}", f"{number} " * 1600) for number in range(4)]
+        orderer = Orderer.for_cloud("openai", model="gpt-5.6", builder=builder, strict=True)
+        written = usage(2500, prompt_tokens_details={"cached_tokens": 0, "cache_write_tokens": 2400})
+        server.plays(Response([ROLE, chat("Hi"), STOP, written]))
+        with openai.OpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=60) as client:
+            talk = OrderedClient(client, model="gpt-5.6", orderer=orderer, builder=builder).conversation()
+            talk.ask(QUERY, documents[:2])
+            talk.ask("And there?", documents[2:])
+        first, second = server.requests
+        assert first["prompt_cache_options"] == second["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+        ends = [
+            message["content"][-1] for message in (first["messages"][1], second["messages"][1], second["messages"][3])
+        ]
+        assert all("prompt_cache_breakpoint" in part for part in ends), (
+            "where this turn resumes, and where the next does"
+        )
+        plain = [part | {"prompt_cache_breakpoint": None} for part in first["messages"][1]["content"]]
+        assert [part | {"prompt_cache_breakpoint": None} for part in second["messages"][1]["content"]] == plain
+        assert "prompt_cache_breakpoint" not in json.dumps(talk.messages)

@@ -1876,6 +1876,7 @@ class TestServeOptions:
             (["--marks"], True),
             (["--upstream", "https://api.anthropic.com"], True),
             (["--upstream", "https://api.anthropic.com/v1", "--no-marks"], False),
+            (["--upstream", "https://api.openai.com/v1"], True),
             (["--upstream", "https://api.anthropic.com.example.org"], False),
         ],
     )
@@ -1884,6 +1885,29 @@ class TestServeOptions:
         assert served.options["marks"] is marks
         # What such a cache lacks was not marked, which says nothing about its size.
         assert served.orderer.settings.feedback is not marks
+        assert (served.options["clouds"] is not None) is marks
+
+    def test_marks_of_a_known_cloud_are_by_its_rules(self, serving: Callable[..., Served], tmp_path: Path) -> None:
+        prices = tmp_path / "prices.toml"
+        prices.write_text('date = "2027-01-01"\n[per_million]\n"claude-opus-5" = 7\n', "utf-8")
+        served = serving("--upstream", "https://api.anthropic.com", "--marks-ttl", "1h", "--prices", str(prices))
+        found = served.options["clouds"].of("claude-opus-5")
+        assert (found.provider, found.rules.ttl) == ("anthropic", "1h")
+        cost = found.orderer.order([Document("a", "x" * 9000)]).cost
+        assert (cost.price, cost.prices_date) == (7.0, "2027-01-01")
+        assert served.options["clouds"].of("gpt-5.6") is None
+        assert "Warning: the size" not in served.result.stderr, "it has no such metrics"
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--marks-ttl", "1h"], "--marks-ttl requires --marks"),
+            (["--upstream", "https://api.openai.com", "--marks-ttl", "1h"], "openai has no life"),
+            (["--marks", "--prices", "absent.toml"], "absent.toml"),
+        ],
+    )
+    def test_marks_that_cannot_be(self, options: list[str], said: str, serving: Callable[..., Served]) -> None:
+        assert said in " ".join(self.refusal(serving(*options)).split())
 
     def test_without_templates_the_builders_own_count(self, serving: Callable[..., Served]) -> None:
         served = serving()

@@ -194,12 +194,13 @@ class TestOrders:
         assert orderer.tree_size == 0
         assert orderer.order(DOCUMENTS).cached_tokens == 0
 
-    def test_turns_of_conversations_get_no_marks(self) -> None:
+    def test_turns_of_conversations_are_beside_other_requests(self) -> None:
+        """tests/core/test_cloud_turns.py has their marks."""
         orderer, _, _ = make()
         serve(orderer, DOCUMENTS)
         for behind in ([], [Segment("hello", 50)]):
             ordering = orderer.order(DOCUMENTS, behind=behind)
-            assert (ordering.breakpoints, ordering.cached_tokens, ordering.cost) == ((), 0, None)
+            assert ordering.breakpoints and len(ordering.breakpoints) <= 4 if not behind else ordering.cost
             ordering.confirm(0)
         assert orderer.order(DOCUMENTS).cached_tokens > 0
         assert orderer.fallbacks == 0

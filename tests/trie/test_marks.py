@@ -16,7 +16,7 @@ from ragorder.trie.cache_rules import CacheRules
 from ragorder.trie.mark_choice import MarkChoice, best_marks
 from ragorder.trie.mark_rates import MarkRates, WriteBudget, cell_of
 from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import CacheReport, Lease, MarkedFeedback, MarksResidency, Pool
+from ragorder.trie.residency import CacheReport, JunctionsResidency, Lease, MarkedFeedback, MarksResidency, Pool
 from ragorder.trie.search import ranks_on_path
 from ragorder.trie.search.marked import MarkedPathSearch
 
@@ -58,7 +58,8 @@ class Marks(MarkChoice):
 def make(rules: CacheRules = RULES, *marks: int, max_nodes: int = 1000) -> tuple[MarksResidency, Clock]:
     clock = Clock()
     choice = Marks(rules, *marks) if marks else MarkChoice(rules, MarkRates(rules.ttl_s), WriteBudget())
-    return MarksResidency(MarkedTree(SYSTEM, rules), Pool(None, 1, max_nodes), choice, clock), clock
+    resides = JunctionsResidency if rules.resume == "junctions" else MarksResidency
+    return resides(MarkedTree(SYSTEM, rules), Pool(None, 1, max_nodes), choice, clock), clock
 
 
 def start(residency: MarksResidency, documents: str) -> Lease:
@@ -136,6 +137,19 @@ class TestResidency:
             clock.now += 299
         assert start(residency, "ab").cached_tokens
         clock.now += 301
+        assert start(residency, "ab").cached_tokens == 0
+
+    def test_a_clock_that_goes_back_makes_nothing_younger_or_older(self) -> None:
+        residency, clock = make(RULES, 2)
+        serve(residency, "ab")
+        clock.now += 200
+        residency.refresh()
+        for reading in (float("nan"), float("inf"), 1200.0, -2800.0):
+            clock.now = reading
+            assert start(residency, "ab").cached_tokens
+        clock.now += 99
+        assert start(residency, "ab").cached_tokens
+        clock.now += 2
         assert start(residency, "ab").cached_tokens == 0
 
     def test_nodes_leave_the_tree_with_the_last_mark_below_them(self) -> None:
@@ -272,6 +286,73 @@ class TestIntervals:
         assert start(residency, "abc").cached_tokens, "a provider that takes nothing for writing reports no writes"
 
 
+class TestJunctions:
+    """Of hybrid models: measured on vLLM by tests/adapters/test_vllm_hybrid.py."""
+
+    RULES = CacheRules(
+        "test", resume="junctions", interval_tokens=256, marks=0, ttl_s=float("inf"), write=1.0, readable="start"
+    )
+
+    def test_resume_where_an_earlier_prompt_ended(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        lease = start(residency, "abc")
+        assert lease.cached_tokens == (SYSTEM + 3 * TOKENS + SUFFIX - 1) // 256 * 256 == 1536
+        residency.release(lease)
+        assert start(residency, "abcd").cached_tokens == 1536
+        check(residency)
+
+    def test_where_two_have_parted_the_third_resumes(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        found = []
+        for documents in ("abx", "aby", "abz"):
+            lease = start(residency, documents)
+            found.append(lease.cached_tokens)
+            residency.release(lease)
+        assert found == [0, 1024, 1024], "the multiple of 256 below 1,100"
+        check(residency)
+
+    def test_what_is_shared_below_an_interval_is_never_kept(self) -> None:
+        residency, _ = make(replace(self.RULES, interval_tokens=640))
+        for documents in ("ab", "ac", "ad"):
+            lease = start(residency, documents)
+            assert lease.cached_tokens == 0
+            residency.release(lease)
+
+    def test_a_request_joins_what_others_have_computed(self) -> None:
+        """So that there is a junction."""
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        node = MarkedPathSearch().find(residency.tree, {"x": 0, "b": 1, "a": 2})
+        assert (node.key, residency.tree.resumable(node)) == ("b", 0)
+
+    def test_what_is_evicted_is_forgotten_with_its_states(self) -> None:
+        residency, _ = make(self.RULES, max_nodes=40)
+        rng = random.Random(0)
+        for _ in range(300):
+            serve(residency, "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 3)))
+            assert set(residency.tree.states) <= set(residency.tree.walk())
+        assert residency.tree.size <= 40
+
+    def test_a_state_that_is_not_found_is_gone(self) -> None:
+        residency, _ = make(self.RULES)
+        feedback = MarkedFeedback(residency)
+        for documents in ("abc", "abd"):
+            serve(residency, documents)
+        feedback.release(start(residency, "abc"), 0)
+        assert start(residency, "abc").cached_tokens == 1536, "it has computed it anew"
+        assert start(residency, "abx").cached_tokens == 0
+
+    def test_a_copy_has_its_own(self) -> None:
+        residency, _ = make(self.RULES)
+        serve(residency, "abc")
+        copy = residency.copy()
+        assert start(copy, "abc").cached_tokens == 1536
+        serve(copy, "xyz")
+        assert start(residency, "xyz").cached_tokens == 0
+
+
 class TestReports:
     def make(self, *marks: int) -> tuple[MarksResidency, MarkedFeedback]:
         residency, _ = make(RULES, *marks)
@@ -305,6 +386,35 @@ class TestReports:
         serve(residency, "abc")
         feedback.release(start(residency, "abc"), SYSTEM + 3 * TOKENS - 50)
         assert start(residency, "abc").cached_documents == 3
+
+    def test_a_prompt_that_is_counted_without_what_was_found_costs_what_was_found(self) -> None:
+        residency, feedback = self.make(3)
+        serve(residency, "abc")
+        lease = start(residency, "abc")
+        plan = residency.plans[lease]
+        plan.report = CacheReport(1600, 0, 40)
+        assert plan.tokens == (1600, 1600, 0)
+        feedback.release(lease, 1600)
+
+    def test_a_request_that_has_fewer_marks_than_planned_leaves_no_others(self) -> None:
+        residency, _ = make(RULES, 1, 3)
+        lease = start(residency, "abc")
+        balance = residency.choice.budget.balance
+        residency.keep_marks(lease, [1])
+        assert residency.choice.budget.balance > balance
+        assert residency.plans[lease].written_tokens == SYSTEM + TOKENS
+        residency.release(lease)
+        assert start(residency, "abc").cached_documents == 1
+        check(residency)
+
+    def test_nor_does_it_resume_where_it_has_none(self) -> None:
+        residency, _ = make(RULES, 3)
+        serve(residency, "abc")
+        lease = start(residency, "abc")
+        residency.keep_marks(lease, [])
+        assert (lease.cached_tokens, residency.plans[lease].depths) == (0, [])
+        residency.release(lease)
+        assert start(residency, "abc").cached_documents == 3, "what lives goes on living"
 
     def test_what_it_costs_more_than_was_thought_is_not_spent_again(self) -> None:
         residency, feedback = self.make(3)
@@ -401,6 +511,42 @@ class TestChoice:
         assert len(choice.choose(keys, ends, -1, (), 10_140, 0.0)) <= 4
         marks = choice.choose(keys, ends, 10_000, (5, 9), 10_140, 1.0)
         assert marks[-1] == 10_000 and len(marks) <= 4
+
+    def test_of_one_mark_that_is_found_from_behind_it_a_deeper_one_is_written(self) -> None:
+        choice = self.choice(replace(RULES, marks=1, lookback_parts=20, minimum_tokens=SYSTEM))
+        self.choose(choice, "abc")
+        assert self.choose(choice, "abc", 0, 1.0) == (3,)
+
+    def test_the_only_mark_moves_on_where_that_saves_more_than_reading_now(self) -> None:
+        rules = replace(RULES, marks=1, minimum_tokens=SYSTEM)
+        choice = self.choice(rules)
+        for now in range(8):
+            marks = self.choose(choice, "abc", 0, float(now))
+        assert marks == (3,)
+        choice = self.choice(rules)
+        moved = [self.choose(choice, "abc", 2, float(now)) for now in range(8)]
+        assert moved[0] == (2,), "it has more to lose than to gain"
+        assert moved[-1] == (3,)
+
+    @pytest.mark.parametrize("lookback_parts", [1, 2, 3, 20])
+    @pytest.mark.parametrize("marks", [1, 2, 3, 4])
+    def test_what_is_written_can_be_found_again(self, marks: int, lookback_parts: int) -> None:
+        rules = replace(RULES, marks=marks, lookback_parts=lookback_parts)
+        rng = random.Random(0)
+        residency, clock = make(rules)
+        read = 0
+        for _ in range(400):
+            clock.now += rng.expovariate(1 / 5)
+            lease = start(residency, "".join(rng.sample("abcdef", rng.randrange(1, 6))))
+            plan = residency.plans[lease]
+            assert len(plan.breakpoints) <= marks
+            if lease.cached_tokens:
+                assert any(plan.resumed <= mark < plan.resumed + lookback_parts for mark in plan.breakpoints)
+                assert lease.cached_tokens == lease.path[plan.resumed].end
+                read += lease.cached_tokens > SYSTEM + TOKENS
+            residency.release(lease)
+            check(residency)
+        assert read > 20, "deeper entries are written"
 
     def test_marks_that_live_are_renewed_where_there_is_room(self) -> None:
         choice = self.choice()

@@ -5,9 +5,11 @@ from ragorder.trie.residency.blocks import EngineBlocks
 from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.followed import FollowedPool
+from ragorder.trie.residency.junctions import JunctionsResidency
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
-from ragorder.trie.residency.marks import CacheReport, MarkedFeedback, MarkPlan, MarksResidency, RequestTokens
+from ragorder.trie.residency.mark_plan import CacheReport, MarkPlan, RequestTokens
+from ragorder.trie.residency.marks import MarkedFeedback, MarksResidency
 from ragorder.trie.residency.places import Loads, Place, Places
 from ragorder.trie.residency.pool import Pool
 
@@ -17,6 +19,7 @@ __all__ = [
     "EventsResidency",
     "FeedbackResidency",
     "FollowedPool",
+    "JunctionsResidency",
     "LRUResidency",
     "LearnedLengths",
     "Lease",

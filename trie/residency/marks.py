@@ -2,94 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from math import inf, isfinite
 
+from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mark_choice import MarkChoice
 from ragorder.trie.marked_tree import MarkedTree
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lengths import ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
+from ragorder.trie.residency.mark_plan import MarkPlan, RequestTokens
 from ragorder.trie.residency.pool import Pool, UseEntry
 from ragorder.trie.tree import Node
 
-__all__ = ["CacheReport", "MarkPlan", "MarkedFeedback", "MarksResidency", "RequestTokens"]
+__all__ = ["MarkedFeedback", "MarksResidency"]
 
 _ESTIMATES_EXCEED = 4 / 3
 # Providers wrap each part of a prompt in tokens of their own.
 _TOLERANCE_TOKENS = 64
 _TOLERANCE = 0.02
-
-
-class CacheReport(NamedTuple):
-    """What a provider reports of a request; None: not reported."""
-
-    cached_tokens: float | None = None
-    written_tokens: float | None = None
-    prompt_tokens: float | None = None
-
-
-class RequestTokens(NamedTuple):
-    """Of `prompt` tokens, those read from the cache and those written into it."""
-
-    prompt: float
-    cached: float
-    written: float
-
-
-class MarkPlan:
-    """The marks of a request in flight.
-
-    `breakpoints`: documents in front of each mark to set. `depths`: all that live afterwards. Predicted are
-    `cached_tokens`, `written_tokens` behind them, and `prompt_tokens`, of which the answer's expected tokens are none.
-    """
-
-    __slots__ = (
-        "breakpoints",
-        "cached_tokens",
-        "depths",
-        "prompt_tokens",
-        "readable",
-        "report",
-        "started_s",
-        "written_tokens",
-    )
-
-    def __init__(
-        self,
-        breakpoints: tuple[int, ...],
-        depths: Sequence[int],
-        cached_tokens: int,
-        written_tokens: int,
-        prompt_tokens: int,
-        started_s: float,
-    ) -> None:
-        self.breakpoints = breakpoints
-        self.depths = depths
-        self.cached_tokens = cached_tokens
-        self.written_tokens = written_tokens
-        self.prompt_tokens = prompt_tokens
-        self.started_s = started_s
-        self.readable = False
-        self.report = CacheReport()
-
-    @property
-    def tokens(self) -> RequestTokens:
-        """As reported, else as predicted."""
-        cached, written, prompt = self.report
-        prompt = float(self.prompt_tokens) if prompt is None else prompt
-        if cached is None:
-            cached = min(float(self.cached_tokens), prompt)
-        if written is None:
-            # It writes up to the same mark, wherever it resumed.
-            written = float(self.cached_tokens + self.written_tokens) - cached if self.breakpoints else 0.0
-        return RequestTokens(prompt, cached, max(0.0, min(written, prompt - cached)))
-
-    @property
-    def predicted(self) -> RequestTokens:
-        return RequestTokens(self.prompt_tokens, self.cached_tokens, self.written_tokens)
+_LIKE = 0.3
 
 
 class MarksResidency(LRUResidency):
@@ -99,7 +32,7 @@ class MarksResidency(LRUResidency):
 
     A request's marks live from its first token (`publish`) on, for a time that begins with the request and that later
     requests on them renew. Nodes leave the tree with the last mark below them. `choice` says which marks a request
-    sets; `clock()` is in seconds.
+    sets; `clock()` is in seconds, and a step back of it is no time that passes.
     """
 
     def __init__(self, tree: MarkedTree, pool: Pool, choice: MarkChoice, clock: Callable[[], float]) -> None:
@@ -109,13 +42,14 @@ class MarksResidency(LRUResidency):
         self.choice = choice
         self.plans: dict[Lease, MarkPlan] = {}
         self._clock = clock
+        self._behind_s = 0.0
         self._remove = self._evict = self._leave
 
     def copy(self) -> MarksResidency:
         """An independent residency at the time of the last `refresh`."""
         tree, copies = self.marked.copy()
         now = tree.now
-        mirror = MarksResidency(tree, self.pool, self.choice.copy(), lambda: now)
+        mirror = type(self)(tree, self.pool, self.choice.copy(), lambda: now)
         mirror.used_blocks = self.used_blocks
         mirror.pool = self.pool.copy(self, mirror, copies)
         return mirror
@@ -127,7 +61,7 @@ class MarksResidency(LRUResidency):
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
         tree = self.marked
-        now = tree.now = self._clock()
+        now = tree.now = self._read_clock()
         marks = tree.marks
         while marks:
             node, until = next(iter(marks.items()))
@@ -140,48 +74,31 @@ class MarksResidency(LRUResidency):
     def lease(
         self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
     ) -> Lease:
-        tree, rules = self.marked, self.rules
-        depth, cached_tokens = -1, 0
-        live = []
-        for place, node in enumerate(path):
-            if found := tree.resumable(node):
-                depth, cached_tokens = place, found
-                live.append(place)
-        prompt_tokens = path[-1].end + max(0, suffix_tokens - answer_tokens)
-        breakpoints: tuple[int, ...] = ()
-        written_tokens = 0
-        if rules.resume == "interval":
-            depths: Sequence[int] = range(len(path))
-        else:
-            keys, ends = [node.key for node in path[1:]], [node.end for node in path]
-            depths = breakpoints = self.choice.choose(keys, ends, depth, live, prompt_tokens, tree.now)
-            written_tokens = max(0, ends[breakpoints[-1]] - cached_tokens) if breakpoints else 0
-        plan = MarkPlan(breakpoints, depths, cached_tokens, written_tokens, prompt_tokens, tree.now)
-        self.choice.budget.add(prompt_tokens, rules.cost(*plan.predicted))
-        lease = super().lease(path, suffix_tokens, token_ids, answer_tokens)
-        lease.cached_documents, lease.cached_tokens = max(0, depth), cached_tokens
-        if lease.open:
-            self.plans[lease] = plan
-            for place in depths:
-                tree.pending[path[place]] = tree.pending.get(path[place], 0) + 1
-            if rules.readable == "start":
-                self.publish(lease)
-        return lease
+        return self._begin(path, suffix_tokens, answer_tokens, None)
 
-    def forgo(self, lease: Lease) -> None:
-        """The request sets no marks, and so finds none."""
-        plan = self.plans.pop(lease, None)
-        if plan is not None:
-            self._pend_no_more(lease, plan)
-            self.choice.budget.correct(-self._surcharge(plan.predicted))
-            lease.cached_documents = lease.cached_tokens = 0
+    def lease_turn(self, path: Sequence[Node], turn: TurnEnd, suffix_tokens: int, answer_tokens: int = 0) -> Lease:
+        """The same for a request in a conversation, whose next turn resumes at the end of this one."""
+        return self._begin(path, suffix_tokens, answer_tokens, turn)
+
+    def keep_marks(self, lease: Lease, breakpoints: Collection[int]) -> None:
+        """Of its marks the request has these alone."""
+        plan = self.plans.get(lease)
+        if plan is None or plan.readable or self.rules.resume != "marks":
+            return
+        self._pend(lease, plan, -1)
+        excess = -self._surcharge(plan.predicted)
+        plan.keep(breakpoints)
+        self.choice.budget.correct(excess + self._surcharge(plan.predicted))
+        self._pend(lease, plan, 1)
+        lease.cached_documents, lease.cached_tokens = max(0, plan.resumed), plan.cached_tokens
 
     def publish(self, lease: Lease) -> None:
         """The request's first token is there: what it writes can be read."""
         plan = self.plans.get(lease)
         if plan is None or not lease.open:
             return
-        self._pend_no_more(lease, plan)
+        if not plan.readable:
+            self._pend(lease, plan, -1)
         plan.readable = True
         tree, until = self.marked, plan.started_s + self.rules.ttl_s
         written_end = self._written_end(plan)
@@ -221,6 +138,9 @@ class MarksResidency(LRUResidency):
             self.choice.budget.correct(excess)
             self.publish(lease)
             del self.plans[lease]
+        if lease.turn is not None:
+            # An answer is in no entry before a later request has a mark behind it.
+            lease.turn.answer = ""
         super().release(lease)
         self._prune(path[-1])
         self.pool.count(self)
@@ -234,13 +154,13 @@ class MarksResidency(LRUResidency):
             self.release(lease)
             return
         if plan is not None:
-            self._pend_no_more(lease, plan)
+            self._pend(lease, plan, -1)
             del self.plans[lease]
             self.choice.budget.correct(-self._surcharge(plan.predicted))
         lease.open = False
         stamp = next(self.pool.clock)
         self.used_blocks -= lease.suffix_blocks + lease.partial_blocks
-        path = lease.path
+        path, lease.turn = lease.path, None
         for node in path:
             node.leases -= 1
             node.stamp = stamp
@@ -254,24 +174,58 @@ class MarksResidency(LRUResidency):
         tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 
+    def _begin(self, path: Sequence[Node], suffix_tokens: int, answer_tokens: int, turn: TurnEnd | None) -> Lease:
+        prompt_tokens = path[-1].end + max(0, suffix_tokens - answer_tokens)
+        plan = self._plan(path, prompt_tokens, turn)
+        self.choice.budget.add(prompt_tokens, self.rules.cost(*plan.predicted))
+        lease = super().lease(path, suffix_tokens, (), answer_tokens)
+        lease.cached_documents, lease.cached_tokens, lease.turn = max(0, plan.resumed), plan.cached_tokens, turn
+        if lease.open:
+            self.plans[lease] = plan
+            self._pend(lease, plan, 1)
+            if self.rules.readable == "start":
+                self.publish(lease)
+        return lease
+
+    def _plan(self, path: Sequence[Node], prompt_tokens: int, turn: TurnEnd | None) -> MarkPlan:
+        tree, rules, now = self.marked, self.rules, self.marked.now
+        found = [(place, tokens) for place, node in enumerate(path) if (tokens := tree.resumable(node))]
+        held, cached_tokens = found[-1] if found else (-1, 0)
+        if rules.resume != "marks":
+            return MarkPlan.of_intervals(cached_tokens, held, range(len(path)), prompt_tokens, now)
+        keys, ends, live = [node.key for node in path[1:]], [node.end for node in path], [place for place, _ in found]
+        if turn is None:
+            marks = self.choice.choose(keys, ends, held, live, prompt_tokens, now)
+            return MarkPlan(marks, live, ends, rules.lookback_parts, prompt_tokens, now)
+        place = turn.history, turn.documents
+        marks = self.choice.choose_turn(keys, ends, *place, held, live, prompt_tokens, now)
+        return MarkPlan(marks, live, ends, 1, prompt_tokens, now)
+
+    def _read_clock(self) -> float:
+        now, last = self._clock() + self._behind_s, self.marked.now
+        if not isfinite(now):
+            return last
+        if now < last:
+            self._behind_s += last - now
+        return max(now, last)
+
     def _surcharge(self, tokens: RequestTokens) -> float:
         return self.rules.cost(*tokens) - tokens.prompt
 
     def _written_end(self, plan: MarkPlan) -> float:
         """The end of what is cached once the request is served; nothing is known without a report."""
         cached, written, _ = plan.report
-        if cached is None or written is None or self.rules.resume == "interval":
+        if cached is None or written is None or self.rules.resume != "marks":
             return inf
         return _ESTIMATES_EXCEED * (cached + written) + _TOLERANCE_TOKENS if cached + written else 0.0
 
-    def _pend_no_more(self, lease: Lease, plan: MarkPlan) -> None:
-        if plan.readable:
-            return
+    def _pend(self, lease: Lease, plan: MarkPlan, change: int) -> None:
+        """Requests in flight that will mark the nodes of a plan are one more, or one less."""
         pending = self.marked.pending
         for place in plan.depths:
             node = lease.path[place]
-            if pending.get(node, 0) > 1:
-                pending[node] -= 1
+            if number := max(0, pending.get(node, 0) + change):
+                pending[node] = number
             else:
                 pending.pop(node, None)
 
@@ -299,4 +253,10 @@ class MarkedFeedback(FeedbackResidency):
         super().__init__(mirror, lengths)
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
+        predicted, history = lease.cached_tokens, lease.turn.history if lease.turn is not None else 0
+        # Far off it is another entry that was found.
+        if not history and abs(cached_tokens - predicted) < _LIKE * predicted:
+            start = self.tree.root.end
+            held = lease.path[lease.cached_documents].end - start
+            self.lengths.learn_hit(start, held, cached_tokens, self.tree.block_size)
         self.mirror.find(lease, cached_tokens, estimated=self.lengths.estimated)

@@ -15,7 +15,8 @@ class MarkedPathSearch(PrefixSearch):
     """Depth-first search of all paths within the request's documents, over at most `budget` nodes of a `MarkedTree`.
 
     The path that resumes latest wins, and ends at its mark: unmarked nodes are only walked through. Among equals comes
-    the one on which requests in flight set the deepest mark, then the most recently used.
+    the one that later requests gain most by, as requests in flight mark it or a junction will be there, then the most
+    recently used.
     """
 
     def __init__(self, budget: int = 1024) -> None:
@@ -24,7 +25,7 @@ class MarkedPathSearch(PrefixSearch):
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         assert isinstance(tree, MarkedTree)
         best = tree.root
-        resumable, pending = tree.resumable, tree.pending
+        resumable = tree.resumable
         held = resumable(best)
         merit = (held, 0, 0)
         stack = [(child, held) for child in _children(best, ranks)]
@@ -37,7 +38,7 @@ class MarkedPathSearch(PrefixSearch):
                 continue
             own = resumable(node)
             held = max(held, own)
-            if own or node in pending:
+            if own or tree.joins(node):
                 found = (held, node.end, node.stamp)
                 if found > merit:
                     best, merit = node, found

@@ -1,0 +1,74 @@
+"""Orderers for the models of clouds, made when a request names one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import NamedTuple
+
+from ragorder.clouds import CacheRules, Prices, Provider, cache_rules
+from ragorder.orderer import Orderer, OrdererLike
+from ragorder.settings import Settings
+
+__all__ = ["CloudOrderers", "ModelOrderer"]
+
+# Where only the model is known. Those of others have the same names on engines of one's own.
+_PROVIDERS: tuple[Provider, ...] = ("anthropic", "openai")
+
+
+class ModelOrderer(NamedTuple):
+    orderer: OrdererLike
+    provider: Provider
+    rules: CacheRules
+
+
+class CloudOrderers:
+    """An `Orderer.for_cloud` for each model that a table of rules has.
+
+        CloudOrderers("anthropic", ttl="1h").of("claude-opus-5-5")
+
+    Without `provider` the model's name says whose it is; a `ttl` that its provider does not have is its default.
+    `settings` are of all of them, `wrap` is called with each. Thread-safe. Raises OSError and ValueError for a file of
+    `prices` that cannot be read, and for settings of other engines.
+    """
+
+    def __init__(
+        self,
+        provider: Provider | None = None,
+        *,
+        ttl: str | None = None,
+        prices: Prices | str | None = None,
+        settings: Settings | None = None,
+        wrap: Callable[[Orderer], OrdererLike] = lambda orderer: orderer,
+    ) -> None:
+        self._providers = _PROVIDERS if provider is None else (provider,)
+        self._ttl = ttl
+        self._prices = prices if isinstance(prices, Prices) else Prices.load(prices)
+        self._settings = settings
+        # What is wrong with them is said at once.
+        Orderer.for_cloud(rules=CacheRules("any"), settings=self._settings)
+        self._wrap = wrap
+        # By generation and price: clients may name models as they like.
+        self._orderers: dict[tuple[str, float | None], ModelOrderer] = {}
+        self._lock = Lock()
+
+    def of(self, model: str) -> ModelOrderer | None:
+        """None for a model that no table has."""
+        rules, provider = self._rules(model)
+        if rules is None or provider is None:
+            return None
+        key = rules.name, self._prices.of(model)
+        with self._lock:
+            found = self._orderers.get(key)
+            if found is None:
+                orderer = Orderer.for_cloud(rules=rules, model=model, prices=self._prices, settings=self._settings)
+                found = self._orderers[key] = ModelOrderer(self._wrap(orderer), provider, rules)
+        return found
+
+    def _rules(self, model: str) -> tuple[CacheRules, Provider] | tuple[None, None]:
+        for provider in self._providers:
+            for ttl in dict.fromkeys((self._ttl, None)):
+                with suppress(ValueError):
+                    return cache_rules(provider, model, ttl), provider
+        return None, None

@@ -1,0 +1,102 @@
+"""Costs of prompts at clouds: as metrics, and as figures read from them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ragorder.clouds import Cost
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["CostMetrics", "CostStats"]
+
+_TOKENS = "ragorder_cost_tokens"
+_MONEY = "ragorder_cost_money"
+_PRICES = "ragorder_prices"
+_UNCACHED = "uncached"
+
+
+class CostMetrics:
+    """Counts costs by order: "ragorder", "retrieval", and "uncached", of the same prompts without a cache."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self._tokens = Counter(
+            _TOKENS,
+            "What prompts cost at a cloud, in input tokens at the plain price, by order.",
+            ["order"],
+            registry=registry,
+        )
+        self._money = Counter(
+            _MONEY,
+            "The same in money, of models that the table of prices has.",
+            ["order", "currency"],
+            registry=registry,
+        )
+        self._prices = Gauge(_PRICES, "1 for the date of the table of prices.", ["date"], registry=registry)
+
+    def count(self, cost: Cost, served: str, other: str, other_cost: Cost | None) -> None:
+        """A request with the `served` order; the `other` one is predicted."""
+        orders = {served: cost.input_tokens, _UNCACHED: cost.prompt_tokens}
+        if other_cost is not None:
+            orders[other] = other_cost.share * cost.prompt_tokens
+        for order, tokens in orders.items():
+            self._tokens.labels(order).inc(max(0.0, tokens))
+            if cost.price is not None:
+                self._money.labels(order, cost.currency).inc(max(0.0, tokens) * cost.price / 1e6)
+        if cost.price is not None:
+            self._prices.labels(cost.prices_date).set(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CostStats:
+    """What the prompts of requests to clouds cost: `tokens` at the plain price, which are `uncached_tokens` without a
+    cache and `other_tokens` in the order that is not served (None: not compared); the same in money, of models that the
+    table of `prices_date` has (None: it has none of them, or tables differ)."""
+
+    tokens: float
+    uncached_tokens: float
+    other_tokens: float | None
+    money: float | None = None
+    uncached_money: float | None = None
+    other_money: float | None = None
+    currency: str = ""
+    prices_date: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of what the prompts cost without a cache."""
+        return self.tokens / self.uncached_tokens if self.uncached_tokens else 1.0
+
+    @property
+    def saved_money(self) -> float | None:
+        """Against no cache; negative if writing has cost more than reading saved."""
+        return None if self.money is None or self.uncached_money is None else self.uncached_money - self.money
+
+    @classmethod
+    def of(cls, families: Iterable[Metric], served: str, other: str) -> CostStats | None:
+        """None without requests to clouds."""
+        tokens: defaultdict[str, float] = defaultdict(float)
+        money: defaultdict[str, float] = defaultdict(float)
+        currencies, dates = set(), set()
+        for family in families:
+            for sample in family.samples:
+                if sample.name == f"{_TOKENS}_total":
+                    tokens[sample.labels["order"]] += sample.value
+                elif sample.name == f"{_MONEY}_total":
+                    money[sample.labels["order"]] += sample.value
+                    currencies.add(sample.labels["currency"])
+                elif sample.name == _PRICES:
+                    dates.add(sample.labels["date"])
+        if _UNCACHED not in tokens:
+            return None
+        found = tokens[served], tokens[_UNCACHED], tokens.get(other)
+        if len(currencies) != 1 or len(dates) != 1:
+            return cls(*found)
+        return cls(*found, money[served], money[_UNCACHED], money.get(other), currencies.pop(), dates.pop())

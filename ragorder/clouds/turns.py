@@ -1,0 +1,146 @@
+"""Messages of a conversation with marks, as the APIs of clouds take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from ragorder.clouds.parts import Part, cache_control, cache_options, cache_point, prompt_cache_breakpoint
+
+__all__ = ["HistoryMark", "TurnMarks", "TurnParts"]
+
+_INSTRUCTIONS = ("system", "developer")
+_SPEAKERS = ("user", "assistant")
+
+
+class HistoryMark(NamedTuple):
+    """A mark behind `parts` of the `of` parts of message number `message`; behind all of them, however it is divided,
+    if they are equal."""
+
+    message: int
+    parts: int
+    of: int
+
+
+class TurnMarks(NamedTuple):
+    """Marks of a turn: behind the system prompt, in messages of the history, behind so many of its documents, and
+    behind its question."""
+
+    system: bool = False
+    history: tuple[HistoryMark, ...] = ()
+    documents: tuple[int, ...] = ()
+    question: bool = False
+
+    @classmethod
+    def of(cls, places: Sequence[int], sizes: Sequence[int], documents: int) -> TurnMarks:
+        """Of numbers of nodes in front of each mark, where the messages of the history have `sizes` nodes, `documents`
+        follow, and then the question."""
+        ends = list(accumulate(sizes))
+        start = ends[-1] if ends else 0
+        history = []
+        for place in places:
+            if 0 < place <= start:
+                message = next(number for number, end in enumerate(ends) if place <= end)
+                history.append(HistoryMark(message, place - ends[message] + sizes[message], sizes[message]))
+        own = tuple(place - start for place in places if start < place <= start + documents)
+        return cls(0 in places, tuple(history), own, any(place > start + documents for place in places))
+
+
+class TurnParts:
+    """The messages of a turn, of which the first `front` are the system prompt, and its marks.
+
+        TurnParts(messages, 1, TurnMarks(system=True, question=True), "5m").anthropic()
+
+    Messages of other kinds than texts are sent as they are.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        front: int,
+        marks: TurnMarks,
+        ttl: str | None = None,
+        *,
+        explicit: bool = False,
+    ) -> None:
+        self._messages = messages
+        self._front = front
+        self._marks = marks
+        self._ttl = ttl
+        self._explicit = explicit
+
+    def anthropic(self) -> dict[str, Any]:
+        """Arguments of `client.messages.create`. Raises ValueError for messages that have another form there."""
+        mark = cache_control(self._ttl)
+        return self._split(lambda content, places: _marked(content, places, lambda part: [{**part, **mark}]))
+
+    def bedrock(self) -> dict[str, Any]:
+        """Arguments of Bedrock's `converse`. Raises as `anthropic` does."""
+        point = cache_point(self._ttl)
+
+        def converse(content: Any, places: Sequence[int]) -> list[Part]:
+            parts = _marked(content, places, lambda part: [part, point])
+            return [{"text": part["text"]} if part.get("type") == "text" else part for part in parts]
+
+        return self._split(converse)
+
+    def contents(self, mark: Part) -> list[Any]:
+        """The content of each message, as parts with the fields of `mark` where one stands."""
+        contents: list[Any] = []
+        for number, message in enumerate(self._messages):
+            content, places = message.get("content"), self._places(number)
+            contents.append(_marked(content, places, lambda part: [{**part, **mark}]) if places else content)
+        return contents
+
+    def openai(self) -> dict[str, Any]:
+        """Arguments of `client.chat.completions.create`."""
+        messages = []
+        contents = self.contents(prompt_cache_breakpoint())
+        for message, content in zip(self._messages, contents, strict=True):
+            messages.append({**message, "content": content} if "content" in message else dict(message))
+        return {"messages": messages} | (cache_options(self._ttl) if self._explicit else {})
+
+    def _split(self, convert: Callable[[Any, Sequence[int]], Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"messages": []}
+        for number, message in enumerate(self._messages):
+            role, content, places = message.get("role"), message.get("content"), self._places(number)
+            if role in _INSTRUCTIONS and number < self._front:
+                found["system"] = convert(content, places)
+            elif role in _SPEAKERS and not message.get("tool_calls"):
+                found["messages"].append({"role": role, "content": convert(content, places)})
+            else:
+                raise ValueError(
+                    f"messages[{number}]: a message of a tool, a call of one or another system prompt has another form "
+                    "in this API: write such messages yourself, with the marks of ordering.cloud.turn_marks"
+                )
+        return found
+
+    def _places(self, number: int) -> list[int]:
+        """Parts in front of each mark of a message."""
+        marks, content = self._marks, self._messages[number].get("content")
+        count = len(content) if isinstance(content, list) else 1
+        last = len(self._messages) - 1
+        if number < self._front:
+            return [count] if marks.system and number == self._front - 1 else []
+        if number == last:
+            # Documents that are no text are in no part of their own: its marks would stand elsewhere.
+            own = [place for place in marks.documents if place < count]
+            return own + [count] * marks.question
+        places = set()
+        for mark in marks.history:
+            if mark.message == number - self._front:
+                if mark.parts == mark.of:
+                    places.add(count)
+                elif mark.of == count:
+                    places.add(mark.parts)
+        return sorted(places)
+
+
+def _marked(content: Any, places: Sequence[int], mark: Callable[[Part], list[Part]]) -> list[Part]:
+    """Content as parts, with a mark behind so many of them."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    found: list[Part] = []
+    for number, part in enumerate(parts, 1):
+        found += mark(dict(part)) if number in places else [dict(part)]
+    return found

@@ -1,0 +1,124 @@
+"""What prompts cost at clouds: as metrics, as figures, and as `ragorder stats` shows them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from support.http_server import PageServer
+
+from ragorder import Document, Orderer
+from ragorder.adapters.observing import Metrics, ObservedOrderer, Stats
+from ragorder.cli import main
+from ragorder.clouds import Prices
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+DOCUMENTS = [Document(f"d{number}", f"secret {number} " * 300, tokens=600) for number in range(8)]
+PRICES = Prices("2027-01-01", "EUR", {"claude-opus-5": 4.0})
+
+
+def observed(metrics: Metrics, prices: Prices = PRICES, **options: bool) -> ObservedOrderer:
+    orderer = Orderer.for_cloud(
+        "anthropic", model="claude-opus-5", prices=prices, prefix_tokens=600, suffix_tokens=60, strict=True
+    )
+    return ObservedOrderer(orderer, [metrics], **options)
+
+
+def serve(orderer: ObservedOrderer, times: int = 12) -> tuple[float, float]:
+    """Tokens of the prompts, and what they cost by their reports."""
+    plain = cost = 0.0
+    for number in range(times):
+        ordering = orderer.order(DOCUMENTS[:5][:: (-1) ** number])
+        prompt, cached, written = 3660, ordering.cached_tokens, 50 if number else 3600
+        ordering.confirm(cached, prompt_tokens=prompt, written_tokens=written)
+        plain += prompt
+        cost += prompt - 0.9 * cached + 0.25 * written
+    return plain, cost
+
+
+def read(metrics: Metrics) -> Stats:
+    return Stats.of(metrics.registry.collect())
+
+
+class TestCosts:
+    def test_are_what_the_provider_reports_in_tokens_and_in_money(self) -> None:
+        metrics = Metrics()
+        plain, paid = serve(observed(metrics))
+        cost = read(metrics).cost
+        assert cost is not None
+        assert (cost.uncached_tokens, cost.tokens) == pytest.approx((plain, paid))
+        assert cost.share == pytest.approx(paid / plain)
+        assert (cost.money, cost.uncached_money) == pytest.approx((paid * 4 / 1e6, plain * 4 / 1e6))
+        assert cost.saved_money == pytest.approx((plain - paid) * 4 / 1e6)
+        assert (cost.currency, cost.prices_date) == ("EUR", "2027-01-01")
+
+    def test_of_retrieval_order_are_predicted(self) -> None:
+        metrics = Metrics()
+        serve(observed(metrics))
+        cost = read(metrics).cost
+        assert cost is not None and cost.other_tokens is not None and cost.other_money is not None
+        assert cost.tokens < cost.other_tokens < 1.3 * cost.uncached_tokens
+
+    def test_in_shadow_mode_are_those_of_retrieval_order(self) -> None:
+        metrics = Metrics()
+        orderer = observed(metrics, shadow=True)
+        _, paid = serve(orderer)
+        cost = read(metrics).cost
+        assert cost is not None and cost.tokens == pytest.approx(paid)
+        assert cost.other_tokens is not None and cost.other_tokens < cost.tokens
+
+    def test_of_engines_there_are_none(self) -> None:
+        metrics = Metrics()
+        ObservedOrderer(Orderer(), [metrics]).order(DOCUMENTS).confirm(0)
+        assert read(metrics).cost is None
+        assert read(metrics).as_json()["cost"] is None
+
+    def test_of_a_model_without_a_price_are_tokens_alone(self) -> None:
+        metrics = Metrics()
+        serve(observed(metrics, Prices("2027-01-01", "EUR", {})))
+        cost = read(metrics).cost
+        assert cost is not None and cost.share < 1
+        assert (cost.money, cost.saved_money, cost.currency) == (None, None, "")
+
+    def test_of_tables_that_differ_are_not_added_up(self) -> None:
+        metrics = Metrics()
+        serve(observed(metrics))
+        serve(observed(metrics, Prices("2028-01-01", "USD", {"claude-opus-5": 4.0})))
+        cost = read(metrics).cost
+        assert cost is not None and cost.share < 1 and cost.money is None
+
+    def test_discarded_requests_cost_nothing(self) -> None:
+        metrics = Metrics()
+        observed(metrics).order(DOCUMENTS).discard()
+        assert read(metrics).cost is None
+
+    def test_no_label_has_anything_of_a_document(self) -> None:
+        metrics = Metrics()
+        serve(observed(metrics))
+        page = prometheus_client.generate_latest(metrics.registry).decode()
+        assert 'ragorder_cost_tokens_total{order="uncached"}' in page and "secret" not in page
+
+    def test_what_others_may_read_is_known_of_either_order(self) -> None:
+        orderer = observed(Metrics())
+        first = orderer.order(DOCUMENTS[:5])
+        first.readable()
+        assert all(twin.cloud is not None and twin.cloud._plan.readable for twin in first.twins)
+        first.confirm()
+
+
+class TestStats:
+    def test_command_shows_them_with_the_date_of_the_prices(self) -> None:
+        metrics = Metrics()
+        serve(observed(metrics))
+        cost = read(metrics).cost
+        assert cost is not None and cost.money is not None and cost.saved_money is not None
+        with PageServer(lambda *_: (200, prometheus_client.generate_latest(metrics.registry))) as server:
+            shown = CliRunner().invoke(main, ["stats", server.base_url], env={"COLUMNS": "200"})
+            as_json = CliRunner().invoke(main, ["stats", server.base_url, "--json"])
+        assert shown.exit_code == 0, shown.output
+        assert f"{100 * cost.share:.1f} %" in shown.output and "of what they cost without a cache" in shown.output
+        assert f"{cost.money:.2f} EUR" in shown.output
+        assert f"{cost.saved_money:.2f} less than without a cache; prices of 2027-01-01" in shown.output
+        assert json.loads(as_json.stdout)["cost"]["saved_money"] == pytest.approx(cost.saved_money)

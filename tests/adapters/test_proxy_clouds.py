@@ -1,0 +1,335 @@
+"""Marks of the proxy at clouds: chosen by the rules of a request's model, read from its first token on, and paid."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from ragorder import Orderer, Settings
+from ragorder.adapters.cloud_orderers import CloudOrderers
+from ragorder.clouds import cache_rules, read_cloud_usage
+
+pytest.importorskip("starlette")
+
+from support.bodies import Bodies
+
+from ragorder.adapters.proxy.ordering import OrderedRequest
+from ragorder.eval.engines.cloud import CloudAnswer, SimulatedCloud
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+NAMES = "abcdefghijklmnopqrstuvwxyz"
+TEXTS = {name: f"{name} is a document about {name}. " * 60 for name in NAMES}
+SYSTEM = "Answer from the documents. " * 100
+ANSWER = {"role": "assistant", "content": "It is."}
+# Whose rules count, by route: the model, and the name of the field of a mark.
+ROUTES = {
+    "messages": ("claude-opus-5", "cache_control"),
+    "chat": ("gpt-5.6", "prompt_cache_breakpoint"),
+    "responses": ("gpt-5.6", "prompt_cache_breakpoint"),
+}
+EVERY_ROUTE = pytest.mark.parametrize("route", ROUTES)
+
+
+def written(names: Iterable[str]) -> str:
+    return "\n".join(TEMPLATE.format(id=name, text=TEXTS[name]) for name in names)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+class Cloud:
+    """The proxy's work on bodies in front of a simulated cloud."""
+
+    def __init__(self, route: str, count: Callable[[str], int] | None = None, **options: Any) -> None:
+        self.route = route
+        self.model, self.field = ROUTES[route]
+        self.clouds = CloudOrderers(**options)
+        self.bodies = Bodies(
+            TEMPLATE,
+            orderer=Orderer(block_size=16, strict=True, feedback=False),
+            marks=["messages"],
+            clouds=self.clouds,
+        )
+        self.rules = cache_rules("anthropic" if route == "messages" else "openai", self.model, options.get("ttl"))
+        self.cloud = SimulatedCloud(self.rules, count)
+        self.now = 0.0
+
+    def body(self, *turns: Any, system: str = SYSTEM, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, **fields}
+        if self.route == "responses":
+            return body | {"instructions": system, "input": list(turns)}
+        if self.route == "messages":
+            return body | {"max_tokens": 8, "system": system, "messages": list(turns)}
+        return body | {"messages": [{"role": "system", "content": system}, *turns]}
+
+    def send(self, body: dict[str, Any]) -> tuple[dict[str, Any], OrderedRequest]:
+        content = json.dumps(body).encode()
+        parsed = self.bodies.parse(self.route, content)  # type: ignore[arg-type]
+        assert parsed is not None
+        request = self.bodies.order(parsed)
+        return json.loads(request.take_body()), request
+
+    def ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], CloudAnswer]:
+        sent, request = self.send(body)
+        return sent, self.answer(sent, request)
+
+    def answer(self, sent: dict[str, Any], request: OrderedRequest) -> CloudAnswer:
+        answer = self.cloud.begin(_chat(sent), self.now)
+        self.cloud.first_token(answer)
+        request.begin(200, [(b"content-type", b"application/json")])
+        request.feed(json.dumps({"usage": self.cloud.usage(answer)}).encode())
+        request.complete = True
+        request.end()
+        return answer
+
+    def marks(self, sent: dict[str, Any]) -> int:
+        return json.dumps(sent).count(f'"{self.field}"')
+
+
+def _chat(sent: dict[str, Any]) -> dict[str, Any]:
+    """A response's input as messages."""
+    if "input" not in sent:
+        return sent
+    messages = sent["input"] if isinstance(sent["input"], list) else [user(sent["input"])]
+    return {**sent, "messages": [{"content": sent["instructions"]}, *messages]}
+
+
+class TestMarks:
+    @EVERY_ROUTE
+    def test_stand_where_later_requests_read(self, route: str) -> None:
+        cloud = Cloud(route)
+        read = []
+        for names in ("abcd", "abef", "bacd", "dcba"):
+            cloud.now += 2
+            sent, answer = cloud.ask(cloud.body(user(f"{written(names)}\nWhich?")))
+            read.append(answer.cached_tokens)
+            assert 0 < cloud.marks(sent) <= 4
+        assert read[0] == 0 and min(read[1:]) > 600 and read[-1] > 1500
+
+    @EVERY_ROUTE
+    def test_what_is_predicted_is_read(self, route: str) -> None:
+        cloud, rng = Cloud(route), random.Random(0)
+        plain = cost = off = 0.0
+        for number in range(150):
+            cloud.now += rng.expovariate(1 / 3)
+            names = rng.sample(NAMES[: 6 + number // 30], 4)
+            sent, request = cloud.send(cloud.body(user(f"{written(names)}\nWhich of {number}?")))
+            answer = cloud.answer(sent, request)
+            off += abs(answer.cached_tokens - request.predicted_tokens)
+            plain += answer.prompt_tokens
+            cost += cloud.rules.cost(answer.prompt_tokens, answer.cached_tokens, answer.written_tokens)
+        assert cost < 0.75 * plain
+        assert off < 0.02 * plain
+
+    @EVERY_ROUTE
+    def test_the_text_stays_as_it_was(self, route: str) -> None:
+        cloud = Cloud(route)
+        text = f"See:\n{written('abc')}\n\nWhich?"
+        for _ in range(3):
+            cloud.now += 2
+            sent, _ = cloud.ask(cloud.body(user(text)))
+            parts = (sent.get("messages") or sent["input"])[-1]["content"]
+            assert "".join(each["text"] for each in parts) == text
+            assert {each["type"] for each in parts} == {"input_text" if route == "responses" else "text"}
+            # What stands in front of the documents, each of them, and the rest.
+            assert len(parts) == 5
+
+    @EVERY_ROUTE
+    def test_none_is_added_to_the_clients_own(self, route: str) -> None:
+        cloud = Cloud(route)
+        mark = {"cache_control": {"type": "ephemeral"}}
+        if route != "messages":
+            mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+        kind = "input_text" if route == "responses" else "text"
+        body = cloud.body(user([{"type": kind, "text": written("abc"), **mark}]), prompt_cache_key="mine")
+        for _ in range(3):
+            assert cloud.ask(body)[0] == body
+
+    def test_openais_own_choice_of_a_mode_stays(self) -> None:
+        cloud = Cloud("chat")
+        body = cloud.body(user(written("abc")), prompt_cache_options={"mode": "implicit"}, prompt_cache_key="mine")
+        assert cloud.ask(body)[0] == body
+
+    def test_openai_is_told_that_marks_are_explicit_and_gets_a_key(self) -> None:
+        for route in ("chat", "responses"):
+            cloud = Cloud(route)
+            sent, _ = cloud.ask(cloud.body(user(f"{written('abc')}?")))
+            assert sent["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+            again, _ = cloud.ask(cloud.body(user(f"{written('cba')}?")))
+            assert len(sent["prompt_cache_key"]) == 32 and again["prompt_cache_key"] == sent["prompt_cache_key"]
+
+    def test_a_text_as_input_becomes_a_message(self) -> None:
+        cloud = Cloud("responses")
+        sent, _ = cloud.ask({"model": "gpt-5.6", "instructions": SYSTEM, "input": f"{written('abc')}?"})
+        (message,) = sent["input"]
+        assert (message["role"], len(message["content"])) == ("user", 4)
+        assert sent["instructions"] == SYSTEM
+
+    def test_models_without_marks_are_ordered_by_their_rules(self) -> None:
+        cloud = Cloud("chat")
+        cloud.model = "gpt-5.4"
+        for names in ("abcd", "dcba"):
+            sent, request = cloud.send(cloud.body(user(f"{written(names)}?"), prompt_cache_key="mine"))
+            request.begin(200, [])
+            request.end()
+        assert sent == cloud.body(user(f"{written('abcd')}?"), prompt_cache_key="mine")
+        assert request.predicted_tokens % 128 == 0 and request.predicted_tokens > 1024
+
+    def test_a_model_that_no_table_has_is_marked_by_the_plain_rule(self) -> None:
+        cloud = Cloud("messages")
+        cloud.model = "mine-1"
+        marks = [cloud.marks(cloud.ask(cloud.body(user(f"{written(names)}?")))[0]) for names in ("abc", "cba")]
+        assert marks == [0, 1]
+
+    @pytest.mark.parametrize(
+        ("ttl", "said"), [(None, {"type": "ephemeral"}), ("1h", {"type": "ephemeral", "ttl": "1h"})]
+    )
+    def test_the_life_is_the_one_asked_for(self, ttl: str | None, said: dict[str, str]) -> None:
+        cloud = Cloud("messages", ttl=ttl)
+        for _ in range(4):
+            cloud.now += 1
+            sent, _ = cloud.ask(cloud.body(user(f"{written('abc')}?")))
+        marks = [each["cache_control"] for each in sent["messages"][0]["content"] if "cache_control" in each]
+        assert marks and all(mark == said for mark in marks)
+
+    def test_the_system_prompt_is_marked_where_it_is_in_front(self) -> None:
+        for turns in ([user(f"{written('abc')}?")], [user("Hello."), ANSWER, user(f"{written('abc')}?")]):
+            cloud = Cloud("messages")
+            for _ in range(3):
+                cloud.now += 1
+                sent, _ = cloud.ask(cloud.body(*turns))
+            first = sent["system"] if len(turns) == 1 else sent["messages"][1]["content"]
+            assert isinstance(first, list) and "cache_control" in first[-1]
+
+    def test_tagged_documents_have_them_too(self) -> None:
+        cloud = Cloud("messages")
+        for names in ("abc", "cba"):
+            documents = [{"id": name, "text": TEXTS[name]} for name in names]
+            cloud.now += 2
+            sent, answer = cloud.ask(cloud.body(ragorder={"documents": documents, "query": "Which?"}))
+        assert answer.cached_tokens > 1500 and 0 < cloud.marks(sent) <= 4
+
+
+class TestConversations:
+    @EVERY_ROUTE
+    def test_each_turn_resumes_at_the_end_of_the_one_before(self, route: str) -> None:
+        cloud = Cloud(route)
+        history: list[Any] = [user(f"{written('abc')}\nWhich?")]
+        former = 0
+        for turn in range(6):
+            cloud.now += 10
+            sent, answer = cloud.ask(cloud.body(*history))
+            assert cloud.marks(sent) <= 4
+            if turn > 1:
+                assert answer.cached_tokens == former
+            former = answer.prompt_tokens
+            history += [ANSWER, user(f"And the {turn}th? " * 20)]
+
+    @EVERY_ROUTE
+    def test_one_turn_has_more_parts_than_a_cache_looks_back(self, route: str) -> None:
+        cloud = Cloud(route)
+        history: list[Any] = [user(f"{written('abc')}\nWhich?"), ANSWER, user("And?")]
+        cloud.ask(cloud.body(*history))
+        kind = "input_text" if route == "responses" else "text"
+        many = [{"type": kind, "text": f"Part {number}. "} for number in range(25)]
+        cloud.now += 10
+        _, answer = cloud.ask(cloud.body(*history, ANSWER, user(many)))
+        assert answer.cached_tokens > 1800
+
+    def test_marks_at_documents_leave_room_for_those_of_turns(self) -> None:
+        cloud = Cloud("chat")
+        for names in ("abcdefg", "abcdhij", "abcklmn", "abopqrs"):
+            cloud.now += 2
+            cloud.ask(cloud.body(user(f"{written(names)}?")))
+        cloud.now += 2
+        sent, answer = cloud.ask(cloud.body(user(f"{written('abcdefg')}?"), ANSWER, user("And?")))
+        assert cloud.marks(sent) <= 4 and answer.cached_tokens > 1000
+
+
+class TestReports:
+    def test_lengths_are_learnt_from_them(self) -> None:
+        """Without a tokenizer they are estimated at four characters a token."""
+        cloud, rng = Cloud("messages", count=lambda text: -(-len(text) * 10 // 32)), random.Random(0)
+        off = []
+        for number in range(120):
+            cloud.now += rng.expovariate(1 / 3)
+            names = rng.sample(NAMES[:9], rng.randrange(2, 7))
+            sent, request = cloud.send(cloud.body(user(f"{written(names)}\nWhich of {number}?")))
+            answer = cloud.answer(sent, request)
+            off.append(abs(answer.cached_tokens - request.predicted_tokens) / answer.prompt_tokens)
+        assert sum(off[-40:]) / 40 < 0.03
+
+    def test_others_read_from_the_first_token_of_an_answer_on(self) -> None:
+        cloud = Cloud("messages")
+        body = cloud.body(user(f"{written('abc')}?"))
+        sent, first = cloud.send(body)
+        assert cloud.marks(sent)
+        first.begin(200, [(b"content-type", b"text/event-stream")])
+        first.feed(b'event: message_start\ndata: {"type": "message_start", "message": {"usage": {}}}\n\n')
+        assert cloud.send(body)[1].predicted_tokens == 0
+        delta = b'{"type": "content_block_delta", "delta": {"type": "text_delta", "text": "yes"}}'
+        first.feed(b"event: content_block_delta\ndata: %s\n\n" % delta)
+        assert cloud.send(body)[1].predicted_tokens > 0
+
+    def test_what_a_stream_reports_is_what_it_costs(self) -> None:
+        cloud = Cloud("messages")
+        parsed = cloud.bodies.parse("messages", json.dumps(cloud.body(user(f"{written('abc')}?"))).encode())
+        assert parsed is not None and parsed.orderer is not None
+        request = cloud.bodies.order(parsed)
+        ordering = request._ordering
+        assert ordering is not None
+        usage = {"input_tokens": 100, "cache_read_input_tokens": 600, "cache_creation_input_tokens": 1000}
+        events: list[dict[str, Any]] = [
+            {"type": "message_start", "message": {"usage": {**usage, "output_tokens": 1}}},
+            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "yes"}},
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}},
+            {"type": "message_stop"},
+        ]
+        request.begin(200, [(b"content-type", b"text/event-stream")])
+        for event in events:
+            request.feed(b"data: %s\n\n" % json.dumps(event).encode())
+        cost = ordering.cost
+        assert cost is not None and cost.reported
+        assert (cost.prompt_tokens, cost.cached_tokens, cost.written_tokens) == (1700, 600, 1000)
+        assert cost.input_tokens == pytest.approx(100 + 60 + 1250)
+
+    @pytest.mark.parametrize("usage", [{}, None, {"input_tokens": None}, {"cache_read_input_tokens": "many"}])
+    def test_missing_counts_are_no_failure(self, usage: Any) -> None:
+        cloud = Cloud("messages")
+        for _ in range(2):
+            _, request = cloud.send(cloud.body(user(f"{written('abc')}?")))
+            request.begin(200, [(b"content-type", b"application/json")])
+            request.feed(json.dumps({"usage": usage}).encode())
+            request.complete = True
+            request.end()
+        assert request.predicted_tokens > 0
+        assert read_cloud_usage(usage).cached_tokens is None
+
+
+class TestCloudOrderers:
+    def test_a_generation_with_one_price_has_one(self) -> None:
+        clouds = CloudOrderers()
+        first = clouds.of("claude-opus-5")
+        assert first is not None and first.provider == "anthropic"
+        again = clouds.of("claude-opus-5-20270101")
+        assert again is not None and again.orderer is first.orderer
+        sol, luna = clouds.of("gpt-5.6-sol"), clouds.of("gpt-5.6-luna")
+        assert sol is not None and luna is not None and sol.orderer is not luna.orderer, "their prices differ"
+        assert clouds.of("mine-1") is None
+
+    def test_of_one_provider_alone(self) -> None:
+        clouds = CloudOrderers("deepseek", ttl="1h")
+        found = clouds.of("deepseek-chat")
+        assert found is not None and found.rules.resume == "interval"
+        assert clouds.of("claude-opus-5") is None
+
+    def test_wrong_settings_and_prices_are_said_at_once(self) -> None:
+        with pytest.raises(ValueError, match="host_tokens is not for clouds"):
+            CloudOrderers(settings=Settings(host_tokens=5))
+        with pytest.raises(OSError, match="absent"):
+            CloudOrderers(prices="absent.toml")

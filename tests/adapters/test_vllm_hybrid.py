@@ -1,0 +1,74 @@
+"""A hybrid model on real vLLM: where its cache can be resumed, and what is predicted of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragorder import Document, Orderer
+from ragorder.clouds import hybrid_rules
+
+pytest.importorskip("vllm")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BLOCK = 640
+"""Of the model that `support.hybrid_engine` makes: vLLM makes its blocks as large as the state of a layer."""
+SYSTEM, QUESTION = 300, 40
+RUN = Path(__file__).parents[1] / "support" / "hybrid_engine.py"
+
+
+def serve(prompts: Sequence[Sequence[int]], folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(RUN), str(folder)], input=json.dumps(prompts), capture_output=True, text=True, timeout=500
+    )
+    line = next((each for each in done.stdout.splitlines() if each.startswith("FOUND ")), None)
+    assert line is not None, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def test_predictions_are_what_the_engine_reports(tmp_path: Path) -> None:
+    rng = random.Random(0)
+
+    def text(tokens: int) -> list[int]:
+        return [rng.randrange(3, 1000) for _ in range(tokens)]
+
+    system = text(SYSTEM)
+    texts = {f"d{number}": text(rng.randrange(200, 900)) for number in range(12)}
+    documents = [Document(name, name, tokens=len(ids)) for name, ids in texts.items()]
+    orderer = Orderer.for_cloud(
+        rules=hybrid_rules(BLOCK), prefix_tokens=SYSTEM, suffix_tokens=QUESTION, feedback=False, strict=True
+    )
+    prompts, predicted = [], []
+    for number in range(80):
+        asked = rng.sample(documents[: 5 + number // 10], 4)
+        ordering = orderer.order(asked)
+        ids = [token for document in ordering.documents for token in texts[document.id]]
+        prompts.append([*system, *ids, *text(QUESTION)])
+        predicted.append(ordering.cached_tokens)
+        ordering.confirm()
+    found = serve(prompts, tmp_path)
+    assert (found["block_size"], found["mode"]) == (BLOCK, "align")
+    right = sum(one == other for one, other in zip(predicted, found["cached"], strict=True))
+    assert right >= 0.97 * len(prompts), list(zip(predicted, found["cached"], strict=True))
+    # A cache that resumes at any block would have found more.
+    blocks = [
+        max((common(ids, other) // BLOCK * BLOCK for other in prompts[:number]), default=0)
+        for number, ids in enumerate(prompts)
+    ]
+    assert sum(found["cached"]) < 0.9 * sum(blocks)
+    assert sum(found["cached"]) > 0.2 * sum(map(len, prompts))
