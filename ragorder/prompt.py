@@ -314,6 +314,11 @@ class PromptBuilder:
         # Again as a whole: two documents must not form a special token between them.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
+    @property
+    def question_opening(self) -> str:
+        """The text in front of a question, behind which nothing of a document stands."""
+        return next((text for text, *_ in Formatter().parse(self._question_template)), "")
+
     def label_of(self, document: Document) -> str:
         return str(self._label(document))
 

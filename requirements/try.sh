@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tries ragorder at one end of the versions that pyproject.toml allows, in environments of its own that are made anew:
-# try.sh PYTHON FOLDER lowest|newest [core|langchain|llama-index …]
+# try.sh PYTHON FOLDER lowest|newest [core|langchain|langchain-agents|llama-index …]
 #
 # core: commands, proxy, clients and events with requirements/lowest.txt. The frameworks have an environment each: their
 # lowest versions do not go together. No engine is installed.
@@ -8,8 +8,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1 folder=$2 end=$3
 shift 3
-[ $# -gt 0 ] || set -- core langchain llama-index
+[ $# -gt 0 ] || set -- core langchain langchain-agents llama-index
 tools=('hypothesis>=6.100' jsonschema 'pytest>=8.2,<9' 'pytest-asyncio>=1' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6')
+# Of a chat server that the tests of conversations start.
+server=(starlette uvicorn)
 
 # make NAME PACKAGE…: an environment with these packages.
 make() {
@@ -46,20 +48,30 @@ try_core() {
 
 try_langchain() {
     if [ "$end" = newest ]; then
-        make langchain -e '.[langchain]' numpy langchain-classic langgraph langchain-tests
+        make langchain -e '.[langchain]' numpy langchain-classic langgraph langchain-openai langchain-tests "${server[@]}"
     else
-        make langchain -e '.[langchain]' numpy langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' 'langchain-tests<0.4'
+        make langchain -e '.[langchain]' numpy langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' \
+            'langchain-openai<0.4' 'langchain-tests<0.4' "${server[@]}"
     fi
-    tests langchain langchain_composed
+    tests langchain langchain_composed langchain_turns
+}
+
+try_langchain-agents() {
+    if [ "$end" = newest ]; then
+        make langchain-agents -e '.[langchain-agents]' langchain-anthropic langchain-openai "${server[@]}"
+    else
+        make langchain-agents -e '.[langchain-agents]' langchain==1.0.0 'langchain-openai<1.1' "${server[@]}"
+    fi
+    tests langchain_agents langchain_turns
 }
 
 try_llama-index() {
     if [ "$end" = newest ]; then
-        make llama-index -e '.[llama-index]'
+        make llama-index -e '.[llama-index]' llama-index-llms-openai-like "${server[@]}"
     else
-        make llama-index -e '.[llama-index]' llama-index-core==0.12.0
+        make llama-index -e '.[llama-index]' llama-index-core==0.12.0 'llama-index-llms-openai-like<0.4' "${server[@]}"
     fi
-    tests llama_index
+    tests llama_index llama_index_chat
 }
 
 for part in "$@"; do

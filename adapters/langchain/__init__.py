@@ -1,4 +1,4 @@
-"""LangChain: a retriever and a step of a chain that order documents for the engine's prefix cache.
+"""LangChain: a retriever and a step of a chain that order documents for the engine's prefix cache, and turns of chats.
 
 retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=Orderer.for_vllm("http://host:8000"))
 chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} | prompt | llm
@@ -12,9 +12,10 @@ try:
     from ragorder.adapters.langchain.messages import content_parts
     from ragorder.adapters.langchain.retriever import CacheOrderRetriever
     from ragorder.adapters.langchain.transformer import CacheOrderTransformer
+    from ragorder.adapters.langchain.turn import CacheOrderTurn
 except ImportError as error:
     raise ImportError("ragorder.adapters.langchain needs langchain-core: pip install 'ragorder[langchain]'") from error
 
-__all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "FeedbackHandler", "content_parts"]
+__all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "CacheOrderTurn", "FeedbackHandler", "content_parts"]
 
 __getattr__ = renamed(__name__)

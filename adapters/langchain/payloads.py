@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.messages import BaseMessage
@@ -10,7 +11,10 @@ from langchain_core.outputs import LLMResult
 
 from ragorder.adapters.usage import ReportedUsage, member, read_usage
 
-__all__ = ["is_token", "prompt_text", "response_usage"]
+__all__ = ["is_token", "message_usage", "prompt_text", "response_usage", "written_tokens"]
+
+_WRITTEN = ("cache_creation",)
+_WRITTEN_FOR = re.compile(r"ephemeral_\w+_input_tokens")
 
 
 def prompt_text(messages: Sequence[BaseMessage]) -> str:
@@ -38,17 +42,29 @@ def is_token(token: Any, chunk: Any) -> bool:
 def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
     """None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
-    own = member(getattr(generation, "message", None), "usage_metadata")
+    places = getattr(generation, "generation_info", None), response.llm_output if alone else None
+    return _usage(getattr(generation, "message", None), *places)
+
+
+def message_usage(message: BaseMessage) -> ReportedUsage | None:
+    """Of an answer; None if LangChain's own cache has it."""
+    return _usage(message)
+
+
+def written_tokens(message: BaseMessage) -> int | None:
+    """What an answer's prompt wrote into a cloud's cache: by lifetimes, or in all."""
+    details = member(getattr(message, "usage_metadata", None), "input_token_details")
+    counts = [details[name] for name in details or () if name in _WRITTEN or _WRITTEN_FOR.fullmatch(name)]
+    return sum(counts) if counts and all(type(count) is int for count in counts) else None
+
+
+def _usage(message: Any, *places: Any) -> ReportedUsage | None:
+    own = member(message, "usage_metadata")
     if own is not None and member(own, "total_cost") == 0:
         return None
-    usage = read_usage(*_reports(generation, own, response.llm_output if alone else None))
+    reports = [own]
+    for place in (member(message, "response_metadata"), *places):
+        reports += [member(place, "token_usage"), member(place, "usage")]
+    usage = read_usage(*reports)
     # LangChain writes 0 where it has no number.
     return ReportedUsage(usage.cached_tokens, usage.prompt_tokens or None, None, usage.total_tokens or None)
-
-
-def _reports(generation: Any, own: Any, llm_output: Any) -> Iterator[Any]:
-    yield own
-    response_metadata = member(getattr(generation, "message", None), "response_metadata")
-    for place in (response_metadata, getattr(generation, "generation_info", None), llm_output):
-        yield member(place, "token_usage")
-        yield member(place, "usage")

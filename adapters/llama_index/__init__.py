@@ -1,8 +1,9 @@
-"""LlamaIndex: a node postprocessor and a retriever in cache order."""
+"""LlamaIndex: a node postprocessor, a retriever and a chat engine in cache order."""
 
 from ragorder._moved import renamed
 
 try:
+    from ragorder.adapters.llama_index.chat_engine import CacheOrderChatEngine
     from ragorder.adapters.llama_index.feedback import FeedbackHandler
     from ragorder.adapters.llama_index.postprocessor import CacheOrderPostprocessor
     from ragorder.adapters.llama_index.retriever import CacheOrderRetriever
@@ -11,6 +12,6 @@ except ImportError as error:
         "ragorder.adapters.llama_index needs llama-index-core: pip install 'ragorder[llama-index]'"
     ) from error
 
-__all__ = ["CacheOrderPostprocessor", "CacheOrderRetriever", "FeedbackHandler"]
+__all__ = ["CacheOrderChatEngine", "CacheOrderPostprocessor", "CacheOrderRetriever", "FeedbackHandler"]
 
 __getattr__ = renamed(__name__)

@@ -85,15 +85,19 @@ class TurnParts:
 
         return self._split(converse)
 
+    def contents(self, mark: Part) -> list[Any]:
+        """The content of each message, as parts with the fields of `mark` where one stands."""
+        contents: list[Any] = []
+        for number, message in enumerate(self._messages):
+            content, places = message.get("content"), self._places(number)
+            contents.append(_marked(content, places, lambda part: [{**part, **mark}]) if places else content)
+        return contents
+
     def openai(self) -> dict[str, Any]:
         """Arguments of `client.chat.completions.create`."""
-        mark = prompt_cache_breakpoint()
         messages = []
-        for number, message in enumerate(self._messages):
-            places = self._places(number)
-            content = message.get("content")
-            if places:
-                content = _marked(content, places, lambda part: [{**part, **mark}])
+        contents = self.contents(prompt_cache_breakpoint())
+        for message, content in zip(self._messages, contents, strict=True):
             messages.append({**message, "content": content} if "content" in message else dict(message))
         return {"messages": messages} | (cache_options(self._ttl) if self._explicit else {})
 

@@ -17,6 +17,7 @@ PACKAGES = (
     "ragorder",
     "ragorder.adapters.dspy",
     "ragorder.adapters.haystack",
+    "ragorder.adapters.haystack_chat",
     "ragorder.adapters.http_client",
     "ragorder.adapters.langchain",
     "ragorder.adapters.llama_index",
@@ -41,6 +42,7 @@ PACKAGES = (
 RESULTS = {
     "AsyncOrderedStream",
     "Borrowed",
+    "ChatTurn",
     "CloudRequest",
     "Contents",
     "KVLease",

@@ -80,6 +80,10 @@ def test_the_offline_batch(vllm_model: Path, python: Any) -> None:
         ("langgraph_rag.py", ("langgraph", "langchain_openai")),
         ("haystack_pipeline.py", ("haystack",)),
         ("dspy_rag.py", ("dspy",)),
+        ("langchain_chat.py", ("langchain_classic", "langchain_openai")),
+        ("langgraph_chat.py", ("langgraph", "langchain_openai")),
+        ("llama_index_chat.py", ("llama_index.llms.openai_like",)),
+        ("haystack_chat.py", ("haystack",)),
     ],
 )
 def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[str, ...]) -> None:
@@ -93,6 +97,60 @@ def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[s
     assert cached[0] == 0
     # More than what stands in front of the documents, which every question after the first finds.
     assert max(cached) > min(cached[1:])
+
+
+class TestChats:
+    """On a simulated cache, without a network: each turn finds the whole history."""
+
+    @pytest.mark.parametrize(
+        ("example", "needs"),
+        [
+            ("langchain_chat.py", ("langchain_classic", "langchain_openai")),
+            ("langgraph_chat.py", ("langgraph", "langchain_openai")),
+            ("llama_index_chat.py", ("llama_index.llms.openai_like",)),
+            ("haystack_chat.py", ("haystack",)),
+        ],
+    )
+    def test_of_a_framework(self, python: Any, example: str, needs: tuple[str, ...]) -> None:
+        for module in (*needs, "starlette"):
+            pytest.importorskip(module)
+        from support.chat_server import BLOCK, chat_server
+
+        with chat_server() as server:
+            done = python(EXAMPLES / example, f"{server.url}/v1")
+            assert done.returncode == 0, done.stderr
+            server.forget(lambda body: body["messages"][0]["role"] != "system")
+            server.check_replay()
+        cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+        assert len(cached) == 4
+        assert cached[0] == 0 and cached[1:] == server.cached[1:] and cached[1] >= 8 * BLOCK
+
+    def test_of_an_agent(self, python: Any) -> None:
+        for module in ("langchain.agents", "langchain_openai", "starlette"):
+            pytest.importorskip(module)
+        from support.chat_server import chat_server
+
+        with chat_server() as server:
+            done = python(EXAMPLES / "langchain_agent.py", f"{server.url}/v1")
+            assert done.returncode == 0, done.stderr
+            server.check_replay()
+        assert re.findall(r"named (.+)$", done.stdout, re.MULTILINE) == ["nothing", "wool, dye", "nothing"]
+
+    def test_of_a_cloud(self, python: Any) -> None:
+        for module in ("langchain_anthropic", "starlette"):
+            pytest.importorskip(module)
+        from support.cloud import Cloud
+        from support.serving_app import serving
+
+        cloud = Cloud()
+        with serving() as serve:
+            done = python(EXAMPLES / "langchain_cloud.py", serve(cloud))
+        assert done.returncode == 0, done.stderr
+        assert len(re.findall(r"cached \d+ tokens$", done.stdout, re.MULTILINE)) == 5
+        assert done.stdout.count("is above") == 2
+        replayed, sent = (body["messages"][0]["content"] for body in (cloud.last, cloud.bodies[-2]))
+        assert [part["text"] for part in replayed] == [part["text"] for part in sent] and len(sent) == 6
+        assert any("cache_control" in part for part in sent)
 
 
 def test_a_workflow(python: Any, tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""Haystack: the next turn of a chat, whose documents stand behind the history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+try:
+    from haystack import Document, component, default_from_dict, default_to_dict
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import deserialize_callable, serialize_callable
+except ImportError as error:
+    raise ImportError("ragorder.adapters.haystack_chat needs haystack-ai: pip install 'ragorder[haystack]'") from error
+
+from ragorder.adapters.turns import FrameworkTurns, Label, plain_message
+from ragorder.adapters.usage import ReportedUsage, read_usage
+from ragorder.conversation import REFERENCE, Repeat
+from ragorder.orderer import Orderer, OrdererLike
+from ragorder.prompt import PromptBuilder
+from ragorder.settings import Settings
+
+__all__ = ["CacheOrderChatPromptBuilder", "CacheOrderFeedback", "ChatTurn"]
+
+_PROMPT = ("system", "document_template", "question_template", "state_ranking")
+
+
+class ChatTurn:
+    """A turn in a pipeline, from the prompt builder to the feedback. One that is loaded from a snapshot reports
+    nothing."""
+
+    def __init__(
+        self, prompt: list[ChatMessage], confirm: Callable[[ChatMessage | None, ReportedUsage | None], None] | None
+    ) -> None:
+        self.prompt = prompt
+        self._confirm = confirm
+
+    def confirm(self, reply: ChatMessage | None = None) -> None:
+        """It counts as served; None: what answers it is not known."""
+        if self._confirm is not None:
+            self._confirm(reply, None if reply is None else read_usage(reply.meta.get("usage")))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"prompt": [message.to_dict() for message in self.prompt]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls([ChatMessage.from_dict(message) for message in data["prompt"]], None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Pipelines copy what goes from one component to the next.
+        return self
+
+
+@component
+class CacheOrderChatPromptBuilder:
+    """Makes the messages of a chat's next turn, in place of a ChatPromptBuilder: the history as it is, behind it the
+    documents with the question. Thread-safe.
+
+        pipeline.add_component("prompt", CacheOrderChatPromptBuilder(orderer, builder=PromptBuilder("Answer briefly.")))
+        pipeline.connect("retriever.documents", "prompt.documents")
+        pipeline.connect("prompt.prompt", "llm.messages")
+
+    - `orderer`, or `settings` for a new one (default: from the environment).
+    - `builder`, or `prompt` with the arguments of a new `PromptBuilder`: writes the prompt, with the system prompt.
+    - `repeat`, `reference`: as for `PromptBuilder.turn`.
+    - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
+      content).
+    - `scope`: the tenant. Scopes share no cache.
+    - `feedback`: its `turn` goes to a `CacheOrderFeedback`; without it turns count as served at once.
+
+    Errors in `label` leave retrieval order and are counted by the orderer. `from_dict` makes a new orderer with the
+    same settings, and a builder without a tokenizer; `label` must be a function of a module. Raises ValueError for
+    wrong options, pydantic.ValidationError for settings.
+    """
+
+    def __init__(
+        self,
+        orderer: OrdererLike | None = None,
+        *,
+        settings: dict[str, Any] | None = None,
+        builder: PromptBuilder | None = None,
+        prompt: dict[str, Any] | None = None,
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+        label: Label | None = None,
+        scope: str | None = None,
+        feedback: bool = False,
+    ) -> None:
+        if orderer is not None and settings is not None:
+            raise ValueError("give either an orderer or settings, not both")
+        if builder is not None and prompt is not None:
+            raise ValueError("give either a builder or prompt, not both")
+        self.orderer = orderer if orderer is not None else Orderer(Settings(**settings or {}))
+        self.scope = scope
+        self.feedback = feedback
+        self._naming: dict[str, Any] = {"repeat": repeat, "reference": reference}
+        self._label = label
+        self._turns: FrameworkTurns[ChatMessage, Document] = FrameworkTurns(
+            self.orderer,
+            builder if builder is not None else PromptBuilder(**{"system": ""} | (prompt or {})),
+            read=_read,
+            text=_text,
+            metadata=_meta,
+            label=label,
+            scope=_given,
+            **self._naming,
+        )
+
+    def label(self, document: Document) -> str:
+        """For `cited(reply.text, documents, builder.label)`."""
+        return self._turns.label(document)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Raises haystack's SerializationError for a label without a name."""
+        arguments = self._turns.builder.__getstate__()
+        return default_to_dict(
+            self,
+            settings=self.orderer.settings.model_dump(),
+            prompt={name: arguments[name] for name in _PROMPT},
+            label=self._label and serialize_callable(self._label),
+            scope=self.scope,
+            feedback=self.feedback,
+            **self._naming,
+        )
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        parameters = dict(data.get("init_parameters", {}))
+        if parameters.get("label"):
+            parameters["label"] = deserialize_callable(parameters["label"])
+        return default_from_dict(cls, data | {"init_parameters": parameters})
+
+    @component.output_types(prompt=list[ChatMessage], documents=list[Document], turn=ChatTurn)
+    def run(
+        self,
+        question: str,
+        documents: list[Document] | None = None,
+        history: list[ChatMessage] | None = None,
+        scope: str | None = None,
+    ) -> dict[str, Any]:
+        """`prompt`, the messages to send: with the answer behind them, the next turn's history; `documents`, those in
+        it in prompt order, then those that are named. `scope` overrides the builder's own."""
+        form = self._turns.builder.message_format
+        before = list(history or ())
+        if form.system and form.system_role and not (before and before[0].role == "system"):
+            before.insert(0, ChatMessage.from_system(form.system))
+        turn = self._turns.next(question, documents or (), before, self.scope if scope is None else scope)
+        prompt = [*before, ChatMessage.from_user(turn.text)]
+        made = ChatTurn(prompt, partial(self._turns.confirm, turn, prompt[-1]))
+        if not self.feedback:
+            made.confirm()
+        return {"prompt": prompt, "documents": turn.sources, "turn": made}
+
+    @component.output_types(prompt=list[ChatMessage], documents=list[Document], turn=ChatTurn)
+    async def run_async(
+        self,
+        question: str,
+        documents: list[Document] | None = None,
+        history: list[ChatMessage] | None = None,
+        scope: str | None = None,
+    ) -> dict[str, Any]:
+        # Ordering takes a fraction of a millisecond, and waits for nothing.
+        return self.run(question, documents, history, scope)
+
+
+@component
+class CacheOrderFeedback:
+    """Reports a reply to the orderer, and gives the next turn's history.
+
+        pipeline.connect("llm.replies", "feedback.replies")
+        pipeline.connect("prompt.turn", "feedback.turn")
+    """
+
+    @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])
+    def run(self, replies: list[ChatMessage], turn: ChatTurn) -> dict[str, Any]:
+        """`history`: what was sent, and the first of the replies."""
+        if replies:
+            turn.confirm(replies[0])
+        return {"history": [*turn.prompt, *replies[:1]], "replies": replies}
+
+    @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])
+    async def run_async(self, replies: list[ChatMessage], turn: ChatTurn) -> dict[str, Any]:
+        return self.run(replies, turn)
+
+
+def _read(message: ChatMessage) -> dict[str, Any]:
+    content: Any = "\n".join(message.texts)
+    results = message.tool_call_results
+    call = None
+    if results:
+        content, call = results[0].result, results[0].origin.id
+    others = [*results[1:], *message.images, *message.files]
+    if others:
+        content = [{"type": "text", "text": content}, *others]
+    return plain_message(message.role.value, content, tool_calls=message.tool_calls, tool_call_id=call)
+
+
+def _given(scope: str | None) -> str | None:
+    return scope
+
+
+def _text(document: Document) -> str:
+    return document.content or ""
+
+
+def _meta(document: Document) -> dict[str, Any]:
+    return document.meta

@@ -1,0 +1,185 @@
+"""Turns of conversations in LangChain's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+from ragorder.adapters.langchain.payloads import message_usage, written_tokens
+from ragorder.adapters.turns import FrameworkTurns, NextTurn, plain_message
+from ragorder.clouds import TurnParts
+from ragorder.clouds.parts import cache_control
+from ragorder.orderer import OrdererLike
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["LangChainTurns", "Prepared", "artifact_documents", "marked", "read_message", "text_of"]
+
+_ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
+    (HumanMessage, "user"),
+    (AIMessage, "assistant"),
+    (SystemMessage, "system"),
+    (ToolMessage, "tool"),
+    (FunctionMessage, "function"),
+)
+
+
+def read_message(message: BaseMessage) -> dict[str, Any]:
+    role = next((name for kind, name in _ROLES if isinstance(message, kind)), message.type)
+    if isinstance(message, ChatMessage):
+        role = message.role
+    calls, call = (getattr(message, name, None) for name in ("tool_calls", "tool_call_id"))
+    return plain_message(role, message.content, tool_calls=calls, tool_call_id=call)
+
+
+def artifact_documents(message: ToolMessage) -> Sequence[Document]:
+    """The documents of a tool with response_format="content_and_artifact", such as `create_retriever_tool` makes."""
+    artifact = message.artifact if isinstance(message.artifact, list) else []
+    found = [each if isinstance(each, Document) else _loaded(each) for each in artifact]
+    return [each for each in found if each is not None] if None not in found else []
+
+
+def text_of(message: BaseMessage) -> str:
+    """The texts of a message's content; `message.text` depends on LangChain's version."""
+    content = message.content
+    parts = [content] if isinstance(content, str) else content
+    texts = (part if isinstance(part, str) else part.get("text") for part in parts if not _is_other(part))
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A request: the `messages` to send, and those of them that the application stores in place of the given ones, with
+    the same ids. `turn` is that of the last message."""
+
+    messages: list[BaseMessage]
+    turn: NextTurn[Document]
+    changed: list[BaseMessage]
+    sources: list[Document]
+
+
+class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
+    """As `FrameworkTurns`. `found` gives the documents of a tool's result; with `parts` the content for a cloud
+    that has marks consists of parts."""
+
+    def __init__(
+        self,
+        orderer: OrdererLike,
+        builder: PromptBuilder | None,
+        *,
+        found: Callable[[ToolMessage], Sequence[Document]] = artifact_documents,
+        parts: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(orderer, builder, read=read_message, text=_text, metadata=_metadata, **options)
+        self._found = found
+        self._parts = parts
+
+    def prepare(
+        self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
+    ) -> Prepared:
+        """Messages behind the last answer, and behind the first `sent_before`, are new: the question gets the
+        `documents` (None: it is sent as it is), and with `repeat="name"` results of tools name the documents that stand
+        further above. Raises nothing."""
+        sent = list(messages)
+        answers = (place for place, message in enumerate(sent) if isinstance(message, AIMessage))
+        changed: list[BaseMessage] = []
+        sources: list[Document] = []
+        turn: NextTurn[Document] | None = None
+        for place in range(max(sent_before, max(answers, default=-1) + 1), len(sent)):
+            message, is_last = sent[place], place == len(sent) - 1
+            turn = None
+            if isinstance(message, HumanMessage) and is_last and documents is not None:
+                turn = self.next(text_of(message), documents, sent[:place], *request)
+            elif isinstance(message, ToolMessage) and (found := self._documents_of(message)):
+                call = message.tool_call_id
+                turn = self.next("", found, sent[:place], *request, tool_call_id=call, is_last=is_last)
+            if turn is not None:
+                sent[place] = message.model_copy(update={"content": self._content(message, turn)})
+                changed.append(sent[place])
+                sources += turn.sources
+        return Prepared(sent, self.follow(sent, *request) if turn is None else turn, changed, sources)
+
+    def answered(self, request: Prepared, answer: BaseMessage) -> None:
+        usage = message_usage(answer)
+        if usage is None:
+            # From LangChain's own cache.
+            request.turn.discard()
+        else:
+            self.confirm(request.turn, request.messages[-1], answer, usage, written_tokens(answer))
+
+    def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+        """Without the documents, to rephrase a question by."""
+        return [
+            message.model_copy(update={"content": self.question_in(text_of(message))})
+            if isinstance(message, HumanMessage)
+            else message
+            for message in messages
+        ]
+
+    def _content(self, message: BaseMessage, turn: NextTurn[Document]) -> Any:
+        others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
+        content = turn.content if self._parts else turn.text
+        if not others:
+            return content
+        return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *others]
+
+    def _documents_of(self, message: ToolMessage) -> Sequence[Document]:
+        if self.repeat == "send":
+            return ()
+        try:
+            return list(self._found(message))
+        except Exception as error:
+            self.orderer.fall_back((), error)
+            return ()
+
+
+def marked(messages: Sequence[BaseMessage], turn: NextTurn[Document]) -> list[BaseMessage]:
+    """A request's messages with the marks of its turn, in ChatAnthropic's form."""
+    cloud = turn.ordering.cloud
+    if cloud is None or cloud.model.rules.resume != "marks":
+        return list(messages)
+    others = (place for place, message in enumerate(messages) if not isinstance(message, SystemMessage))
+    plain = [{"role": message.type, "content": message.content} for message in messages]
+    parts = TurnParts(plain, next(others, 0), cloud.turn_marks)
+    try:
+        contents = parts.contents(cache_control(cloud.model.rules.ttl))
+    except Exception:
+        # Content of another form, which is sent as it is.
+        return list(messages)
+    return [
+        message if content is message.content else message.model_copy(update={"content": content})
+        for message, content in zip(messages, contents, strict=True)
+    ]
+
+
+def _is_other(part: Any) -> bool:
+    """Of a message's content: an image, say."""
+    return isinstance(part, Mapping) and part.get("type", "text") != "text"
+
+
+def _loaded(artifact: Any) -> Document | None:
+    """A document as a checkpointer gives it back."""
+    if not isinstance(artifact, Mapping) or not isinstance(artifact.get("page_content"), str):
+        return None
+    members = {name: artifact.get(name) for name in ("id", "metadata")}
+    return Document(artifact["page_content"], **{name: value for name, value in members.items() if value})
+
+
+def _text(document: Document) -> str:
+    return document.page_content
+
+
+def _metadata(document: Document) -> Mapping[str, Any]:
+    return document.metadata or {}

@@ -1,0 +1,128 @@
+"""Middleware of LangChain's agents: conversations whose documents come from tools."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.runnables import Runnable
+
+try:
+    from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, types
+    from langgraph.types import Command
+except ImportError as error:
+    raise ImportError(
+        "ragorder.adapters.langchain.middleware needs langchain 1.x: pip install 'ragorder[langchain-agents]'"
+    ) from error
+
+from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents, text_of
+from ragorder.adapters.reorder import ScopeOf
+from ragorder.adapters.turns import Label
+from ragorder.conversation import REFERENCE, Repeat
+from ragorder.orderer import OrdererLike
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["CacheOrderMiddleware"]
+
+
+class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
+    """Middleware of an agent, the last of its list: what an earlier call of the model has sent is never touched.
+    Thread-safe.
+
+        agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
+
+    - `retriever`: documents for each question of the user's, which stand behind the history, in front of the question.
+    - `repeat="name"`: a tool's documents that still stand in the messages which are really sent are named instead of
+      sent again. The tool's message is written anew then, before its first use, and replaced in the agent's state.
+      By default results stay as the tools wrote them.
+    - `documents`: those of a tool's message; default its artifact, as `create_retriever_tool(…,
+      response_format="content_and_artifact")` makes it.
+    - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
+    - `reference`: as for `PromptBuilder.turn`.
+    - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
+      text).
+    - `scope`: the tenant, or a function of the ModelRequest. Scopes share no cache.
+
+    Errors in these functions send the messages as they are, or the documents as ranked, and are counted by the orderer;
+    those of the retriever are the agent's. Each call of the model is reported by its usage. Raises TypeError for a
+    retriever that is none, ValueError for wrong options.
+    """
+
+    def __init__(
+        self,
+        orderer: OrdererLike,
+        *,
+        builder: PromptBuilder | None = None,
+        retriever: Runnable[str, list[Document]] | None = None,
+        repeat: Repeat = "send",
+        reference: str = REFERENCE,
+        documents: Callable[[ToolMessage], Sequence[Document]] = artifact_documents,
+        label: Label | None = None,
+        scope: ScopeOf = None,
+    ) -> None:
+        super().__init__()
+        if retriever is not None and not isinstance(retriever, Runnable):
+            raise TypeError(
+                f"retriever must be a Runnable, such as store.as_retriever(), got {type(retriever).__name__}"
+            )
+        self._retriever = retriever
+        self._turns = LangChainTurns(
+            orderer, builder, found=documents, label=label, scope=scope, repeat=repeat, reference=reference
+        )
+
+    def label(self, document: Document) -> str:
+        """For `cited(answer, documents, middleware.label)`."""
+        return self._turns.label(document)
+
+    def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> Any:
+        documents = None
+        if (question := self._question(request)) is not None and self._retriever is not None:
+            documents = self._retriever.invoke(question)
+        prepared = self._prepare(request, documents)
+        with prepared.turn.asking():
+            response = handler(request.override(messages=prepared.messages))
+        return self._finish(prepared, response)
+
+    async def awrap_model_call(
+        self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
+    ) -> Any:
+        documents = None
+        if (question := self._question(request)) is not None and self._retriever is not None:
+            documents = await self._retriever.ainvoke(question)
+        prepared = self._prepare(request, documents)
+        with prepared.turn.asking():
+            response = await handler(request.override(messages=prepared.messages))
+        return self._finish(prepared, response)
+
+    def _question(self, request: ModelRequest) -> str | None:
+        last = request.messages[-1] if request.messages else None
+        return text_of(last) if isinstance(last, HumanMessage) else None
+
+    def _prepare(self, request: ModelRequest, documents: Sequence[Document] | None) -> Prepared:
+        front = _system(request)
+        prepared = self._turns.prepare([*front, *request.messages], documents, request)
+        return replace(prepared, messages=prepared.messages[len(front) :])
+
+    def _finish(self, prepared: Prepared, response: ModelResponse) -> Any:
+        answer = next((each for each in response.result if isinstance(each, BaseMessage)), None)
+        if answer is not None:
+            self._turns.answered(prepared, answer)
+        if not prepared.changed:
+            return response
+        # The graph replaces messages that have the same id.
+        extended = getattr(types, "ExtendedModelResponse", None)
+        if extended is not None:
+            return extended(response, Command(update={"messages": prepared.changed}))
+        # Before langchain 1.2.
+        return replace(response, result=[*response.result, *prepared.changed])
+
+
+def _system(request: Any) -> list[BaseMessage]:
+    message = getattr(request, "system_message", None)
+    if isinstance(message, SystemMessage):
+        return [message]
+    text = getattr(request, "system_prompt", None)
+    return [SystemMessage(text)] if isinstance(text, str) else []

@@ -1,0 +1,208 @@
+"""A turn of a conversation as a step of a chain, or a node of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    convert_to_messages,
+    message_chunk_to_message,
+)
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.utils import AddableDict
+
+from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, marked
+from ragorder.adapters.reorder import ScopeOf
+from ragorder.adapters.turns import Label
+from ragorder.conversation import REFERENCE, Repeat
+from ragorder.orderer import OrdererLike
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["CacheOrderTurn"]
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    request: Prepared
+    messages: list[BaseMessage]
+    stored: list[BaseMessage]
+    """Of these, what the application has to store."""
+
+
+class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
+    """The next turn of a conversation: the documents stand behind the history, and what was sent is replayed.
+    Thread-safe.
+
+        found = create_history_aware_retriever(llm, retriever, rephrase)
+        chain = RunnablePassthrough.assign(context=found) | CacheOrderTurn(llm, orderer, builder=builder)
+        result = chain.invoke({"input": question, "chat_history": history})
+        history += result["messages"]
+
+    The input has `context`, the documents in retrieval order, and `input` and `chat_history`, or `messages`, of which
+    the last is the question: a LangGraph node. The result has `messages`, to be stored as they are, the question with
+    its documents among them, under the id that it had; `answer`, the last of them; and `sources`, the documents.
+
+    - `model`: a chat model. It reports cached tokens by its usage; a `FeedbackHandler` is not needed.
+    - `builder`: writes the prompt. Its system prompt stands in front, if the history has none.
+    - `repeat`, `reference`: as for `PromptBuilder.turn`.
+    - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
+      text).
+    - `scope`: the tenant, or a function of the input. Scopes share no cache; a string is the `cache_salt`.
+    - `marks`: content parts, and cache_control in what is sent where the orderer of a cloud sets marks (ChatAnthropic).
+
+    Errors in these functions leave retrieval order and are counted by the orderer. Give `context` as retrieved, not
+    from a `CacheOrderRetriever`. Raises TypeError for a model that is no Runnable, ValueError for wrong options.
+    """
+
+    def __init__(
+        self,
+        model: Runnable[Any, Any],
+        orderer: OrdererLike,
+        *,
+        builder: PromptBuilder | None = None,
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+        label: Label | None = None,
+        scope: ScopeOf = None,
+        marks: bool = False,
+        documents_key: str = "context",
+    ) -> None:
+        if not isinstance(model, Runnable):
+            raise TypeError(f"model must be a chat model, such as ChatOpenAI(…), got {type(model).__name__}")
+        self._model = model
+        self._documents_key = documents_key
+        self._marks = marks
+        self._turns = LangChainTurns(
+            orderer, builder, label=label, scope=scope, repeat=repeat, reference=reference, parts=marks
+        )
+
+    def label(self, document: Document) -> str:
+        """For `cited(answer, sources, turn.label)`."""
+        return self._turns.label(document)
+
+    def questions(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+        """A history without its documents, for the prompt that rephrases a question."""
+        return self._turns.questions(messages)
+
+    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
+        return self._call_with_config(self._answer, input, config, **kwargs)
+
+    async def ainvoke(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        return await self._acall_with_config(self._aanswer, input, config, **kwargs)
+
+    def stream(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Chunks of the `answer`, then the rest of the result."""
+        yield from self._transform_stream_with_config(iter([input]), self._chunks, config, **kwargs)
+
+    async def astream(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        async def inputs() -> AsyncIterator[dict[str, Any]]:
+            yield input
+
+        async for chunk in self._atransform_stream_with_config(inputs(), self._achunks, config, **kwargs):
+            yield chunk
+
+    def _answer(
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> dict[str, Any]:
+        asked = self._ask(input)
+        with asked.request.turn.asking():
+            answer = self._model.invoke(asked.messages, config, **kwargs)
+        return {"answer": answer, **self._result(asked, answer)}
+
+    async def _aanswer(
+        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+    ) -> dict[str, Any]:
+        asked = self._ask(input)
+        with asked.request.turn.asking():
+            answer = await self._model.ainvoke(asked.messages, config, **kwargs)
+        return {"answer": answer, **self._result(asked, answer)}
+
+    def _chunks(
+        self,
+        inputs: Iterator[dict[str, Any]],
+        run_manager: CallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> Iterator[dict[str, Any]]:
+        asked = self._ask(next(inputs))
+        answer: Any = None
+        with asked.request.turn.asking():
+            for chunk in self._model.stream(asked.messages, config, **kwargs):
+                if _computed(chunk):
+                    asked.request.turn.begin()
+                answer = chunk if answer is None else answer + chunk
+                yield AddableDict({"answer": chunk})
+        yield AddableDict(self._result(asked, _whole(answer)))
+
+    async def _achunks(
+        self,
+        inputs: AsyncIterator[dict[str, Any]],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> AsyncIterator[dict[str, Any]]:
+        asked = self._ask(await anext(inputs))
+        answer: Any = None
+        with asked.request.turn.asking():
+            async for chunk in self._model.astream(asked.messages, config, **kwargs):
+                if _computed(chunk):
+                    asked.request.turn.begin()
+                answer = chunk if answer is None else answer + chunk
+                yield AddableDict({"answer": chunk})
+        yield AddableDict(self._result(asked, _whole(answer)))
+
+    def _result(self, asked: _Asked, answer: BaseMessage) -> dict[str, Any]:
+        self._turns.answered(asked.request, answer)
+        return {"messages": [*asked.stored, answer], "sources": asked.request.sources}
+
+    def _ask(self, input: Mapping[str, Any]) -> _Asked:
+        history, question = _read(input)
+        given = [*history, *question]
+        documents = list(input.get(self._documents_key) or ())
+        request = self._turns.prepare(given, documents, input, sent_before=len(history) if question else 0)
+        stored = request.messages[len(history) :] if question else request.changed
+        messages = [*self._front(given), *request.messages]
+        return _Asked(request, marked(messages, request.turn) if self._marks else messages, stored)
+
+    def _front(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+        form = self._turns.builder.message_format
+        if not form.system or not form.system_role or (messages and isinstance(messages[0], SystemMessage)):
+            return []
+        return [SystemMessage(form.system)]
+
+
+def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
+    """History and question. Raises LangChain's errors for what is no message."""
+    if "messages" in input:
+        return convert_to_messages(input["messages"]), []
+    question = input["input"]
+    asked: list[BaseMessage] = (
+        [HumanMessage(question)] if isinstance(question, str) else convert_to_messages([question])
+    )
+    return convert_to_messages(input.get("chat_history") or []), asked
+
+
+def _computed(chunk: Any) -> bool:
+    """A first chunk that names the role may come before anything was computed."""
+    return any(getattr(chunk, name, None) for name in ("content", "tool_call_chunks", "additional_kwargs"))
+
+
+def _whole(answer: Any) -> BaseMessage:
+    if answer is None:
+        return AIMessage("")
+    return message_chunk_to_message(answer) if isinstance(answer, AIMessageChunk) else answer

@@ -1,0 +1,243 @@
+"""Chat engine whose nodes stand behind the history."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.llms.generic_utils import messages_to_history_str
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.callbacks import CallbackManager, trace_method
+from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONDENSE_PROMPT_TEMPLATE
+from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
+from llama_index.core.llms import LLM
+from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.settings import Settings
+from llama_index.core.tools import ToolOutput
+
+from ragorder.adapters.llama_index.messages import read_message
+from ragorder.adapters.reorder import ScopeOf
+from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn
+from ragorder.adapters.usage import member, read_usage
+from ragorder.conversation import REFERENCE, Repeat
+from ragorder.orderer import OrdererLike
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["CacheOrderChatEngine"]
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    turn: NextTurn[NodeWithScore]
+    messages: list[ChatMessage]
+    sources: list[ToolOutput]
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {"sources": self.sources, "source_nodes": self.turn.sources}
+
+
+class CacheOrderChatEngine(BaseChatEngine):
+    """A chat engine whose nodes stand behind the history: in place of `ContextChatEngine`, or with `condense` of
+    `CondensePlusContextChatEngine`. One conversation, as its memory.
+
+        engine = CacheOrderChatEngine(index.as_retriever(), orderer, builder=PromptBuilder("Answer briefly."))
+        response = engine.chat("When are orders shipped?")
+        sources = cited(response.response, response.source_nodes, engine.label)
+
+    The memory has each question with its nodes, as it was sent, once it is answered; a failed turn leaves it as it was.
+    `source_nodes` are those sent, in prompt order, then those that are named because they stand further above.
+
+    - `llm`: a chat model (default: that of `Settings`). A `FeedbackHandler` is not needed.
+    - `memory`: default as LlamaIndex's. One that cuts the history off costs its reuse: cut rarely.
+    - `builder`: writes the prompt, with the system prompt.
+    - `condense`: search by a question that the model has rephrased from the history, by `condense_prompt`.
+    - `node_postprocessors`: rerankers and filters, without `CacheOrderPostprocessor`.
+    - `repeat`, `reference`: as for `PromptBuilder.turn`.
+    - `label`: by which nodes are cited, and named later: a function of a NodeWithScore (default: `number_label` of its
+      text).
+    - `scope`: the tenant, or a function of the QueryBundle. Scopes share no cache.
+
+    Errors in these functions leave retrieval order and are counted by the orderer. Raises ValueError for wrong options.
+    """
+
+    def __init__(
+        self,
+        retriever: BaseRetriever,
+        orderer: OrdererLike,
+        *,
+        llm: LLM | None = None,
+        memory: BaseMemory | None = None,
+        builder: PromptBuilder | None = None,
+        condense: bool = False,
+        condense_prompt: str = DEFAULT_CONDENSE_PROMPT_TEMPLATE,
+        node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+        repeat: Repeat = "name",
+        reference: str = REFERENCE,
+        label: Label | None = None,
+        scope: ScopeOf = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        self._retriever = retriever
+        self._llm: LLM = llm or Settings.llm
+        self._memory = memory or _default_memory(self._llm)
+        self._condense = condense
+        self._condense_prompt = condense_prompt
+        if not all(f"{{{name}}}" in condense_prompt for name in ("chat_history", "question")):
+            raise ValueError(f"condense_prompt must have {{chat_history}} and {{question}}: {condense_prompt!r}")
+        self._node_postprocessors = list(node_postprocessors)
+        self.callback_manager = callback_manager or Settings.callback_manager
+        self._turns: FrameworkTurns[ChatMessage, NodeWithScore] = FrameworkTurns(
+            orderer,
+            builder,
+            read=read_message,
+            text=_text,
+            metadata=_metadata,
+            label=label,
+            scope=scope,
+            repeat=repeat,
+            reference=reference,
+        )
+
+    def label(self, node: NodeWithScore) -> str:
+        """For `cited(response.response, response.source_nodes, engine.label)`."""
+        return self._turns.label(node)
+
+    @trace_method("chat")
+    def chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+        asked = self._ask(message, chat_history)
+        with asked.turn.asking():
+            answer = self._llm.chat(asked.messages)
+        for each in (asked.messages[-1], answer.message):
+            self._memory.put(each)
+        self._confirm(asked, answer)
+        return AgentChatResponse(response=str(answer.message.content or ""), **asked.shown)
+
+    @trace_method("chat")
+    async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+        asked = await self._aask(message, chat_history)
+        with asked.turn.asking():
+            answer = await self._llm.achat(asked.messages)
+        for each in (asked.messages[-1], answer.message):
+            await self._memory.aput(each)
+        self._confirm(asked, answer)
+        return AgentChatResponse(response=str(answer.message.content or ""), **asked.shown)
+
+    @trace_method("chat")
+    def stream_chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> StreamingAgentChatResponse:
+        """The answer as it arrives; it counts as a turn once it has been read to its end."""
+        asked = self._ask(message, chat_history)
+
+        def chunks() -> Generator[ChatResponse, None, None]:
+            answer: ChatResponse | None = None
+            with asked.turn.asking():
+                for answer in self._llm.stream_chat(asked.messages):
+                    if answer.delta:
+                        asked.turn.begin()
+                    yield answer
+            if answer is not None:
+                for each in (asked.messages[-1], answer.message):
+                    self._memory.put(each)
+                self._confirm(asked, answer)
+
+        return StreamingAgentChatResponse(chat_stream=chunks(), is_writing_to_memory=False, **asked.shown)
+
+    @trace_method("chat")
+    async def astream_chat(
+        self, message: str, chat_history: list[ChatMessage] | None = None
+    ) -> StreamingAgentChatResponse:
+        asked = await self._aask(message, chat_history)
+
+        async def chunks() -> AsyncGenerator[ChatResponse, None]:
+            answer: ChatResponse | None = None
+            with asked.turn.asking():
+                async for answer in await self._llm.astream_chat(asked.messages):
+                    if answer.delta:
+                        asked.turn.begin()
+                    yield answer
+            if answer is not None:
+                for each in (asked.messages[-1], answer.message):
+                    await self._memory.aput(each)
+                self._confirm(asked, answer)
+
+        return StreamingAgentChatResponse(achat_stream=chunks(), is_writing_to_memory=False, **asked.shown)
+
+    def reset(self) -> None:
+        self._memory.reset()
+
+    @property
+    def chat_history(self) -> list[ChatMessage]:
+        return self._memory.get_all()
+
+    def _ask(self, message: str, chat_history: list[ChatMessage] | None) -> _Asked:
+        if chat_history is not None:
+            self._memory.set(chat_history)
+        history = self._memory.get(input=message)
+        asked = self._condensing(message, history)
+        query = QueryBundle(message if asked is None else str(self._llm.complete(asked)))
+        nodes = self._retriever.retrieve(query)
+        for postprocessor in self._node_postprocessors:
+            nodes = postprocessor.postprocess_nodes(nodes, query_bundle=query)
+        return self._next(message, query, nodes, history)
+
+    async def _aask(self, message: str, chat_history: list[ChatMessage] | None) -> _Asked:
+        if chat_history is not None:
+            await self._memory.aset(chat_history)
+        history = await self._memory.aget(input=message)
+        asked = self._condensing(message, history)
+        query = QueryBundle(message if asked is None else str(await self._llm.acomplete(asked)))
+        nodes = await self._retriever.aretrieve(query)
+        for postprocessor in self._node_postprocessors:
+            nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query)
+        return self._next(message, query, nodes, history)
+
+    def _condensing(self, message: str, history: Sequence[ChatMessage]) -> str | None:
+        """The prompt that asks for the question to search by; None: the message itself."""
+        if not self._condense or not history:
+            return None
+        users = MessageRole.USER
+        asked = [
+            ChatMessage(role=users, content=self._turns.question_in(each.content or "")) if each.role == users else each
+            for each in history
+        ]
+        return self._condense_prompt.format(chat_history=messages_to_history_str(asked), question=message)
+
+    def _next(
+        self, message: str, query: QueryBundle, nodes: list[NodeWithScore], history: Sequence[ChatMessage]
+    ) -> _Asked:
+        form = self._turns.builder.message_format
+        front: list[ChatMessage] = []
+        if form.system and form.system_role:
+            system = ChatMessage(role=self._llm.metadata.system_role, content=form.system)
+            front = [] if history and history[0].role == system.role and history[0].content == form.system else [system]
+        before = [*front, *history]
+        turn = self._turns.next(message, nodes, before, query)
+        found = ToolOutput(
+            tool_name="retriever", content=str(nodes), raw_input={"message": query.query_str}, raw_output=nodes
+        )
+        return _Asked(turn, [*before, ChatMessage(role=MessageRole.USER, content=turn.text)], [found])
+
+    def _confirm(self, asked: _Asked, answer: ChatResponse) -> None:
+        usage = read_usage(member(answer.raw, "usage"))
+        self._turns.confirm(asked.turn, asked.messages[-1], answer.message, usage)
+
+
+def _default_memory(llm: LLM) -> BaseMemory:
+    limit = llm.metadata.context_window - 256
+    try:
+        from llama_index.core.memory import Memory
+    except ImportError:
+        return ChatMemoryBuffer.from_defaults(token_limit=limit)
+    return Memory.from_defaults(token_limit=limit)
+
+
+def _text(node: NodeWithScore) -> str:
+    return node.get_content(metadata_mode=MetadataMode.LLM)
+
+
+def _metadata(node: NodeWithScore) -> Mapping[str, Any]:
+    return node.metadata

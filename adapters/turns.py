@@ -1,0 +1,270 @@
+"""Next turns of a conversation in a framework's own messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from typing import Any, Generic, Self, TypeVar
+
+from ragorder.adapters.reorder import ScopeOf, degrade
+from ragorder.adapters.usage import ReportedUsage
+from ragorder.citations import number_label
+from ragorder.conversation import Message, Repeat, message_key, segments_of
+from ragorder.document import Document
+from ragorder.orderer import OrdererLike
+from ragorder.ordering import Ordering
+from ragorder.prompt import PromptBuilder
+from ragorder.trie.histories import Segment
+
+__all__ = ["FrameworkTurns", "Label", "NextTurn", "plain_message"]
+
+D = TypeVar("D")
+M = TypeVar("M")
+
+Label = Callable[[Any], str]
+
+_INSTRUCTIONS = ("system", "developer")
+_OTHER_SYSTEM = (
+    "messages begin with another system prompt than the builder's, and predictions of cached tokens are wrong by the "
+    "difference: give its text as PromptBuilder(system=…)"
+)
+
+
+def plain_message(role: object, content: object, **shown: object) -> dict[str, Any]:
+    """A message as `PromptBuilder.turn` reads one. What cannot be sent as JSON has its digest or its type instead."""
+    members = {"role": str(role), "content": content} | {name: value for name, value in shown.items() if value}
+    plain: dict[str, Any] = json.loads(json.dumps(members, default=_opaque))
+    return plain
+
+
+class NextTurn(Generic[D]):
+    """A question or a tool's result at the end of a conversation.
+
+    `content` is that of its message, for a cloud that has marks in parts, `text` the same as one text; `new` are the documents in it, in prompt order, `repeated` those named there, best
+    first. Finish it with `confirm`, `discard` or `cut_off`; dropped, it counts as discarded.
+    """
+
+    def __init__(
+        self,
+        content: Any,
+        new: list[D],
+        repeated: list[D],
+        ordering: Ordering[Document],
+        closing_tokens: int = 0,
+    ) -> None:
+        self.content = content
+        self.new = new
+        self.repeated = repeated
+        self.ordering = ordering
+        self.begun = False
+        """The answer's first token has arrived."""
+        self._closing_tokens = closing_tokens
+
+    @property
+    def sources(self) -> list[D]:
+        """All documents, to look up what an answer cites."""
+        return [*self.new, *self.repeated]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part["text"] for part in self.content)
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self.ordering.readable()
+
+    def remember_as(self, message: Message, answer: Message | None = None) -> None:
+        """How later histories have the message and its answer, in plain form. Before `confirm`. Raises TypeError."""
+        keys = message_key(message), "" if answer is None else message_key(answer)
+        self.ordering.remember_as(*keys, closing_tokens=self._closing_tokens)
+
+    def confirm(self, usage: ReportedUsage | None = None, written_tokens: int | None = None) -> None:
+        """The request was served."""
+        reported = ReportedUsage() if usage is None else usage
+        self.ordering.confirm(
+            reported.cached_tokens,
+            reported.total_tokens,
+            prompt_tokens=reported.prompt_tokens,
+            written_tokens=written_tokens,
+        )
+
+    def discard(self) -> None:
+        """The request failed or was never sent."""
+        self.ordering.discard()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around the request. After an error, or a stream that is cut off: served without numbers if its answer had
+        begun, else discarded."""
+        try:
+            yield
+        except BaseException:
+            if self.begun:
+                self.ordering.confirm()
+            self.ordering.discard()
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same request: there cannot be two of it."""
+        return self
+
+    def __del__(self) -> None:
+        # After `confirm` without effect.
+        if (ordering := getattr(self, "ordering", None)) is not None:
+            ordering.discard()
+
+
+class FrameworkTurns(Generic[M, D]):
+    """Makes next turns by `PromptBuilder.turn`. Thread-safe.
+
+    Messages of the history are only read (`read`, to a plain message); they are sent as the framework's own objects.
+    `text` and `metadata` read a document. Its id in the prompt is its `label`, by which it is cited and named. After an
+    error all documents are sent as ranked, and the orderer counts it.
+    """
+
+    def __init__(
+        self,
+        orderer: OrdererLike,
+        builder: PromptBuilder | None,
+        *,
+        read: Callable[[M], Message],
+        text: Callable[[D], str],
+        metadata: Callable[[D], Mapping[str, Any]],
+        label: Label | None,
+        scope: ScopeOf,
+        repeat: Repeat,
+        reference: str,
+    ) -> None:
+        self.orderer = orderer
+        self.builder = PromptBuilder("") if builder is None else builder
+        self.read = read
+        self.repeat = repeat
+        self._reference = reference
+        self._text = text
+        self._metadata = metadata
+        self._label = label
+        self._scope = scope
+        # What is wrong with the options is said at once.
+        self.builder.turn("", [], orderer=_AsRanked(), repeat=repeat, reference=reference)
+
+    def label(self, item: D) -> str:
+        """By which answers cite a document: `cited(answer, turn.sources, turns.label)`."""
+        return number_label(self._text(item)) if self._label is None else str(self._label(item))
+
+    def question_in(self, content: str) -> str:
+        """The end of a turn's content: its question, without the documents."""
+        opening = self.builder.question_opening
+        _, found, question = content.rpartition(opening) if opening else ("", "", content)
+        return question if found else content
+
+    def next(
+        self,
+        question: str,
+        items: Iterable[D],
+        history: Sequence[M],
+        *request: Any,
+        tool_call_id: str | None = None,
+        is_last: bool = True,
+    ) -> NextTurn[D]:
+        """The turn behind a history; `is_last` in its prompt. `request` is what a scope function takes. Raises
+        nothing."""
+        items = list(items)
+        try:
+            documents = [Document(self.label(item), self._text(item), metadata=self._metadata(item)) for item in items]
+            turn = self.builder.turn(
+                question,
+                documents,
+                history=self._behind(history),
+                orderer=self.orderer if is_last else _AsRanked(),
+                scope=self._scope_of(request),
+                repeat=self.repeat,
+                reference=self._reference,
+                tool_call_id=tool_call_id,
+            )
+        except Exception as error:
+            return self._as_ranked(question, items, tool_call_id, error)
+        own = {id(document): item for document, item in zip(documents, items, strict=True)}
+        return NextTurn(
+            turn.message["content"],
+            [own[id(document)] for document in turn.new],
+            [own[id(document)] for document in turn.repeated],
+            turn.ordering,
+            self.builder.message_format.closing_tokens,
+        )
+
+    def follow(self, messages: Sequence[M], *request: Any) -> NextTurn[D]:
+        """The turn of messages that are sent as they are. Raises nothing."""
+        form = self.builder.message_format
+        try:
+            *history, last = segments_of(self._behind(messages), form) or [Segment("", 0)]
+            scope = self._scope_of(request)
+            ordering: Ordering[Document] = self.orderer.order([], behind=history, question=last, scope=scope)
+        except Exception as error:
+            ordering = self.orderer.fall_back([], error)
+        return NextTurn("", [], [], ordering, form.closing_tokens)
+
+    def confirm(
+        self,
+        turn: NextTurn[D],
+        message: M,
+        answer: M | None = None,
+        usage: ReportedUsage | None = None,
+        written_tokens: int | None = None,
+    ) -> None:
+        """The message of a turn was sent, and answered."""
+        # What cannot be read is not found again; it was served all the same.
+        with suppress(Exception):
+            turn.remember_as(self.read(message), None if answer is None else self.read(answer))
+        turn.confirm(usage, written_tokens)
+
+    def _scope_of(self, request: tuple[Any, ...]) -> Any:
+        return self._scope(*request) if callable(self._scope) else self._scope
+
+    def _behind(self, history: Sequence[M]) -> list[Message]:
+        """The plain messages behind the system prompt."""
+        messages = list(map(self.read, history))
+        first = next((place for place, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
+        system = self.builder.system
+        if system and first and [each.get("content") for each in messages[:first]] != [system]:
+            degrade(self.orderer, _OTHER_SYSTEM)
+        return messages[first:]
+
+    def _as_ranked(self, question: str, items: list[D], tool_call_id: str | None, error: Exception) -> NextTurn[D]:
+        documents = [_readable(item, self._text) for item in items]
+        ordering = self.orderer.fall_back(documents, error)
+        try:
+            texts = list(map(self.builder.document_text, documents))
+            asked = self.builder.user_message(question, [], []) if tool_call_id is None else ""
+        except Exception:
+            # The builder's own label function.
+            texts, asked = [f"{document.text}\n\n" for document in documents], question
+        return NextTurn("".join(texts) + asked, items, [], ordering)
+
+
+class _AsRanked:
+    """Orders nothing, and follows nothing."""
+
+    def order(self, documents: Iterable[Document], **_: Any) -> Ordering[Document]:
+        ranked = list(documents)
+        return Ordering(ranked, range(len(ranked)))
+
+
+def _readable(item: Any, text: Callable[[Any], str]) -> Document:
+    try:
+        shown = text(item)
+        return Document(number_label(shown), shown)
+    except Exception:
+        shown = str(item)
+        return Document(number_label(shown), shown)
+
+
+def _opaque(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return blake2b(value, digest_size=16).hexdigest()
+    for name in ("model_dump", "to_dict"):
+        if (dump := getattr(value, name, None)) is not None:
+            return dump()
+    return type(value).__qualname__
