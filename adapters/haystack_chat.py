@@ -170,6 +170,8 @@ class CacheOrderFeedback:
 
         pipeline.connect("llm.replies", "feedback.replies")
         pipeline.connect("prompt.turn", "feedback.turn")
+
+    Of several replies the first one counts.
     """
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])

@@ -42,8 +42,9 @@ def plain_message(role: object, content: object, **shown: object) -> dict[str, A
 class NextTurn(Generic[D]):
     """A question or a tool's result at the end of a conversation.
 
-    `content` is that of its message, for a cloud that has marks in parts, `text` the same as one text; `new` are the documents in it, in prompt order, `repeated` those named there, best
-    first. Finish it with `confirm`, `discard` or `cut_off`; dropped, it counts as discarded.
+    `content` is that of its message, for a cloud that has marks in parts, `text` the same as one text. `new` are the
+    documents in it, in prompt order, `repeated` those named there, best first. Finish it with
+    `confirm` or `discard`; dropped, it counts as discarded.
     """
 
     def __init__(

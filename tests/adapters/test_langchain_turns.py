@@ -286,7 +286,7 @@ class TestMarks:
             assert [part["text"] for part in parts[:-1]] == [
                 f"[{number_label(text_of(name))}]\n{text_of(name)}\n\n" for name in "abc"
             ]
-            assert parts[-1] == {"type": "text", "text": "Question: One?"}
+            assert (parts[-1]["type"], parts[-1]["text"]) == ("text", "Question: One?")
             marked.append([part["cache_control"] for part in parts if "cache_control" in part])
             assert all("cache_control" not in part for part in result["messages"][0].content)
         assert {"type": "ephemeral", "ttl": "1h"} in marked[-1] and len(marked[-1]) <= 3
