@@ -252,6 +252,12 @@ class _AsRanked:
         ranked = list(documents)
         return Ordering(ranked, range(len(ranked)))
 
+    def predict_cached_tokens(self, documents: Iterable[Document], **_: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def has_lost(self, behind: Iterable[Segment], **_: Any) -> bool:
+        return False
+
 
 def _readable(item: Any, text: Callable[[Any], str]) -> Document:
     try:
