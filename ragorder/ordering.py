@@ -25,8 +25,21 @@ class RequestOutcome(NamedTuple):
     cached_tokens: float | None = None
     total_tokens: float | None = None
     prompt_tokens: float | None = None
-    cost: Cost | None = None
-    """Of a request to a cloud."""
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of a request to a cloud."""
+        return None
+
+
+class CloudOutcome(RequestOutcome):
+    """The same of a request to a cloud, whose cost is no item of the tuple: callers unpack four."""
+
+    paid: Cost | None = None
+
+    @property
+    def cost(self) -> Cost | None:
+        return self.paid
 
 
 class Forecast(Protocol):
@@ -169,7 +182,12 @@ class Ordering(Generic[D]):
         answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache."""
         if self.cloud is not None and self._finish is not None:
             self.cloud.report(cached_tokens, written_tokens, prompt_tokens)
-        self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens, self.cost))
+        if (cost := self.cost) is None:
+            self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
+        else:
+            outcome = CloudOutcome(True, cached_tokens, total_tokens, prompt_tokens)
+            outcome.paid = cost
+            self._end(outcome)
 
     def readable(self) -> None:
         """The answer's first token is there: from now on others can read what this request writes into a cloud's cache.

@@ -268,6 +268,15 @@ class TestReports:
         assert cost.money == pytest.approx(3960 * 5 / 1e6)
         assert cost.saved_money == pytest.approx(40 * 5 / 1e6)
 
+    def test_an_outcome_is_four_numbers_as_everywhere_and_has_the_cost_beside_them(self) -> None:
+        orderer, _, _ = make()
+        ordering = orderer.order(DOCUMENTS)
+        outcomes: list[RequestOutcome] = []
+        ordering.add_done_callback(outcomes.append)
+        ordering.confirm(600, prompt_tokens=4000, written_tokens=2000)
+        assert outcomes == [(True, 600, None, 4000)]
+        assert outcomes[0].cost is not None and outcomes[0].cost == ordering.cost
+
     def test_a_second_report_is_none(self) -> None:
         orderer, _, _ = make()
         ordering = orderer.order(DOCUMENTS)
