@@ -28,6 +28,7 @@ from ragorder.clouds import (
 )
 from ragorder.clouds.tables import PROVIDERS
 from ragorder.eval.engines.cloud import SimulatedCloud
+from ragorder.ordering import RequestOutcome
 from ragorder.tokens import special_token_escaper
 
 SYSTEM = "Answer from the documents. " * 90
