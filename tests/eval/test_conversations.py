@@ -117,7 +117,7 @@ def test_with_engine_openai_a_server_with_a_model_is_started(
         started.append((model, max_model_len))
         yield SimulatedServer(blocks)
 
-    monkeypatch.setattr("ragorder.eval.experiments.conversations.experiment.VLLMServer", start)
+    monkeypatch.setattr("ragorder.eval.experiments.conversations.servers.VLLMServer", start)
     options = ["--engine", "openai", "--model", model_folder, "--seeds", "0", "--limit", "3", "-o", tmp_path]
     invoke("run", "conversations", *options, "--set", "turns=1", "--set", "layout=one turn", "--set", "tokenizer=yes")
     assert started == [(model_folder, 8192)]
