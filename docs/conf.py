@@ -59,5 +59,11 @@ def read_docstring(app: object, what: str, name: str, obj: object, options: obje
             lines[at:at] = ["::", ""]
 
 
+def read_help(app: object, command: object, lines: list[str]) -> None:
+    """Help is plain text: a name that ends in an underscore is no link."""
+    lines[:] = [re.sub(r"_(?!\w)", r"\\_", line) for line in lines]
+
+
 def setup(app: Any) -> None:
+    app.connect("sphinx-click-process-description", read_help)
     app.connect("autodoc-process-docstring", read_docstring)
