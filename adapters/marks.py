@@ -1,4 +1,4 @@
-"""Where a cache that resumes only at marks (Anthropic's, Bedrock's) is given one."""
+"""Marks of a prompt for caches that resume only there (Anthropic, Bedrock)."""
 
 from __future__ import annotations
 

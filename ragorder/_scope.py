@@ -161,7 +161,7 @@ class Scope:
     ) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
         reported: Sequence[float | None]
-        served, *reported = outcome[:4]
+        served, *reported = outcome
         wrong = None
         try:
             reported = [None if tokens is None else float(int(tokens + 0.0)) for tokens in reported]

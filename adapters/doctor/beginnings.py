@@ -1,4 +1,4 @@
-"""What a request has in common with the beginning of an earlier one."""
+"""Text that a request has in common with the beginning of an earlier one."""
 
 from __future__ import annotations
 

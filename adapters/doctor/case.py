@@ -1,4 +1,4 @@
-"""What is known of a log of requests, for the rules."""
+"""Facts of a log of requests, for the rules."""
 
 from __future__ import annotations
 
