@@ -1,9 +1,10 @@
-"""Two real vLLM servers behind `ragorder serve`: what they have cached together, and what a killed one costs."""
+"""Real vLLM servers behind `ragorder serve`: what two cache together, and what a killed one or a killed log costs."""
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import httpx2
+from support.redis_server import SERVER, RedisServer
 from support.serve_process import ServeProcess, launching
 from support.streamed_answer import CERTIFICATES, StreamedAnswer, stream
 from support.waiting import eventually
@@ -43,13 +45,20 @@ def texts(vllm_model: Path) -> list[str]:
 @pytest.fixture
 def proxy(vllm_model: Path) -> Iterator[Callable[..., ServeProcess]]:
     with launching(ServeProcess, *COMMAND, "--tokenizer", str(vllm_model), PYTHONPATH="") as launch:
-        yield lambda *servers: launch(*(word for each in servers for word in ("--upstream", each.base_url)))
+
+        def make(*servers: VLLMServer, options: tuple[str, ...] = ()) -> ServeProcess:
+            return launch(*(word for each in servers for word in ("--upstream", each.base_url)), *options)
+
+        yield make
 
 
 def body(texts: list[str], rng: random.Random, query: str, tokens: int = 1, **fields: Any) -> dict[str, Any]:
     """Three of the five documents on one subject."""
     first = OF_SUBJECT * rng.randrange(SUBJECTS)
-    names = rng.sample(range(first, first + OF_SUBJECT), 3)
+    return asked(texts, rng.sample(range(first, first + OF_SUBJECT), 3), query, tokens, **fields)
+
+
+def asked(texts: list[str], names: list[int], query: str, tokens: int = 1, **fields: Any) -> dict[str, Any]:
     tag = {"documents": [{"id": str(name), "text": texts[name]} for name in names], "query": query}
     options = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return {"model": VLLMServer.model_name, "messages": [SYSTEM], "ragorder": tag, **options, **fields}
@@ -122,3 +131,46 @@ def test_a_killed_server_loses_no_request_that_had_not_begun_to_answer(
     assert all(each.text and each.broke and not each.done for each in lost)
     assert [(each.done, each.error, each.broke) for each in kept] == [(True, None, False)] * len(kept)
     assert [(each.status, each.replica, each.done, each.error) for each in short] == [(200, "1", True, None)] * 8
+
+
+@pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server: make installs it")
+def test_a_killed_log_of_orders_loses_no_request_and_is_taken_up_again(
+    vllm_model: Path, texts: list[str], proxy: Callable[..., ServeProcess], tmp_path: Path
+) -> None:
+    pytest.importorskip("redis")
+    log, server = RedisServer(tmp_path), VLLMServer(vllm_model, blocks=256, block_size=BLOCK)
+    rng = random.Random(2)
+    numbers = iter(range(1000))
+    try:
+        log.start()
+        server.start()
+        urls = [proxy(server, options=("--shared-orders", log.url)).url for _ in range(2)]
+
+        def is_told() -> bool:
+            """Whether a proxy puts documents that only the other has served into the other's order, and finds them."""
+            names = rng.sample(range(len(texts)), 3)
+            post(urls[0], asked(texts, names, f"{next(numbers)}"))
+            time.sleep(0.2)
+            answer = post(urls[1], asked(texts, names[::-1], f"{next(numbers)}"))
+            details = answer.json()["usage"]["prompt_tokens_details"] or {}
+            predicted = int(answer.headers["x-ragorder-predicted-cached-tokens"])
+            return min(predicted, details.get("cached_tokens") or 0) > 2 * TOKENS
+
+        assert eventually(is_told)
+        streams = [StreamedAnswer() for _ in range(4)]
+        with ThreadPoolExecutor(12) as pool:
+            for number, each in enumerate(streams):
+                pool.submit(stream, urls[number % 2], body(texts, rng, f"long {number}", 400), each)
+            assert all(each.began.wait(120) for each in streams)
+            log.kill()
+            assert not is_told()
+            sent = [body(texts, rng, f"lost {number}") for number in range(8)]
+            answers = [pool.submit(post, urls[number % 2], each) for number, each in enumerate(sent)]
+        assert [(each.status, each.done, each.error, each.broke) for each in streams] == [(200, True, None, False)] * 4
+        assert [each.result().status_code for each in answers] == [200] * 8
+        log.start()
+        assert eventually(is_told)
+    finally:
+        server.stop()
+        log.client.close()
+        log.kill()
