@@ -26,6 +26,9 @@ _NUMBER = b"number"
 _PROCESSES = 4096
 _AT_ONCE = 256
 _BLOCK_MS = 1000
+# Each round trip and each waking of a thread costs as much as the handling of ten orders: those of this time go together.
+# An engine takes longer to compute what an order promises.
+_GATHERED_S = 0.01
 # A server that does not answer in this time is lost; far more than a read blocks.
 _TIMEOUTS = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0}
 _RETRY_S = 1.0
@@ -119,6 +122,7 @@ class OrderLog:
                     pipeline.execute()
                 self.appended += len(self._unsent)
                 self._unsent = []
+            sleep(_GATHERED_S)
 
     def _fill(self) -> bool:
         """Whether orders are to be sent: those that could not be sent last time, or others."""
@@ -134,6 +138,8 @@ class OrderLog:
             for _, entries in read or ():
                 for entry in entries:
                     self._take(*entry)
+                if len(entries) < _AT_ONCE:
+                    sleep(_GATHERED_S)
             if not read and self._ends_before(client):
                 self._read_all(client)
 
