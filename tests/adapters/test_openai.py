@@ -204,8 +204,10 @@ class WatchedOrderer(Orderer):
 
     def order(self, documents: Any, **options: Any) -> Ordering[Any]:
         self.asked.append(options)
-        self.finished.append([])
-        return WatchedOrdering(super().order(documents, **options), self.finished[-1])
+        # Of this thread: the last one of the list may be another's.
+        events: Events = []
+        self.finished.append(events)
+        return WatchedOrdering(super().order(documents, **options), events)
 
 
 DISCARDED: Events = [("discarded", None, None)]

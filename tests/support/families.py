@@ -66,7 +66,7 @@ PER_LAYER = {
 ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: kind for name, kind in FAMILIES.items() if name != "phi3-longrope"},
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
-    "a part of the head": ("StableLm", {}),
+    "a part of the head": ("Phi", {}),
     "a part of the head, dimensions side by side": ("Glm", {"head_dim": 16}),
     "dimensions side by side": ("Cohere", {}),
     "layers without positions": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),

@@ -44,6 +44,9 @@ _MODULES = (
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A process that is forked has none of the threads that its parent's libraries believe to have."""
 
+# pyarrow, which pandas imports, starts one that frees memory.
+_NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+
 _BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 _IMPORTS_S = 240.0
@@ -72,6 +75,7 @@ class ForkServer:
                 **os.environ,
                 **ENVIRONMENT,
                 **_ONE_THREAD,
+                **_NO_THREAD,
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "PYTHONPATH": _path(),
             },

@@ -47,7 +47,7 @@ class TestCohorts:
         mask = cohorts.masks.get("a", 0)
         assert (mask & cohorts.latest(count)).bit_count() == sum("a" in request for request in latest)
         if 2 * count <= size:
-            earlier = (requests[: len(requests) - count])[-count:] if count else []
+            earlier = requests[: max(0, len(requests) - count)][-count:] if count else []
             assert (mask & cohorts.latest(count, skip=count)).bit_count() == sum("a" in each for each in earlier)
         assert (mask & cohorts.before(count)).bit_count() == sum("a" in each for each in remembered) - sum(
             "a" in each for each in latest
