@@ -103,13 +103,26 @@ def answer(rows: ray.data.Dataset, folder: str, engines: int) -> list[dict[str, 
 
 
 def answer_by_vllm(rows: ray.data.Dataset, model: str) -> list[dict[str, Any]]:
-    """Ray's own processor, on a CPU; on GPUs leave `placement_group_config` out."""
+    """Ray's own processor, on a CPU; on GPUs leave `placement_group_config` out.
+
+    Its stages wait for one another, and for what comes before: together they must leave one of the cores.
+    """
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
+    stage = {"num_cpus": 0.1}
     config = vLLMEngineProcessorConfig(
         model_source=model,
-        engine_kwargs={"enable_prefix_caching": True, "enforce_eager": True, "max_model_len": 1024},
-        placement_group_config={"bundles": [{"CPU": 1}]},
+        # The share is of the machine's memory on a CPU, and of the device's on a GPU: there leave it out as well.
+        engine_kwargs={
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "gpu_memory_utilization": 0.2,
+        },
+        placement_group_config={"bundles": [{"CPU": 0.5}]},
+        chat_template_stage=stage,
+        tokenize_stage=stage,
+        detokenize_stage=stage,
         concurrency=1,
         batch_size=512,
     )
