@@ -21,7 +21,6 @@ from ragorder.eval.experiments.embedded.cells import NOTHING, TIERS, EmbeddedCel
 from ragorder.eval.experiments.embedded.clocks import timed
 from ragorder.eval.experiments.embedded.fused import serve_fused
 from ragorder.eval.experiments.embedded.prompts import ask_again, draw_prompt
-from ragorder.eval.running.load import rotated
 
 if TYPE_CHECKING:
     pass
@@ -52,7 +51,8 @@ def measure_prefill(
     with start(model, cell) as serve:
         for number in range(-_WARM_UPS, cell.repeats):
             prompt = draw_prompt(layout, model.vocabulary, rng)
-            for arm in rotated(cell.arms, number):
+            # In a new order: behind an arm that computes much, the processor's caches hold nothing of the next one's.
+            for arm in random.Random(f"{seed} {number}").sample(cell.arms, len(cell.arms)):
                 wall_ms, cpu_ms, cached = serve(arm, prompt, rng)
                 if number < 0:
                     continue
