@@ -651,6 +651,37 @@ class TestWhatLeavesTheDevice:
         at.cache._disk.wait()
         assert at.serve(A, B, C) == (0, 0, 16)
 
+    def test_a_write_that_ends_just_now_holds_no_blocks(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A is written because B leaves, and stays; its copy ends after B's, as on another stream, while the cache looks
+        for what has ended. Then A leaves, too, without a copy, and its blocks are needed at once."""
+
+        def by_itself(transfer: HeldTransfer) -> None:
+            if not transfer.done:
+                transfer._all.waiting.remove(transfer)
+                transfer.copy()
+
+        monkeypatch.setattr(HeldTransfer, "wait", by_itself)
+        monkeypatch.setattr(HeldTransfer, "fence", by_itself)
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B)
+        lease = at.cache.acquire([])
+        at.cache.extend(lease, 3 * BLOCK)
+        disk = at.cache._disk
+        assert disk is not None and [node.tokens for node in at.cache._tiers.nodes.values()] == [8]
+        assert disk.copying(Request([A]).path[0].key) is not None
+        look = disk.poll
+
+        def ended_before() -> None:
+            while disk._writer.waiting:
+                disk._writer.tick()
+            look()
+
+        monkeypatch.setattr(disk, "poll", ended_before)
+        at.cache.extend(lease, 5 * BLOCK)
+        at.cache.release(lease)
+        check_accounts(at.cache)
+        assert at.serve(A, B) == (0, 0, 11)
+
 
 class TestAfterARestart:
     def test_the_disk_is_found_again(self, engine: Made) -> None:
@@ -866,6 +897,37 @@ class TestRoom:
         at.schedule(request)
         at.step()
         assert at.cache.pool.free_blocks == 0
+
+    def test_blocks_merge_only_where_two_nodes_meet(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parent and grandchild come from the disk, and what is between them does not, for want of memory to read it
+        into. A request that needs the whole device frees blocks that two nodes both hold the tokens of: these two hold
+        none of the same."""
+        at = engine(device_blocks=6, disk=PLENTY)
+        parent, between, grandchild = A, [60, 61, 62, 63, 64, 65], [70, 71, 72, 73]
+        at.serve(parent, between, grandchild)
+        at.empty_device()
+        at.cache._disk.wait()
+        made, make = 0, BlockPool._make
+
+        def second_fails(pool: BlockPool, blocks: int) -> Any:
+            nonlocal made
+            made += 1
+            if made == 2:
+                raise MemoryError
+            return make(pool, blocks)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockPool, "_make", second_fails)
+            lease = at.cache.acquire(Request([parent, between, grandchild]).path)
+            lease.wait()
+        assert lease.tokens_by_tier == (0, 0, 8)
+        at.cache.release(lease)
+        at.cache._tiers.drain()
+        assert [node.tokens for node in at.cache._tiers.nodes.values()] == [8, 4]
+        at.cache.resize(device_blocks=5)
+        assert at.serve(parent, between, grandchild).total == 14
+        assert at.serve(parent) == (8, 0, 0)
+        check_accounts(at.cache)
 
 
 class TestPrefetch:
