@@ -108,11 +108,11 @@ class Hierarchy:
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
         """Have `blocks` free blocks on the device. Raises OutOfBlocksError, changing nothing."""
-        if blocks <= self.device.pool.free_blocks:
-            return
-        for key in self.device.evict(blocks, protected):
-            self._offload(self.nodes[key])
-        self.copies.free(self.device.pool, blocks)
+        # Again if a node that has lost its parent holds a block of what has left.
+        while blocks > self.device.pool.free_blocks:
+            for key in self.device.evict(blocks, protected):
+                self._offload(self.nodes[key])
+            self.copies.free(self.device.pool, blocks)
 
     def compact(self, keep: Iterable[DeviceCopy]) -> None:
         """Reduce the device to pinned nodes and `keep` (root first), without duplicate blocks."""
@@ -130,12 +130,18 @@ class Hierarchy:
             self.device.tier.unpin(copy.node.key)
 
     def insert(
-        self, segment: Segment, start: int, blocks: Sequence[int], parent: bytes | None, parent_copy: DeviceCopy | None
+        self,
+        segment: Segment,
+        start: int,
+        blocks: Sequence[int],
+        parent: bytes | None,
+        above: Iterable[DeviceCopy] = (),
     ) -> DeviceCopy:
+        """`above`: copies of the nodes in front of it, any of which may end in its first block."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
-        shares = parent_copy is not None and parent_copy.resident and parent_copy.blocks[-1] == blocks[0]
+        shares = any(copy.resident and copy.blocks[-1] == blocks[0] for copy in above)
         self.device.pool.retain(blocks)
         return self._enter(DeviceCopy(node, list(blocks), CopyState.PENDING, shares_first=shares))
 
