@@ -668,8 +668,8 @@ class TestWhatLeavesTheDevice:
         assert at.serve(A, B, C) == (0, 0, 16)
 
     def test_a_write_that_ends_just_now_holds_no_blocks(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A is written because B leaves, and stays; its copy ends after B's, as on another stream, while the cache looks
-        for what has ended. Then A leaves, too, without a copy, and its blocks are needed at once."""
+        """A is written because B leaves, and stays. Its copy ends after B's, as on another stream, while the cache
+        looks for what has ended. Then A leaves, too, without a copy, and its blocks are needed at once."""
 
         def by_itself(transfer: HeldTransfer) -> None:
             if not transfer.done:
@@ -946,8 +946,8 @@ class TestRoom:
         check_accounts(at.cache)
 
     def test_nor_where_a_request_has_lost_what_is_between(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It goes on behind a node that it has computed itself and that others were loading, in vain. It needs the whole
-        device then."""
+        """It goes on behind a node that it has computed itself and that others were loading, in vain. It needs the
+        whole device then."""
         at = engine(device_blocks=8, disk=PLENTY)
         parent, between = [50] * 7, [60, 61, 62, 63, 64, 65]
         at.serve(parent, between)
