@@ -244,7 +244,7 @@ class KnowledgeCache:
                 return False
             blocks = self.pool.allocate(kv.blocks)
             self.pool.kv[blocks] = kv.kv.to(self.pool.device)
-            made = self._tiers.insert(Segment(copy.key, copy.tokens), copy.start, blocks, copy.parent, None)
+            made = self._tiers.insert(Segment(copy.key, copy.tokens), copy.start, blocks, copy.parent)
             made.state = CopyState.READY
             self.pool.release(blocks)
             self._uses.count_adopted(made.node)
@@ -379,9 +379,8 @@ class KnowledgeCache:
         parent = lease.path[len(lease.pinned) - 1].key if lease.pinned else None
         if copy is None:
             covering = self.shape.covering(start, segment.tokens)
-            parent_copy = lease.pinned[-1] if lease.pinned else None
             blocks = lease.block_table[covering.start : covering.stop]
-            copy = self._tiers.insert(segment, start, blocks, parent, parent_copy)
+            copy = self._tiers.insert(segment, start, blocks, parent, lease.pinned)
             lease.pending.append(copy)
             self._uses.new_tokens += segment.tokens
         self._elsewhere.add(segment, parent, start)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from ragorder.kernels.cache.contents import Whereabouts
 from ragorder.kernels.cache.copies import Copies, Copy
@@ -45,6 +45,9 @@ class Hierarchy:
         self._on_load_failed = on_load_failed
 
     def poll(self) -> None:
+        if self.disk is not None:
+            # First: of a write that it has forgotten the copy has ended, and must hold no blocks that are needed.
+            self.disk.poll()
         self.copies.poll()
         if self.loads:
             for load in self.loads:
@@ -54,8 +57,6 @@ class Hierarchy:
                 self.loads = [load for load in self.loads if load.succeeded is None]
                 for load in ended:
                     self._finish_load(load, bool(load.succeeded))
-        if self.disk is not None:
-            self.disk.poll()
 
     def drain(self) -> None:
         while self.loads or len(self.copies):
@@ -98,19 +99,20 @@ class Hierarchy:
         missing = sum(len(self._covering(node)) for node in pinned if node.device is None)
         try:
             self.make_room(missing, protected)
+            blocks = iter(self.device.pool.allocate(missing))
         except OutOfBlocksError:
             for node in pinned:
                 self._unpin_source(node)
             raise
-        return [node.device or self._begin_load(node) for node in pinned]
+        return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
         """Have `blocks` free blocks on the device. Raises OutOfBlocksError, changing nothing."""
-        if blocks <= self.device.pool.free_blocks:
-            return
-        for key in self.device.evict(blocks, protected):
-            self._offload(self.nodes[key])
-        self.copies.free(self.device.pool, blocks)
+        # Again if a node that has lost its parent holds a block of what has left.
+        while blocks > self.device.pool.free_blocks:
+            for key in self.device.evict(blocks, protected):
+                self._offload(self.nodes[key])
+            self.copies.free(self.device.pool, blocks)
 
     def compact(self, keep: Iterable[DeviceCopy]) -> None:
         """Reduce the device to pinned nodes and `keep` (root first), without duplicate blocks."""
@@ -128,12 +130,18 @@ class Hierarchy:
             self.device.tier.unpin(copy.node.key)
 
     def insert(
-        self, segment: Segment, start: int, blocks: Sequence[int], parent: bytes | None, parent_copy: DeviceCopy | None
+        self,
+        segment: Segment,
+        start: int,
+        blocks: Sequence[int],
+        parent: bytes | None,
+        above: Iterable[DeviceCopy] = (),
     ) -> DeviceCopy:
+        """`above`: copies of the nodes in front of it, any of which may end in its first block."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
-        shares = parent_copy is not None and parent_copy.resident and parent_copy.blocks[-1] == blocks[0]
+        shares = any(copy.resident and copy.blocks[-1] == blocks[0] for copy in above)
         self.device.pool.retain(blocks)
         return self._enter(DeviceCopy(node, list(blocks), CopyState.PENDING, shares_first=shares))
 
@@ -207,6 +215,9 @@ class Hierarchy:
         own, common = parent.blocks[-1], child.blocks[0]
         if own == common or not child.node.start % pool.shape.block_size or not child.ready:
             return
+        if child.node.parent != parent.node.key:
+            # What is between them could not be loaded: these blocks cover other positions.
+            return
         enders = self._ending_in(own, parent)
         if pool.references(own) > len(enders) or not all(copy.ready for copy in enders):
             return
@@ -222,7 +233,7 @@ class Hierarchy:
         while found[-1].shares_first and found[-1].blocks == [block]:
             parent = found[-1].node.parent
             node = self.nodes.get(parent) if parent is not None else None
-            if node is None or node.device is None:
+            if node is None or node.device is None or node.device.blocks[-1] != block:
                 break
             found.append(node.device)
         return found
@@ -247,8 +258,8 @@ class Hierarchy:
         elif self.disk is not None:
             self.disk.unpin(node.key)
 
-    def _begin_load(self, node: CachedNode) -> DeviceCopy:
-        blocks = self.device.pool.allocate(len(self._covering(node)))
+    def _begin_load(self, node: CachedNode, free: Iterator[int]) -> DeviceCopy:
+        blocks = list(islice(free, len(self._covering(node))))
         copy = DeviceCopy(node, blocks, CopyState.LOADING)
         reading = None
         if node.host is not None:

@@ -58,7 +58,7 @@ class CachedNode:
 class DeviceCopy:
     """KV in the device's `blocks`; those at both ends may hold neighbours' tokens too.
 
-    `shares_first`: the first block counts as the parent's. `load` is set while LOADING, `origin` is its tier;
+    `shares_first`: the first block counts as that of a node above. `load` is set while LOADING, `origin` is its tier;
     `prefetched`: unused so far; `entry`: the policy's record.
     """
 

@@ -30,13 +30,7 @@ class PoolSizes:
         if blocks < pool.blocks:
             tiers.make_room(pool.blocks - blocks)
             tiers.drain()
-        moves = pool.resize(blocks)
-        if moves:
-            for node in tiers.nodes.values():
-                if node.device is not None:
-                    node.device.blocks = [moves.get(block, block) for block in node.device.blocks]
-            for lease in self._leases.values():
-                lease.block_table = [moves.get(block, block) for block in lease.block_table]
+        self._resize_device(blocks)
 
     def replace_device(self, blocks: int) -> None:
         """The same without leases: all nodes move down a tier, and the old pool is gone before the new one is made.
@@ -45,7 +39,7 @@ class PoolSizes:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.compact(())
         self._tiers.drain()
-        self._tiers.device.pool.resize(blocks)
+        self._resize_device(blocks)
 
     def resize_host(self, blocks: int) -> None:
         """Raises OutOfBlocksError if loads hold more, MemoryError, both without a smaller pool."""
@@ -64,3 +58,13 @@ class PoolSizes:
             for node in tiers.nodes.values():
                 if node.host is not None:
                     node.host.blocks = [moves.get(block, block) for block in node.host.blocks]
+
+    def _resize_device(self, blocks: int) -> None:
+        moves = self._tiers.device.pool.resize(blocks)
+        if not moves:
+            return
+        for node in self._tiers.nodes.values():
+            if node.device is not None:
+                node.device.blocks = [moves.get(block, block) for block in node.device.blocks]
+        for lease in self._leases.values():
+            lease.block_table = [moves.get(block, block) for block in lease.block_table]

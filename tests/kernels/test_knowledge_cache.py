@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -495,6 +496,21 @@ class TestBlocksAreShared:
         assert at.cache.pool.used_blocks == 4
         assert at.serve(A, C) == (13, 0, 0)
 
+    def test_a_block_that_two_nodes_end_in_is_counted_once(self, engine: Made) -> None:
+        """The second request goes on in F's block, and shares D with the first one, which had copied that block."""
+        at = engine()
+        at.serve(F)
+        requests = [Request([F, D, F], [1]), Request([F, D, B], [2])]
+        for request in requests:
+            at.acquire(request)
+        for request in requests:
+            at.schedule(request)
+            at.step()
+        for request in requests:
+            at.release(request)
+        assert at.cache.pool.used_blocks == 4
+        check_accounts(at.cache)
+
 
 class TestAFailedStep:
     def test_leaves_nothing_behind(self, engine: Made) -> None:
@@ -650,6 +666,37 @@ class TestWhatLeavesTheDevice:
         at.empty_device()
         at.cache._disk.wait()
         assert at.serve(A, B, C) == (0, 0, 16)
+
+    def test_a_write_that_ends_just_now_holds_no_blocks(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A is written because B leaves, and stays. Its copy ends after B's, as on another stream, while the cache
+        looks for what has ended. Then A leaves, too, without a copy, and its blocks are needed at once."""
+
+        def by_itself(transfer: HeldTransfer) -> None:
+            if not transfer.done:
+                transfer._all.waiting.remove(transfer)
+                transfer.copy()
+
+        monkeypatch.setattr(HeldTransfer, "wait", by_itself)
+        monkeypatch.setattr(HeldTransfer, "fence", by_itself)
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B)
+        lease = at.cache.acquire([])
+        at.cache.extend(lease, 3 * BLOCK)
+        disk = at.cache._disk
+        assert disk is not None and [node.tokens for node in at.cache._tiers.nodes.values()] == [8]
+        assert disk.copying(Request([A]).path[0].key) is not None
+        look = disk.poll
+
+        def ended_before() -> None:
+            while disk._writer.waiting:
+                disk._writer.tick()
+            look()
+
+        monkeypatch.setattr(disk, "poll", ended_before)
+        at.cache.extend(lease, 5 * BLOCK)
+        at.cache.release(lease)
+        check_accounts(at.cache)
+        assert at.serve(A, B) == (0, 0, 11)
 
 
 class TestAfterARestart:
@@ -866,6 +913,103 @@ class TestRoom:
         at.schedule(request)
         at.step()
         assert at.cache.pool.free_blocks == 0
+
+    def test_blocks_merge_only_where_two_nodes_meet(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parent and grandchild come from the disk, and what is between them does not, for want of memory to read it
+        into. A request that needs the whole device frees blocks that two nodes both hold the tokens of: these two hold
+        none of the same."""
+        at = engine(device_blocks=6, disk=PLENTY)
+        parent, between, grandchild = A, [60, 61, 62, 63, 64, 65], [70, 71, 72, 73]
+        at.serve(parent, between, grandchild)
+        at.empty_device()
+        at.cache._disk.wait()
+        made, make = 0, BlockPool._make
+
+        def second_fails(pool: BlockPool, blocks: int) -> Any:
+            nonlocal made
+            made += 1
+            if made == 2:
+                raise MemoryError
+            return make(pool, blocks)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockPool, "_make", second_fails)
+            lease = at.cache.acquire(Request([parent, between, grandchild]).path)
+            lease.wait()
+        assert lease.tokens_by_tier == (0, 0, 8)
+        at.cache.release(lease)
+        at.cache._tiers.drain()
+        assert [node.tokens for node in at.cache._tiers.nodes.values()] == [8, 4]
+        at.cache.resize(device_blocks=5)
+        assert at.serve(parent, between, grandchild).total == 14
+        assert at.serve(parent) == (8, 0, 0)
+        check_accounts(at.cache)
+
+    def test_nor_where_a_request_has_lost_what_is_between(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It goes on behind a node that it has computed itself and that others were loading, in vain. It needs the
+        whole device then."""
+        at = engine(device_blocks=8, disk=PLENTY)
+        parent, between = [50] * 7, [60, 61, 62, 63, 64, 65]
+        at.serve(parent, between)
+        at.empty_device()
+        at.cache._disk.wait()
+        # Holds the parent's last block, so that the request copies it.
+        other, request = Request([parent]), Request([parent, between, [70, 71, 72, 73]])
+        at.acquire(other).wait()
+
+        def fails(pool: BlockPool, blocks: int) -> Any:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockPool, "_make", fails)
+            at.acquire(request).wait()
+            assert request.lease.cached_tokens == 7
+            at.cache.prefetch(Request([parent, between]).path)
+            at.schedule(request, 13)
+            at.step()
+            at.cache._tiers.drain()
+        assert [copy.resident for copy in request.lease.pinned] == [True, False]
+        at.schedule(request)
+        at.step()
+        at.release(other)
+        with suppress(OutOfBlocksError):
+            at.cache.extend(request.lease, 8 * BLOCK)
+        at.check(request, len(request.tokens))
+        at.release(request)
+        assert at.serve(parent) == (7, 0, 0)
+        check_accounts(at.cache)
+
+    def test_an_orphan_leaves_with_the_block_that_it_shares(
+        self, engine: Made, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """B goes on in F's block, and D, between them, could not be loaded: F leaves first, and frees none."""
+        at = engine(device_blocks=4, disk=PLENTY, policy="lru")
+        at.serve(F, D)
+        at.empty_device()
+        at.cache._disk.wait()
+        request = Request([F, D, B], [1])
+        at.acquire(Request([F])).wait()
+        at.cache.release(next(iter(at.cache._leases.values())))
+
+        def fails(pool: BlockPool, blocks: int) -> Any:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockPool, "_make", fails)
+            at.acquire(request).wait()
+            at.cache.prefetch(Request([F, D]).path)
+            at.schedule(request, 3)
+            at.step()
+            at.cache._tiers.drain()
+        at.schedule(request)
+        at.step()
+        at.release(request)
+        assert [node.tokens for node in at.cache._tiers.nodes.values()] == [2, 3]
+        assert at.cache.pool.used_blocks == 2
+        lease = at.cache.acquire([])
+        at.cache.extend(lease, 3 * BLOCK)
+        at.cache.release(lease)
+        check_accounts(at.cache)
 
 
 class TestPrefetch:
@@ -1130,6 +1274,20 @@ class TestPoolsThatChange:
         with pytest.raises(ValueError, match="leases hold blocks"):
             at.cache.replace_device(4)
         at.cache.release(lease)
+
+    def test_what_cannot_leave_a_replaced_one_keeps_its_kv(self, engine: Made) -> None:
+        at = engine(device_blocks=12, host_blocks=8)
+        at.serve(E)
+        at.serve(A)
+        key = Request([A]).path[0].key
+        at.cache._device.tier.pin(key)
+        before = at.cache._tiers.nodes[key].device.blocks
+        at.cache.replace_device(2)
+        assert at.cache._tiers.nodes[key].device.blocks == [0, 1] != before
+        at.cache._device.tier.unpin(key)
+        at.cache.resize(device_blocks=12)
+        assert at.serve(A) == (8, 0, 0)
+        check_accounts(at.cache)
 
     def test_no_device_is_refused(self, engine: Made) -> None:
         with pytest.raises(ValueError, match="give 1 or more"):

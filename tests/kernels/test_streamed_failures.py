@@ -109,8 +109,21 @@ class Faults:
             layer.mlp.register_forward_pre_hook(computing)
 
 
+def kv_of(engine: TieredEngine) -> dict[bytes, list[Any]]:
+    """The KV of each node in memory, its own tokens alone, on the device and in the host."""
+    cache, found = engine._cache, {}
+    cache._tiers.drain()
+    for node in cache._tiers.nodes.values():
+        first = node.start % cache.shape.block_size
+        copies = [(cache.pool, node.device), (cache._host.pool, node.host)]
+        rows = [pool.kv[copy.blocks].movedim(3, 1).flatten(0, 1) for pool, copy in copies if copy is not None]
+        found[node.key] = [each[first : first + node.tokens] for each in rows]
+    return found
+
+
 class Requests:
-    """Those of a test, and what an engine without failures answers to each; some share documents."""
+    """Those of a test, what an engine without failures answers to each, and the KV of their documents, some of which
+    they share."""
 
     def __init__(self, folder: Path) -> None:
         random = Random(5)
@@ -122,10 +135,11 @@ class Requests:
             prompt = [token for document in chosen for token in document] + tokens(random.randint(1, 9), 200 + number)
             self.kinds.append(Request(prompt, ends, Sampling(max_tokens=random.randint(1, 6))))
         with TieredEngine.load(folder, whole(verify=False)) as engine:
-            self.expected = []
+            self.expected, self.kv = [], {}
             for request in self.kinds:
                 engine.clear_cache()
                 self.expected += [completion.token_ids for completion in engine.generate([request])]
+                self.kv.update((key, rows) for key, [rows] in kv_of(engine).items())
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +196,10 @@ def test_ten_thousand_failures(
                 ended[update.request_id] = update.completion
 
     while faults.injected.total() < failures:
+        if random.random() < 0.2:
+            # As little as an engine can have: a request that is longer may find no memory for its KV.
+            while engine.relieve():
+                pass
         faults.active = True
         for _ in range(60):
             if len(asked) - len(ended) < 6 and random.random() < 0.5:
@@ -213,6 +231,9 @@ def test_ten_thousand_failures(
             step()
         assert asked.keys() == ended.keys()
         assert not engine._cache._leases
+        for key, copies in kv_of(engine).items():
+            for rows in copies:
+                torch.testing.assert_close(rows, requests.kv[key], rtol=1e-4, atol=1e-5)
     outcomes: Counter[str] = Counter()
     for number, completion in ended.items():
         expected, reason = requests.expected[asked[number]], completion.finish_reason
