@@ -76,7 +76,7 @@ docs: $(VENV)/.dev ## The documentation as a site in docs/_build, with a referen
 
 vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
 
-bench: $(VENV)/.sim ## The README's figures on the simulated engine (real corpora if CORPORA is there)
+bench: $(VENV)/.sim ## The summary of docs/results.md on the simulated engine (real corpora if CORPORA is there)
 	@mkdir -p $(RESULTS)
 	$(BENCH) $(addprefix --workload ,$(WORKLOADS)) $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim.json
 	$(BENCH) --workload mix8 --workload geo --capacity-tokens 5% $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim-5.json
@@ -91,7 +91,7 @@ ifneq ($(wildcard $(CORPORA)/covidqa),)
 	$(BENCH) $(REAL) --top-k 10 --policy auto --batch --json $(RESULTS)/real-batch-k10.json
 endif
 
-bench-vllm: $(VENV)/.vllm ## The README's figures on real vLLM (a quarter of an hour on two cores)
+bench-vllm: $(VENV)/.vllm ## Its figures on real vLLM (a quarter of an hour on two cores)
 	@mkdir -p $(RESULTS)
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --policy none --policy greedy --json $(RESULTS)/vllm.json
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --waiting 8 --json $(RESULTS)/vllm-waiting.json

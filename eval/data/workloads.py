@@ -1,9 +1,10 @@
 """Synthetic request traces, deterministic for a seed.
 
 `paper` is RAGCache++ section 4.1, `geo` 4.7. In `paper` documents kept from the predecessor stay in their places, which
-flatters retrieval order; `paper-shuf` shuffles the ranks, `ovX` is `paper-shuf` with overlap X. In `disjoint`
-consecutive requests share nothing, in `unique` none do. `mix8` interleaves eight tenants, `mixN` N of them, `zipf10`
-draws ten documents by Zipf(1.0), `zipf10-X` with exponent X."""
+flatters retrieval order; `paper-shuf` shuffles the ranks. `ovX-kept` is `paper` with overlap X, as the paper sweeps it,
+`ovX` is `paper-shuf` with overlap X. In `disjoint` consecutive requests share nothing, in `unique` none do. `mix8`
+interleaves eight tenants, `mixN` N of them, `zipf10` draws ten documents by Zipf(1.0), `zipf10-X` with exponent X.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +71,10 @@ def make_workload(name: str, seed: int, *, top_k: int | None = None, requests: i
 def _overlap(name: str) -> tuple[float, bool]:
     if name in ("paper", "paper-shuf"):
         return 0.6, name == "paper-shuf"
-    match = re.fullmatch(r"ov(0(?:\.\d+)?|1(?:\.0+)?)", name)
+    match = re.fullmatch(r"ov(0(?:\.\d+)?|1(?:\.0+)?)(-kept)?", name)
     if match is None:
         raise _unknown(name)
-    return float(match[1]), True
+    return float(match[1]), match[2] is None
 
 
 def _exponent(name: str) -> float:
@@ -85,8 +86,8 @@ def _exponent(name: str) -> float:
 
 def _unknown(name: str) -> WorkloadError:
     return WorkloadError(
-        f"{unknown('workload', name, [*WORKLOADS, *CONTROLS, 'pydocs'])}, ovX with X from 0 to 1, mixN with N streams, "
-        "or zipf10-X with a popularity exponent"
+        f"{unknown('workload', name, [*WORKLOADS, *CONTROLS, 'pydocs'])}, ovX or ovX-kept with X from 0 to 1, "
+        "mixN with N streams, or zipf10-X with a popularity exponent"
     )
 
 

@@ -177,9 +177,12 @@ def _few(cells: Sequence[str]) -> str:
 def _measured(results: Results) -> str:
     days = sorted(session.started[:10] for session in results.sessions if session.started)
     when = f"{days[0]} to {days[-1]}" if days and days[0] != days[-1] else days[0] if days else "at an unknown time"
-    runs = _all_runs(results)
+    every = _all_runs(results)
+    runs = [run for run in every if "copied_from" not in (run.model_extra or {})]
     requests = sum(run.requests for run in runs)
-    return f"{len(runs):,} runs, {requests:,} requests after warm-up, measured {when}"
+    copies = len(every) - len(runs)
+    again = f" ({copies:,} results in other suites are copies of these runs, and decide nothing anew)" if copies else ""
+    return f"{len(runs):,} runs, {requests:,} requests after warm-up{again}, measured {when}"
 
 
 def _all_runs(results: Results) -> list[Record]:

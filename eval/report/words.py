@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ragorder.eval.report.statistics import PairedDifference
@@ -17,6 +17,7 @@ __all__ = [
     "interval_words",
     "policy_words",
     "range_words",
+    "seeds_by_row",
     "served_words",
     "signed",
     "value_words",
@@ -99,6 +100,15 @@ def range_words(numbers: Iterable[float], decimals: int = 0) -> str:
 
 def served_words(requests: Iterable[int], warmup: Iterable[int], each: str = "a seed") -> str:
     return f"{range_words(requests)} requests {each} after {range_words(warmup)} of warm-up"
+
+
+def seeds_by_row(rows: Sequence[Iterable[int]]) -> tuple[list[str], str]:
+    """Words on the seeds of each row, empty if all rows have the same; and those for the table's note."""
+    seeds = [tuple(sorted(set(row))) for row in rows]
+    words = [f"seed{'s' * (len(row) > 1)} {', '.join(map(str, row))}" for row in seeds]
+    if len(set(seeds)) > 1:
+        return words, "rows differ in their seeds, which stand in each"
+    return [""] * len(seeds), words[0] if words else ""
 
 
 def axis_words(name: str) -> str:

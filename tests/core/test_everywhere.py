@@ -67,7 +67,7 @@ def make_orderer(server: Any, builder: PromptBuilder, **options: Any) -> Orderer
 
 @pytest.fixture(scope="module")
 def plain(vllm_server: Any, builder: PromptBuilder, requests: list[Request]) -> Served:
-    """(prompt tokens, cached tokens) of each request, as the README's first lines of Python serve them."""
+    """(prompt tokens, cached tokens) of each request, as the lines of docs/python.md serve them."""
     import openai
 
     vllm_server.reset()

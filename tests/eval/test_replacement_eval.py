@@ -215,7 +215,7 @@ class TestTwoTiers:
                     assert above in fast.device or above in fast.host
 
     def test_count_a_document_as_hit_only_behind_the_same_documents(self) -> None:
-        """Section 7.3: [D1, D2] is cached and [D1, D3] asked for: half of it is hit."""
+        """Section 7.4: [D1, D2] is cached and [D1, D3] asked for: half of it is hit."""
         tiers = TwoTiers(100, 100)
         assert [tiers.serve(request, TOKENS).hits for request in ([1, 2], [1, 3], [2, 1], [1, 2])] == [0, 1, 0, 2]
 

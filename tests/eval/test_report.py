@@ -430,6 +430,53 @@ class TestTables:
         found = make_report(read_results(written(tmp_path, *runs)), {})
         assert found.sections[0].tables[0].rows[1][1].verdict == "no difference"
 
+    def test_rows_of_different_seeds_name_them(self, tmp_path: Path) -> None:
+        runs = [
+            a_run(cell={"workload": name}, seed=seed)
+            for name in ("mix8", "geo", "zipf10", "paper")
+            for seed in ((0, 1) if name == "geo" else (0,))
+        ]
+        (table, *_) = make_report(read_results(written(tmp_path, *runs)), {}).sections[0].tables
+        assert {row[0].text: row[0].note for row in table.rows} == {
+            "mix8": "seed 0",
+            "geo": "seeds 0, 1",
+            "zipf10": "seed 0",
+            "paper": "seed 0",
+        }
+        assert "rows differ in their seeds, which stand in each" in table.note
+
+    def test_rows_of_the_same_seeds_leave_them_to_the_note(self, tmp_path: Path) -> None:
+        names = ("mix8", "geo", "zipf10", "paper")
+        runs = [a_run(cell={"workload": name}, seed=seed) for name in names for seed in (0, 1)]
+        (table, *_) = make_report(read_results(written(tmp_path, *runs)), {}).sections[0].tables
+        assert {row[0].note for row in table.rows} == {""}
+        assert table.note.endswith("seeds 0, 1")
+
+    def test_a_run_that_another_suite_shows_again_counts_once(self, tmp_path: Path) -> None:
+        runs = [a_run(), a_run(suite="other", copied_from="own")]
+        found = make_report(read_results(written(tmp_path, *runs)), {})
+        assert found.measured.startswith("1 runs, ")
+        assert "(1 results in other suites are copies of these runs" in found.measured
+
+    def test_hits_are_the_engines_and_fast_percent_is_relative_to_the_policys_own_warm_up(self, tmp_path: Path) -> None:
+        def rows(warm: float, times: list[float], documents: list[int]) -> dict[str, Any]:
+            columns = {"ttft_ms": [warm, *times], "cached_documents": [0, *documents]}
+            return {"prompt_tokens": [100] * 5, "cached_tokens": [10] * 5, **columns}
+
+        runs = [
+            a_run(policy=policy, suite="figure-2", cell={"workload": "paper"}, warmup=1, rows=figures)
+            for policy, figures in {
+                "none": rows(100, [100, 100, 100, 100], [0, 0, 0, 0]),
+                "retrieval": rows(60, [40, 40, 40, 100], [3, 3, 3, 0]),
+                "sorted": rows(100, [50, 50, 100, 100], [2, 2, 0, 0]),
+            }.items()
+        ]
+        found = make_report(read_results(written(tmp_path, *runs)), load_suites())
+        (table,) = (each for each in found.sections[0].tables if "Fast%" in each.title)
+        hits = {row[0].text: [entry.text.replace("\u00a0", " ") for entry in row[1:]] for row in table.rows}
+        assert hits["retrieval order"] == ["75.0 %", "3.00", "0.0", "75.0"]
+        assert hits["sorted by id"] == ["50.0 %", "2.00", "50.0", "50.0"]
+
     def test_name_peers_that_were_not_available(self, report: Report) -> None:
         assert report.sections[0].unavailable == [("ContextPilot", "could not be installed <no network>")]
 

@@ -1,4 +1,4 @@
-"""A workload served with caches of several sizes (RAGCache section 7.3, RAGCache++ Table 1).
+"""A workload served with caches of several sizes (RAGCache section 7.4, RAGCache++ Table 1).
 
 One engine after another, as host memory for all of them would not fit.
 """

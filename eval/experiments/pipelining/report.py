@@ -17,6 +17,7 @@ from ragorder.eval.report.words import (
     change_words,
     format_number,
     interval_words,
+    seeds_by_row,
     served_words,
     signed,
     verdict_words,
@@ -99,7 +100,8 @@ def _cold(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     paper = any(_beside(suite, lines) for lines in groups)
     headings += ["paper: serial, pipelined, ms", "paper: saving, %"] * paper
     table = Table("Time to the first token of a cold start", headings)
-    for lines in groups:
+    for lines, seeds in zip(groups, _seeds(groups)[0], strict=True):
+        system = f"system prompt {lines[0].system_tokens:,} tokens"
         alone = [_stat(lines, "alone", name) for name in ("system_ms", "documents_ms")]
         saved = _compare(lines, "none", "warmup", "ttft_ms", statistic="p50", better="lower")
         bounds = [_bounds(line) for line in lines]
@@ -111,7 +113,7 @@ def _cold(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
             better="lower",
         )
         row = [
-            Entry(_retrieval(lines[0]), f"system prompt {lines[0].system_tokens:,} tokens"),
+            Entry(_retrieval(lines[0]), ", ".join(filter(None, (system, seeds)))),
             *(Entry(format_number(value)) for value in alone),
             Entry(format_number(saved.baseline)),
             Entry(format_number(saved.value), change_words(saved), verdict_words(saved)),
@@ -134,10 +136,10 @@ def _speculation(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings += ["right, %", "extra prefill, %"]
     paper = any(_beside(suite, lines) for lines in groups)
     table = Table("Search in front of the answer", [*headings, *["paper: T2 / T1"] * paper])
-    for lines in groups:
+    for lines, seeds in zip(groups, _seeds(groups)[0], strict=True):
         exposed = _compare(lines, "none", "speculative", "exposed_ms", statistic="mean", better="lower")
         row = [
-            Entry(_search(lines[0])),
+            Entry(_search(lines[0]), seeds),
             Entry(format_number(exposed.baseline)),
             Entry(format_number(exposed.value)),
             Entry(
@@ -314,8 +316,11 @@ def _at_most_less(rates: PairedDifference) -> str:
     return "yes, but its interval is wider"
 
 
+def _seeds(groups: Sequence[_Group]) -> tuple[list[str], str]:
+    return seeds_by_row([[line.seed for line in lines] for lines in groups])
+
+
 def _counted(groups: Sequence[_Group]) -> str:
-    seeds = sorted({line.seed for lines in groups for line in lines})
     served = [len(line.figures("none", "ttft_ms")) for lines in groups for line in lines]
     words = served_words(served, [line.warmup for lines in groups for line in lines], "a seed and mode")
-    return f"{words}; seeds {', '.join(map(str, seeds))}."
+    return f"{words}; {_seeds(groups)[1]}."

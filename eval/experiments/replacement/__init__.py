@@ -1,4 +1,4 @@
-"""Replacement policies on simulated tiers (RAGCache 7.3), and scheduling times (7.5)."""
+"""Replacement policies on simulated tiers (RAGCache 7.3 and 7.4), and scheduling times (7.5)."""
 
 from ragorder.eval.experiments.replacement.bound import most_hits
 from ragorder.eval.experiments.replacement.cells import KIB_PER_TOKEN, TierSize

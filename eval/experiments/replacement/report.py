@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,15 @@ from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, axis_words, format_number, interval_words, served_words, verdict_words
+from ragorder.eval.report.words import (
+    THIN,
+    axis_words,
+    format_number,
+    interval_words,
+    seeds_by_row,
+    served_words,
+    verdict_words,
+)
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Cell, Record, key_of
 from ragorder.eval.running.suite import Suite
@@ -32,7 +40,7 @@ _SAVED, _SAVED_WAITING, _NEVER = 0.93, 0.85, 1.01
 _FOLLOWED = {"mirror": "the orderer's own mirror", "events": "KV events"}
 _KEPT = (
     "Hits: of the documents that were retrieved, those whose keys and values were there, from the first document on "
-    "(RAGCache section 7.3). With history: frequencies and costs survive eviction; without, they end when a document "
+    "(RAGCache section 7.4). With history: frequencies and costs survive eviction; without, they end when a document "
     "has left both tiers. For LRU that makes no difference. Below each figure its ratio to {baseline}'s, with a 95 % "
     "interval, paired request by request; where there are thousands, blocks of a hundred are resampled."
 )
@@ -138,8 +146,10 @@ def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
         policies = [policy for policy in policies if policy != suite.baseline]
     paper = [_beside(suite, group) for group in groups] if metric is _PREFILL else []
     table = Table(metric.heading.capitalize(), ["stream", "host", *map(_words, policies)], labels=2)
+    seeds, _ = seeds_by_row([group.seeds for group in groups])
     for place, group in enumerate(groups):
         row = _labels(group)
+        row[0] = replace(row[0], note="; ".join(filter(None, (row[0].note, seeds[place]))))
         for policy in policies:
             found = group.compare(policy, baseline, metric)
             shown = format_number(group.value(policy, metric))

@@ -16,7 +16,14 @@ from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, change_words, format_number, served_words, verdict_words
+from ragorder.eval.report.words import (
+    THIN,
+    change_words,
+    format_number,
+    seeds_by_row,
+    served_words,
+    verdict_words,
+)
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -99,11 +106,12 @@ def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
     headings = ["the working set fits", "pool, host, disk", "alone → with tiers, mean ms", "times shorter", "required"]
     headings += ["alone → with tiers, p50 ms", "p95 ms", "hits alone, %", "hits with tiers: device, host, disk, %"]
     table = Table("Time to the first token", headings, labels=2)
-    for group, verdict in groups:
+    each, counted = seeds_by_row([[line.seed for line in _arm(group, _WITH)] for group, _ in groups])
+    for (group, verdict), seeds in zip(groups, each, strict=True):
         alone, tiers = (_shares(group, arm) for arm in ARMS)
         table.rows.append(
             [
-                Entry(_fits(group), _stream(group)),
+                Entry(_fits(group), ", ".join(filter(None, (_stream(group), seeds)))),
                 _sizes(_arm(group, _WITH)[0]),
                 Entry(f"{format_number(verdict.apc_ms, 0)} → {format_number(verdict.tiers_ms, 0)}"),
                 _ratio(verdict),
@@ -113,7 +121,7 @@ def _tables(groups: Sequence[tuple[_Group, TierVerdict]]) -> list[Table]:
                 Entry(", ".join(format_number(tiers[tier]) for tier in TIERS)),
             ]
         )
-    table.note = f"{_NOTE} {_counted([group for group, _ in groups])}"
+    table.note = f"{_NOTE} {_served([group for group, _ in groups])}; {counted}."
     return [table]
 
 
@@ -176,8 +184,6 @@ def _quantile(group: _Group, statistic: Any) -> Entry:
     return Entry(shown, change_words(found), verdict_words(found))
 
 
-def _counted(groups: Sequence[_Group]) -> str:
+def _served(groups: Sequence[_Group]) -> str:
     lines = [line for group in groups for line in _arm(group, _WITH)]
-    served = served_words([line.requests for line in lines], [line.warmup for line in lines])
-    seeds = ", ".join(map(str, sorted({line.seed for line in lines})))
-    return f"{served}; seeds {seeds}."
+    return served_words([line.requests for line in lines], [line.warmup for line in lines])

@@ -1,0 +1,210 @@
+"""Claims of README and docs/, held to committed data: `python -m support.claims` (`--write`: render docs/claims.md).
+
+docs/claims.toml names for each claim the entries of the report that it is read from. They are computed anew from the
+raw results, by the code that makes reports, and every number of the claim must be one of theirs, rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.tables import Table
+
+__all__ = ["CLAIMS", "Claim", "claims", "numbers", "page", "problems", "unchecked"]
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = ROOT / "docs" / "claims.toml"
+
+_NUMBER = re.compile(r"(?<![\w.,])([−-]?)(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?!\w)")
+_UNDECIDED = ("no difference", "not decided")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`figure` and `interval` as pages write them. `entries` are (row, column) of `table`, in the report on `suite`;
+    `where` are runs in a file of `ragorder bench --json`, instead. `note` is a part of what stands below the table."""
+
+    claim: str
+    figure: str
+    pages: tuple[str, ...]
+    data: str
+    command: str
+    interval: str = ""
+    suite: str = ""
+    table: str = ""
+    entries: tuple[tuple[str, str], ...] = ()
+    where: tuple[Mapping[str, Any], ...] = ()
+    note: str = ""
+    divide: float = 1
+    slow: bool = False
+
+    @property
+    def words(self) -> str:
+        return f"{self.figure} {self.interval}"
+
+
+def claims() -> list[Claim]:
+    fields = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]
+    return [Claim(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
+
+
+def unchecked() -> list[dict[str, str]]:
+    """Claims whose raw data were not kept, with the command that measures them."""
+    found: list[dict[str, str]] = tomllib.loads(CLAIMS.read_text("utf-8"))["unchecked"]
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def numbers(text: str) -> list[tuple[float, int]]:
+    """Each number with its count of decimals. A hyphen or a minus sign directly in front belongs to it."""
+    found = []
+    for sign, digits in _NUMBER.findall(text):
+        value = float(digits.replace(",", ""))
+        found.append((-value if sign else value, len(digits.partition(".")[2])))
+    return found
+
+
+def problems(claim: Claim) -> list[str]:
+    """What the data say otherwise; empty if they say the same."""
+    said = [_found(claim, row, column) for row, column in claim.entries] + [_share(claim, each) for each in claim.where]
+    missing = [each for each in said if each.startswith("?")]
+    if missing:
+        return missing
+    note = any(claim.note in table.note for table in _tables(claim))
+    text = " ; ".join(said or [claim.note])
+    wrong = [
+        f"{claim.claim}: {value:g} is none of: {text}"
+        for value, decimals in numbers(claim.words)
+        if not any(_rounds(other / claim.divide, value, decimals) for other, _ in numbers(text))
+    ]
+    if claim.note and not note:
+        wrong.append(f"{claim.claim}: the table's note lacks: {claim.note}")
+    if any("no difference" in each for each in said) and not any(word in claim.words for word in _UNDECIDED):
+        wrong.append(f"{claim.claim}: the data decide nothing: {text}")
+    return wrong
+
+
+def _rounds(found: float, claimed: float, decimals: int) -> bool:
+    return abs(found - claimed) <= 0.5 * 10**-decimals + 1e-9
+
+
+def _tables(claim: Claim) -> list[Table]:
+    return [each for each in tables_of(claim.data, claim.suite) if each.title == claim.table] if claim.suite else []
+
+
+def _found(claim: Claim, row: str, column: str) -> str:
+    for table in _tables(claim):
+        if column not in table.headings:
+            continue
+        for entries in table.rows:
+            labels = [entry.text.replace("\u00a0", " ") for entry in entries[: table.labels]]
+            if row in (", ".join(filter(None, labels)), labels[0]):
+                entry = entries[list(table.headings).index(column)]
+                return " ".join(filter(None, (entry.text, entry.note, entry.verdict)))
+    return f"? {claim.claim}: {claim.data} has no {row!r} with {column!r} in a table {claim.table!r} of {claim.suite}"
+
+
+@cache
+def tables_of(data: str, suite: str) -> list[Table]:
+    """Of the report on this suite, without its pictures."""
+    from ragorder.eval.report.part import part_of
+    from ragorder.eval.running.experiment import experiments
+    from ragorder.eval.running.reading import read_results
+    from ragorder.eval.running.suite import Suite, load_suites
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.jsonl"
+        with file.open("w", encoding="utf-8") as kept:
+            kept.writelines(_lines(ROOT / "docs" / data / "results.jsonl.xz", suite))
+        results = read_results(file)
+    own = {name: info for each in experiments().values() for name, info in each.own_suites().items()}
+    info = load_suites().get(suite) or own.get(suite) or Suite.unlisted(suite)
+    parts = (
+        part_of(experiment, info, results)
+        for kind, experiment in experiments().items()
+        if kind == info.kind or results.of(experiment.record, suite)
+    )
+    return [table for part in parts if part is not None for table in part.tables]
+
+
+def _lines(file: Path, suite: str) -> Iterator[str]:
+    """Those of sessions and of the suite: reading the others takes most of the time."""
+    named = re.compile(rf'"suite": ?"{re.escape(suite)}"')
+    with lzma.open(file, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            if '"type":"session"' in line or '"type": "session"' in line or named.search(line):
+                yield line
+
+
+def _share(claim: Claim, where: Mapping[str, Any]) -> str:
+    with lzma.open(ROOT / "docs" / claim.data, "rt", encoding="utf-8") as lines:
+        runs = [run for line in lines for run in json.loads(line)["runs"]]
+    found = [run for run in runs if all(run[name] == value for name, value in {"max_wait": None, **where}.items())]
+    if not found:
+        return f"? {claim.claim}: {claim.data} has no run {dict(where)}"
+    return str(100 * sum(run["cached_ratio"] for run in found) / len(found))
+
+
+def page(every: Sequence[Claim]) -> str:
+    """docs/claims.md."""
+    intro, rest = _INTRO.format(count=len(every)), _REST
+    rows = [_row(each) for each in every]
+    left = [f"| {each['claim']} | {each['figure']} | {each['command']} |" for each in unchecked()]
+    return "\n".join([intro, *_HEAD, *rows, "", rest, *_LEFT, *left, ""])
+
+
+_INTRO = """# Claims
+
+Each number of the README and the headline numbers of these pages, with the raw results that they are read from, the
+command that measures them again, and the interval. `PYTHONPATH=tests python -m support.claims` computes all {count}
+anew from the committed results and names those that differ; `make test` does the same, and holds every number of the
+README to this table. The source is `claims.toml`; `python -m support.claims --write` renders it.
+
+Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds: they speak of traces like
+these on this machine. *Not decided*, or *no difference*: the interval has zero in it.
+"""
+_HEAD = ("| claim | figure | interval | raw results | command |", "|---|---|---|---|---|")
+_REST = """## Not checkable here
+
+Figures of these pages whose raw results were not kept, or depend on the machine at that hour. Each can be measured
+again, none can be checked from the repository, and none stands in the README.
+"""
+_LEFT = ("| claim | figure | command |", "|---|---|---|")
+
+
+def _row(claim: Claim) -> str:
+    pages = ", ".join(name.removesuffix(".md") for name in claim.pages)
+    place = f"[{claim.data.removeprefix('results/')}]({claim.data}/report.md)" if claim.suite else f"`{claim.data}`"
+    where = f"{place}, {claim.suite}" if claim.suite else place
+    interval = "; ".join(filter(None, (claim.interval, claim.note.rstrip(".")))) or "–"
+    return f"| {claim.claim} ({pages}) | {claim.figure} | {interval} | {where} | `{claim.command}` |"
+
+
+def main(write: bool) -> int:
+    every = claims()
+    if write:
+        (ROOT / "docs" / "claims.md").write_text(page(every), "utf-8")
+        return 0
+    found = [problem for claim in every for problem in problems(claim)]
+    click.echo("\n".join([*found, f"{len(every)} claims, {len(found)} problems"]))
+    return min(1, len(found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("--write" in sys.argv[1:]))
