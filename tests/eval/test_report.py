@@ -630,6 +630,7 @@ class TestWhatIsCommitted:
                     "replicas",
                     "clouds",
                     "sharded-plan",
+                    "quality-positions",
                 )
             ]
             * 3
