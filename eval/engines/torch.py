@@ -19,7 +19,10 @@ from ragorder.extras import needs
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, Request, TieredEngine
 
-__all__ = ["TorchEngine", "TorchModel", "lacks_torch", "need_torch"]
+__all__ = ["RANDOM_WEIGHTS", "TorchEngine", "TorchModel", "lacks_torch", "need_torch"]
+
+RANDOM_WEIGHTS = "random-weights"
+"""A file of this name beside a model's configuration and tokenizer: its weights are drawn when it is loaded."""
 
 _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
@@ -50,12 +53,27 @@ class TorchModel:
     tokenizer: Any = None
 
     @classmethod
+    def random(cls, config: Any, tokenizer: Any = None) -> TorchModel:
+        """Always with the same weights, on a GPU in bfloat16 if there is one."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        on_gpu = torch.cuda.is_available()
+        with torch.random.fork_rng(), torch.device("cuda" if on_gpu else "cpu"):
+            torch.manual_seed(0)
+            dtype = torch.bfloat16 if on_gpu else torch.float32
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return cls(model.eval().requires_grad_(False), tokenizer)
+
+    @classmethod
     def load(cls, model: str | Path) -> TorchModel:
         """From a folder or the Hub. Raises ImportError, ValueError for an unknown model."""
         need_torch()
         from ragorder.kernels.engine import EngineSettings
-        from ragorder.kernels.engine.loading import load_model, load_tokenizer
+        from ragorder.kernels.engine.loading import load_config, load_model, load_tokenizer
 
+        if (Path(model) / RANDOM_WEIGHTS).is_file():
+            return cls.random(load_config(model), load_tokenizer(model))
         settings = EngineSettings.model_validate({"dtype": "bfloat16" if has_fast_bfloat16() else "float32"})
         with _no_progress_bar():
             return cls(load_model(model, settings), load_tokenizer(model))

@@ -677,6 +677,7 @@ class TestWhatIsCommitted:
                     "replicas",
                     "clouds",
                     "sharded-plan",
+                    "quality-positions",
                 )
             ]
             * 3

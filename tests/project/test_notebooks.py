@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -44,9 +45,10 @@ def _shown(output: Any) -> str:
 
 
 class TestWhatIsKept:
-    def test_the_three_notebooks_are_there_and_the_index_names_each(self) -> None:
+    def test_the_five_notebooks_are_there_and_the_index_names_each(self) -> None:
         index = (NOTEBOOKS / "README.md").read_text("utf-8")
-        assert ALL == ["01_quickstart.ipynb", "02_your_own_corpus.ipynb", "03_reading_the_cache.ipynb"]
+        names = ("quickstart", "your_own_corpus", "reading_the_cache", "fusion", "workflow")
+        assert [f"{number:02}_{name}.ipynb" for number, name in enumerate(names, 1)] == ALL
         assert all(f"({name})" in index for name in ALL)
 
     def test_outputs_and_execution_counts_are_stripped(self, notebook: Any) -> None:
@@ -89,6 +91,8 @@ class TestWhatTheyAskFor:
             ("01_quickstart.ipynb", "eval"),
             ("02_your_own_corpus.ipynb", "bm25,eval"),
             ("03_reading_the_cache.ipynb", "live,tokenizer,eval"),
+            ("04_fusion.ipynb", "torch,eval"),
+            ("05_workflow.ipynb", "torch,retrieval,proxy,eval"),
         ],
     )
     def test_d9_each_installs_only_what_it_needs(self, name: str, extras: str) -> None:
@@ -134,6 +138,34 @@ class TestReadingTheCache:
         assert shown["retrieval"] == "'bm25'"
         assert "vLLM is not installed here" in shown["start-server"]
         _check_cases(shown, block_size=32)
+
+
+@pytest.mark.slow
+class TestFusionAndWorkflow:
+    """Both in one run, to save starting one."""
+
+    @pytest.fixture(scope="class")
+    def needed(self) -> None:
+        for package in ("torch", "transformers", "faiss"):
+            pytest.importorskip(package)
+
+    def test_run_and_answer_in_any_order_and_ahead_of_need_the_same(self, needed: None, execute: Any) -> None:
+        shown = execute("04_fusion.ipynb", "05_workflow.ipynb")
+        assert shown["curves-plot"] == shown["orders-plot"] == shown["trace"] == "<png>"
+        fused = [
+            [float(share) for share in re.findall(r"[01]\.\d\d", line)]
+            for way in ("full attention", "full reuse", "as if last")
+            for line in shown["curves"].splitlines()
+            if way in line
+        ]
+        (_, behind), (reused, _), as_if_last = fused
+        assert behind < 0.2 and reused < 0.2 and min(as_if_last) > 0.9
+        answers = ast.literal_eval(shown["orders"])
+        assert set(answers["full attention"]) == {0, 1} and set(answers["as if last"]) == {1}
+        assert _numbers(shown["engine"], "exact")[0] < 5
+        assert _numbers(shown["engine"], "fused, 5 %, as if last, anywhere")[0] > 15
+        assert set(ast.literal_eval(shown["same"])) == {True}
+        assert _numbers(shown["compare"], "stage by stage")[1] == 0 < _numbers(shown["compare"], "with all")[1]
 
 
 def _check_cases(shown: dict[str, str], *, block_size: int) -> None:

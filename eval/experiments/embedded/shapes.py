@@ -42,11 +42,13 @@ class ModelShape:
         """Always with the same weights. Raises EngineError for a large model without a GPU."""
         if self.obstacle:
             raise EngineError(self.obstacle)
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        return TorchModel.random(self.config())
 
-        on_gpu = torch.cuda.is_available()
-        config: Any = AutoConfig.for_model(
+    def config(self) -> Any:
+        """As transformers has it."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(
             self.family,
             num_hidden_layers=self.layers,
             hidden_size=self.hidden_size,
@@ -58,11 +60,6 @@ class ModelShape:
             sliding_window=None,
             tie_word_embeddings=False,
         )
-        with torch.random.fork_rng(), torch.device("cuda" if on_gpu else "cpu"):
-            torch.manual_seed(0)
-            dtype = torch.bfloat16 if on_gpu else torch.float32
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        return TorchModel(model.eval().requires_grad_(False))
 
 
 SHAPES = {

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.policies import parse_guards
@@ -33,9 +34,20 @@ def _guards(value: Any) -> Any:
     return value
 
 
+def _arrivals(value: Any) -> Any:
+    if value == "none":
+        return None
+    if isinstance(value, str):
+        if not value.startswith("poisson:"):
+            raise ValueError("give a rate in requests a second, such as poisson:2.5, or none")
+        Arrivals.parse(value)
+    return value
+
+
 class ServingCell(SuiteCell):
-    """`capacity_tokens` None: unlimited. `residency`: evictions are ignored ("none", as in the paper), mirrored
-    ("lru"), or read from KV events ("events")."""
+    """`arrivals`: an open loop, "poisson:2.5" (requests a second), with at most `concurrency` in flight if it is given;
+    "none": one request at a time, to compare with. `capacity_tokens` None: unlimited. `residency`: evictions are
+    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events")."""
 
     workload: str | None = None
     corpus: str | None = None
@@ -45,6 +57,7 @@ class ServingCell(SuiteCell):
     block_size: int | None = Field(None, ge=1)
     output_tokens: int | None = Field(None, ge=1)
     concurrency: int | None = Field(None, ge=1)
+    arrivals: Annotated[str | None, BeforeValidator(_arrivals)] = None
     waiting: int = Field(0, ge=0)
     batch: bool = False
     guards: Annotated[str, BeforeValidator(_guards)] = "none"
@@ -58,6 +71,8 @@ class ServingCell(SuiteCell):
             raise ValueError("order is that of a corpus' questions: a workload has none")
         if self.batch and self.waiting:
             raise ValueError("a batch has no waiting requests: leave out waiting")
+        if self.batch and self.arrivals:
+            raise ValueError("a batch is planned before its first request is served: leave out arrivals")
         return self
 
     @property
@@ -66,6 +81,11 @@ class ServingCell(SuiteCell):
         if isinstance(tokens, str):
             return Capacity.parse(tokens)
         return Capacity(tokens=tokens)
+
+    @property
+    def in_flight(self) -> int | None:
+        unloaded = "arrivals" in self.model_fields_set and self.arrivals is None
+        return 1 if unloaded and self.concurrency is None else self.concurrency
 
     @property
     def settings(self) -> dict[str, Any]:

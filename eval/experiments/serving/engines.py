@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.experiments.serving.cells import ServingCell
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.experiment import Job
@@ -77,7 +78,8 @@ class Engines:
             output_tokens=cell.output_tokens,
             waiting=cell.waiting,
             batch=cell.batch,
-            concurrency=cell.concurrency,
+            concurrency=cell.in_flight,
+            arrivals=None if cell.arrivals is None else Arrivals.parse(cell.arrivals),
             seeds=(job.seed,),
             limit=job.requests,
             settings=cell.settings,

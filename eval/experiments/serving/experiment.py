@@ -60,7 +60,7 @@ class Serving(Experiment):
                 return "events are followed by policy auto"
             if options.base_url is not None and options.events is None:
                 return "the address of the server's KV events is not known: give --events-endpoint"
-        if engine == "vllm" and (cell.concurrency or 1) > 1:
+        if engine == "vllm" and ((cell.concurrency or 1) > 1 or cell.arrivals):
             return "vLLM in this process serves one request at a time: use --engine openai or torch"
         swept = {name for point in (suite.sweep, *suite.extra) for name in point}
         if engine == "openai" and options.base_url is not None and "capacity_tokens" in swept:

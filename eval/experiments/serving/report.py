@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ragorder.eval.experiments.serving.objective import objective_table, opens_loop
 from ragorder.eval.experiments.serving.pictures import pictures_of
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import (
@@ -97,6 +98,9 @@ def _comparison_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> 
     if len(groups) <= _FEW_CELLS:
         return [_policies_table(suite, group, baseline) for group in groups]
     metrics = [CACHED] + [TTFT_P50, TTFT_MEAN, TTFT_P95] * any(group.has("ttft_ms") for group in groups)
+    if opens_loop(groups):
+        tails = [TTFT_P99, TBT_P50, TBT_P99]
+        metrics += [metric for metric in tails if any(group.has(metric.column) for group in groups)]
     return [_cells_table(suite, groups, baseline, metric) for metric in metrics]
 
 
@@ -175,6 +179,8 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):
         tables.append(_throughput(groups))
+    if (found := objective_table(groups, baseline)) is not None:
+        tables.append(found)
     if suite.about("breakdown", "order_us", "build_us"):
         tables.append(_breakdown(groups) if few else _by_cell("Time to order, p50, µs", groups, _order_time))
     if suite.about("hits", "fast_percent"):

@@ -1,0 +1,65 @@
+"""Requests that arrive at random: suite open-loop, and the throughput under an objective."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from ragorder.eval.experiments.serving.cells import ServingCell
+from ragorder.eval.experiments.serving.objective import objective_table
+from ragorder.eval.report.groups import group_runs
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.record import RunRecord
+
+
+class TestTheCell:
+    def test_takes_a_rate(self) -> None:
+        cell = ServingCell.read({"workload": "paper", "arrivals": "poisson:2.5"}, "cell")
+        assert (cell.fields["arrivals"], cell.in_flight) == ("poisson:2.5", None)
+
+    def test_of_no_arrivals_serves_one_request_at_a_time(self) -> None:
+        cell = ServingCell.read({"workload": "paper", "arrivals": "none"}, "cell")
+        assert (cell.fields["arrivals"], cell.in_flight) == (None, 1)
+        assert ServingCell.read({"workload": "paper"}, "cell").in_flight is None
+
+    @pytest.mark.parametrize("arrivals", ["fast", "poisson:0", "poisson:x", "trace.jsonl"])
+    def test_refuses_what_is_no_rate(self, arrivals: str) -> None:
+        with pytest.raises(SuiteError, match=r"poisson:2\.5"):
+            ServingCell.read({"workload": "paper", "arrivals": arrivals}, "cell")
+
+    def test_refuses_arrivals_of_a_batch(self) -> None:
+        with pytest.raises(SuiteError, match="leave out arrivals"):
+            ServingCell.read({"workload": "paper", "batch": True, "arrivals": "poisson:1"}, "cell")
+
+
+def record(policy: str, times: list[float], tbt_ms: list[float] | None = None, **cell: object) -> RunRecord:
+    count = len(times)
+    rows: dict[str, list[float]] = {"ttft_ms": times, "prompt_tokens": [100] * count, "cached_tokens": [10] * count}
+    if tbt_ms is not None:
+        rows["tbt_ms"] = tbt_ms
+    throughput = {"requests_per_s": 2.0, "tokens_per_s": 9.0}
+    return RunRecord(suite="s", cell={"workload": "paper", **cell}, policy=policy, rows=rows, throughput=throughput)
+
+
+class TestTheObjective:
+    def test_is_five_times_the_time_without_load(self) -> None:
+        groups = group_runs(
+            [
+                record("retrieval", [90, 100, 110] * 4, arrivals=None),
+                record("retrieval", [100, 600] * 6, arrivals="poisson:2"),
+                record("auto", [100, 500] * 6, arrivals="poisson:2"),
+            ]
+        )
+        table = objective_table(groups, "retrieval")
+        assert table is not None
+        retrieval, auto = table.rows
+        assert [entry.text for entry in retrieval[1:]] == ["retrieval order", "500.0", "50.0", "1.00"]
+        assert [entry.text for entry in auto[1:]] == ["auto", "500.0", "100.0", "2.00"]
+        assert (retrieval[3].note, auto[3].verdict) == ("baseline", "better")
+
+    def test_is_not_known_without_an_unloaded_run_of_the_same(self) -> None:
+        loaded = record("retrieval", [100.0] * 12, arrivals="poisson:2")
+        other = record("retrieval", [100.0] * 12, arrivals=None, capacity_tokens=5)
+        assert objective_table(group_runs([loaded, other]), "retrieval") is None
+        assert objective_table(group_runs([other]), "retrieval") is None
