@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.families import VOCABULARY, make_model
-from support.rings import ALL, length
+from support.rings import length
 from support.streamed import TOKENS, room_for, saved, streaming, whole
 
 torch = pytest.importorskip("torch")
@@ -163,19 +163,13 @@ def engine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield engine
 
 
-# Open: in one run of three a single token of all answers was another one, and no tie. A short run is strict.
-ON_A_CPU = pytest.mark.xfail(ALL, reason="a wrong token among 10,000 failures: cause not found yet", strict=False)
-
-
-@pytest.mark.parametrize(
-    "in_place", [pytest.param(True, id="on a CPU", marks=ON_A_CPU), pytest.param(False, id="as on a GPU")]
-)
+@pytest.mark.parametrize("in_place", [True, False], ids=["on a CPU", "as on a GPU"])
 def test_ten_thousand_failures(
     in_place: bool, engine: TieredEngine, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """10,000 in `make test-all`: of reads of weights and KV, and of allocations of buffers, pools and activations,
     while layers move, pools are resized, and requests are aborted. Answers are those of an engine without failures, or
-    errors that name memory or the disk, and each comes once."""
+    errors that name memory or the disk, and each comes once. Whatever documents have KV, it is the whole model's."""
     failures, random, faults = length(10_000, 150), Random(int(in_place)), Faults(int(in_place))
     streamer = engine._streamer
     assert streamer is not None
@@ -196,7 +190,7 @@ def test_ten_thousand_failures(
                 ended[update.request_id] = update.completion
 
     while faults.injected.total() < failures:
-        if random.random() < 0.2:
+        if random.random() < 0.1:
             # As little as an engine can have: a request that is longer may find no memory for its KV.
             while engine.relieve():
                 pass
