@@ -179,6 +179,8 @@ def _measured(results: Results) -> str:
     when = f"{days[0]} to {days[-1]}" if days and days[0] != days[-1] else days[0] if days else "at an unknown time"
     runs = _all_runs(results)
     requests = sum(run.requests for run in runs)
+    if not runs:
+        return f"Measured {when}"
     return f"{len(runs):,} runs, {requests:,} requests after warm-up, measured {when}"
 
 
@@ -206,7 +208,7 @@ def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     rest = [name for name, suite in suites.items() if name not in results.suites and not suite.needs]
     if rest:
-        said.append(f"Suites that were not run: {', '.join(rest)}.")
+        said.append(f"Other suites: {len(rest)} more are listed by `ragorder eval list`.")
     return said
 
 
