@@ -59,7 +59,9 @@ for (const svg of document.querySelectorAll("svg[data-points]")) {
   svg.addEventListener("pointerleave", () => { tip.hidden = true; });
   const legend = svg.querySelector('g[id*="-legend_"]');
   const axes = [...svg.querySelectorAll('g[id*="-axes_"]')];
-  const names = legend ? named(legend, true) : axes.flatMap((each) => named(each, false));
+  const all = legend ? named(legend, true) : axes.flatMap((each) => named(each, false));
+  // Lines are told apart by their colour: one that two names share cannot be hidden alone.
+  const names = all.filter((name) => all.filter((other) => other.colour === name.colour).length === 1);
   for (const name of names) for (const part of name.parts) {
     part.classList.add("name");
     part.addEventListener("click", () => toggle(svg, names, name.colour));
