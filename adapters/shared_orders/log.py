@@ -26,7 +26,7 @@ _NUMBER = b"number"
 _PROCESSES = 4096
 _AT_ONCE = 256
 _BLOCK_MS = 1000
-# Each round trip and each waking of a thread costs as much as the handling of ten orders: those of this time go together.
+# Each round trip and each waking of a thread costs as much as ten orders: those of this time go together.
 # An engine takes longer to compute what an order promises.
 _GATHERED_S = 0.01
 # A server that does not answer in this time is lost; far more than a read blocks.

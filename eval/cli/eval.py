@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +152,32 @@ def run(
     parts += [f"{outcome.quality} lines about quality"] * bool(outcome.quality)
     parts += [f"{outcome.unavailable} not to be had (the reasons are in the results)"] * bool(outcome.unavailable)
     click.echo(f"{folder}: {', '.join(parts)}")
+    if _is_terminal():
+        _say_headline(folder)
+    click.echo(f"next: ragorder report {shlex.quote(str(folder))} --html report.html")
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _say_headline(folder: Path) -> None:
+    """What was found, for a reader who waits; without the extra that compares, nothing."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from ragorder.eval.report import make_report, read_results
+    from ragorder.eval.running.suite import load_suites
+
+    try:
+        report = make_report(read_results(folder), load_suites())
+    except ImportError:
+        return
+    console = Console(highlight=False)
+    for words in report.headline.words[:3]:
+        console.print(Text(words, "bold"))
+    if report.overview is not None:
+        console.print(report.overview)
 
 
 def _check_policies(policies: Sequence[str], suites: list[Suite]) -> None:

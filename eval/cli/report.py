@@ -30,7 +30,7 @@ _EXPECTED = (
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the report as a page: one file that needs no network and no script.",
+    help="Write the report as a page: one file that needs no network.",
 )
 @option(
     "--markdown",
@@ -61,7 +61,7 @@ def report(paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pi
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.html",
-    help="The page: one file that needs no network and no script. [default: DIR/report.html]",
+    help="The page: one file that needs no network. [default: DIR/report.html]",
 )
 @option(
     "--md",

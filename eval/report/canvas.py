@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ragorder.eval.report.points import points_of
 from ragorder.eval.report.words import policy_words
 from ragorder.extras import needs
 
@@ -122,7 +124,9 @@ def draw(paint: Callable[[Any], None], *, title: str, alt: str, caption: str = "
         paint(axes)
         file = io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return Picture(title, _inline(file.getvalue().decode(), f"{title}: {alt}"), alt, caption)
+    points = html.escape(_in_page_colours(json.dumps(points_of(axes), ensure_ascii=False, separators=(",", ":"))))
+    svg = _inline(file.getvalue().decode(), f"{title}: {alt}")
+    return Picture(title, svg.replace("<svg ", f'<svg data-points="{points}" ', 1), alt, caption)
 
 
 def standalone(picture: Picture) -> str:
@@ -200,9 +204,13 @@ def _inline(svg: str, alt: str) -> str:
     svg = re.sub(r'\bid="', f'id="{own}-', svg)
     svg = re.sub(r'href="#', f'href="#{own}-', svg)
     svg = svg.replace("url(#", f"url(#{own}-")
+    return _in_page_colours(svg).replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+
+
+def _in_page_colours(text: str) -> str:
     for name, colour in _PLACEHOLDERS.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    return svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+        text = text.replace(colour, f"var(--{name})")
+    return text
 
 
 def _digest(svg: str) -> str:

@@ -29,6 +29,12 @@ class Chart:
     caption: str = ""
     lower_is_better: bool = False
 
+    @property
+    def spread(self) -> str:
+        """From the smallest value to the largest."""
+        values = sorted(mark.value for mark in self.marks)
+        return " to ".join(dict.fromkeys((signed(values[0]), signed(values[-1]))))
+
     def picture(self) -> Picture:
         """Raises ImportError naming the extra."""
         said = "; ".join(f"{mark.label}: {mark.shown}" for mark in self.marks)

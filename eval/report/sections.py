@@ -180,6 +180,8 @@ def _measured(results: Results) -> str:
     every = _all_runs(results)
     runs = [run for run in every if "copied_from" not in (run.model_extra or {})]
     requests = sum(run.requests for run in runs)
+    if not runs:
+        return f"Measured {when}"
     copies = len(every) - len(runs)
     again = f" ({copies:,} results in other suites are copies of these runs, and decide nothing anew)" if copies else ""
     return f"{len(runs):,} runs, {requests:,} requests after warm-up{again}, measured {when}"
@@ -209,7 +211,7 @@ def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     rest = [name for name, suite in suites.items() if name not in results.suites and not suite.needs]
     if rest:
-        said.append(f"Suites that were not run: {', '.join(rest)}.")
+        said.append(f"Other suites: {len(rest)} more are listed by `ragorder eval list`.")
     return said
 
 

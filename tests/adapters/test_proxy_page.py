@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -230,13 +231,49 @@ class TestPage:
             assert "no documents found" in page.tab.text_content("#figures")
             assert page.problems == []
 
+    def test_a_reload_keeps_the_history_on_an_axis_of_time(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            page.wait_for("#state", "live")
+            for names in SETS * 2:
+                proxy.ask(*names)
+            line = page.tab.locator("#line-ours")
+            playwright.expect(line).to_have_attribute("points", re.compile(r"\d"), timeout=15_000)
+            points = page.tab.get_attribute("#line-ours", "points")
+            assert points
+            page.tab.reload()
+            page.wait_for("#state", "live")
+            assert len(page.tab.get_attribute("#line-ours", "points").split()) >= len(points.split())
+            times = page.tab.locator("text.time").all_text_contents()
+            assert times and all(re.fullmatch(r"\d\d:\d\d:\d\d", each) for each in times)
+            page.tab.hover("#chart")
+            assert "ragorder" in page.tab.text_content("#pointed")
+            assert page.problems == []
+
+    def test_counts_without_sense_are_no_figures(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream) as proxy:
+            for names in SETS * 4:
+                proxy.ask(*names)
+            stats = proxy.stats()
+            absurd = stats | {
+                "cached_tokens": 100 * stats["prompt_tokens"],
+                "saved_tokens": -6_512,
+                "saved_share": -107.5,
+            }
+            with Page(browser, proxy.url) as page:
+                page.tab.route("**/ragorder/stats", lambda route: route.fulfill(json=absurd))
+                page.wait_for("#saved", "6,512 tokens")
+                assert "-" not in page.tab.text_content("#saved")
+                assert "more prefill needed in 20 requests: 108.50 times" in page.tab.text_content("#verdict")
+                assert page.tab.text_content("#share-ours") == "–"
+                assert page.tab.text_content("#origin-ours").startswith("not plausible")
+
     def test_says_when_the_proxy_is_gone(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#state", "live")
             proxy.__exit__()
             page.wait_for("#state", "no answer from the proxy")
 
-    @pytest.mark.parametrize("width", [390, 1280])
+    @pytest.mark.parametrize("width", [390, 1280, 1920])
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_fits_the_screen(self, browser: Any, upstream: str, width: int, scheme: str) -> None:
         screen = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}

@@ -145,5 +145,6 @@ class TestWords:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         said = " ".join(invoke("demo", "--engine", "sim", "--limit", "10").output.split())
         assert "of 10 the one that gained most:" in said
+        assert "the one with the median gain:" in said
         assert "██ found in the cache ░░ computed" in said
         assert "auto: ragorder's default" in said

@@ -799,6 +799,16 @@ class TestTheCommand:
         assert done.exit_code == 0, done.output
         assert "4 runs served" in done.output
         assert len(result_lines(tmp_path / "out", "run")[0]["rows"]["cached_tokens"]) == 10
+        assert f"next: ragorder report {tmp_path / 'out'}" in done.output
+
+    def test_on_a_terminal_says_what_was_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("scipy")
+        monkeypatch.setattr(sys.modules["ragorder.eval.cli.eval"], "_is_terminal", lambda: True)
+        with own_suite(tmp_path) as path:
+            done = invoke("run", path, "-o", tmp_path / "out", "--seeds", "0", "--limit", "60")
+        assert done.exit_code == 0, done.output
+        assert "mine: auto changes the cached tokens" in " ".join(done.output.split())
+        assert done.output.index("At a glance") < done.output.index("next: ragorder report")
 
     def test_a_dry_run_says_what_would_be_served_and_leaves_nothing(self, tmp_path: Path) -> None:
         done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run")

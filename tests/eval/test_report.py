@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
 import shutil
 import sys
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from importlib.resources import files as files_of
 from itertools import product
 from pathlib import Path
@@ -36,6 +39,8 @@ from ragorder.eval.report import (
     render_html,
     render_markdown,
 )
+from ragorder.eval.report.downloads import csv_text, json_text
+from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import Suite, load_suites, read_suite
@@ -508,7 +513,12 @@ class TestWhatWasNotMeasured:
         found = make_report(read_results(written(tmp_path, a_run())), suites())
         said = " ".join(found.not_measured)
         assert "A real engine" in said
-        assert "figure-3" in said
+
+    def test_suites_that_were_not_run_are_one_line(self, tmp_path: Path) -> None:
+        found = make_report(read_results(written(tmp_path, a_run())), suites())
+        (line,) = [words for words in found.not_measured if "suites" in words]
+        assert "`ragorder eval list`" in line
+        assert "figure-3" not in line
 
 
 def answered(policy: str, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
@@ -625,10 +635,36 @@ class TestMarkdown:
             assert len(fields) == 1
 
 
+class TestDownloads:
+    def test_numbers_are_numbers_and_notes_have_columns_of_their_own(self) -> None:
+        table = Table("Cached tokens", ["policy", "cached, %", "requests"])
+        table.add("retrieval", Entry("31.0", "baseline"), "1,200")
+        table.add('auto, or "best"', Entry("−4.5", verdict="worse"), "–")
+        assert list(csv.DictReader(csv_text(table).splitlines())) == [
+            {
+                "policy": "retrieval",
+                "cached, %": "31.0",
+                "cached, % (note)": "baseline",
+                "cached, % (verdict)": "",
+                "requests": "1200",
+            },
+            {
+                "policy": 'auto, or "best"',
+                "cached, %": "-4.5",
+                "cached, % (note)": "",
+                "cached, % (verdict)": "worse",
+                "requests": "",
+            },
+        ]
+        assert [row["cached, %"] for row in json.loads(json_text(table))] == [31.0, -4.5]
+
+
 class TestPage:
     def test_the_page_is_one_file_without_requests(self, page: Path) -> None:
         text = page.read_text("utf-8")
-        assert "<script" not in text
+        (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+        assert f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" in text
+        assert text.count("<script") == 1
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text.replace(XLINK, ""))
         assert "could not be installed &lt;no network&gt;" in text
 
@@ -705,7 +741,7 @@ class TestInABrowser:
             yield browser
             browser.close()
 
-    @pytest.mark.parametrize(("width", "scheme"), grid(list(product([390, 768, 1280], ["light", "dark"])), 2))
+    @pytest.mark.parametrize(("width", "scheme"), grid(list(product([390, 768, 1280, 1920], ["light", "dark"])), 2))
     def test_the_page_fits_the_screen_and_makes_no_requests(
         self, browser: Any, page: Path, width: int, scheme: str
     ) -> None:
@@ -724,6 +760,43 @@ class TestInABrowser:
         for picture in tab.locator("svg").all():
             assert picture.bounding_box()["width"] > 250
         context.close()
+
+    def test_answers_to_the_pointer(self, browser: Any, page: Path) -> None:
+        """Values under it, lines that go with their name, columns that sort, tables as files."""
+        tab = browser.new_page(viewport={"width": 1280, "height": 900})
+        tab.goto(page.as_uri())
+        line = tab.locator("svg[data-points]:has(g.name)").first
+        line.scroll_into_view_if_needed()
+        points = json.loads(line.get_attribute("data-points"))
+        x, y, said, _ = points[0]
+        place = line.evaluate(
+            "(svg, [x, y]) => { const p = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM()); return [p.x, p.y]; }",
+            [x, y],
+        )
+        tab.mouse.move(*place)
+        assert tab.locator("#tip").is_visible()
+        assert tab.text_content("#tip") in {words for _, _, words, _ in points} and said
+        name = line.locator("g.name:has(text)").first
+        for gone in (True, False):
+            name.dispatch_event("click")
+            assert (line.locator("g.gone").count() > 0) is gone
+
+        table = tab.locator("#table-1 table").first
+        heading = table.locator("th.sorts").nth(1)
+        column = "rows => rows.map(row => row.cells[1].firstChild.textContent)"
+        rows = table.locator("tbody tr")
+        as_written = rows.evaluate_all(column)
+        ways = []
+        for _ in range(3):
+            heading.click()
+            ways.append(rows.evaluate_all(column))
+        assert ways[0] == ways[1][::-1] != as_written == ways[2]
+        with tab.expect_download() as saved:
+            tab.locator("#table-1 a[download$='.csv']").first.click()
+        lines = Path(saved.value.path()).read_text("utf-8").splitlines()
+        assert len(lines) == 1 + rows.count()
+        assert lines[0].startswith(table.locator("th").first.text_content())
+        tab.close()
 
     def test_is_light_in_print_and_no_table_is_cut_off(self, browser: Any, page: Path) -> None:
         context = browser.new_context(viewport={"width": 688, "height": 1000}, color_scheme="dark")

