@@ -21,6 +21,7 @@ from ragorder.eval.experiments.gpu_day.parts import MINUTES, PARTS, Part
 from ragorder.eval.experiments.gpu_day.record import GpuDayCell
 from ragorder.eval.experiments.gpu_day.report import make_part
 from ragorder.eval.experiments.serving.experiment import Serving
+from ragorder.eval.experiments.serving.report import make_part as serving_part
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.reading import Results, read_results
 from ragorder.eval.running.record import RunRecord
@@ -166,5 +167,7 @@ class TestASmallDay:
         served = results.of(RunRecord, "open-loop")
         assert served and all(record.engine["name"] == "torch" for record in served)
         assert any(record.rows.get("tbt_ms") for record in served)
+        told = serving_part(load_suites()["open-loop"], results)
+        assert "Throughput under an objective" in {table.title for table in told.tables}
         [words] = make_part(load_suites()["gpu-day"], results).words
         assert "nothing about a GPU" in words

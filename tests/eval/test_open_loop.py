@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from support.commands import run_command
 
 pytest.importorskip("scipy")
 
+from ragorder.cli import main as ragorder
 from ragorder.eval.experiments.serving.cells import ServingCell
 from ragorder.eval.experiments.serving.objective import objective_table
+from ragorder.eval.experiments.serving.report import make_part
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.reading import Results, read_results
 from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Suite
 
 
 class TestTheCell:
@@ -63,3 +70,28 @@ class TestTheObjective:
         other = record("retrieval", [100.0] * 12, arrivals=None, capacity_tokens=5)
         assert objective_table(group_runs([loaded, other]), "retrieval") is None
         assert objective_table(group_runs([other]), "retrieval") is None
+
+
+class TestTheReport:
+    def test_has_the_tails_and_the_objective(self) -> None:
+        records = [
+            record(policy, [100.0, 200.0] * 6, arrivals=arrivals, tbt_ms=[5.0, 7.0] * 6)
+            for arrivals in (None, "poisson:1", "poisson:2", "poisson:4")
+            for policy in ("retrieval", "auto")
+        ]
+        part = make_part(Suite.unlisted("s", baseline="retrieval"), Results(Path(), records=[*records]))
+        titles = {table.title for table in part.tables}
+        assert {"TTFT p50, ms", "TTFT p99, ms", "TBT p50, ms", "TBT p99, ms"} <= titles
+        assert {"Throughput", "Throughput under an objective"} <= titles
+
+
+class TestTheSuite:
+    def test_is_served_at_its_rates(self, tmp_path: Path) -> None:
+        """The simulated engine counts tokens; its times are not reported (`test_gpu_day` has those of a real one)."""
+        done = run_command(ragorder, "eval", "run", "open-loop", "--reduced", "--seeds", "0", "-o", tmp_path)
+        assert done.exit_code == 0, done.output
+        runs = read_results(tmp_path).of(RunRecord, "open-loop")
+        assert [(run.cell["arrivals"], run.policy) for run in runs] == [
+            (arrivals, policy) for arrivals in (None, "poisson:1", "poisson:2") for policy in ("retrieval", "auto")
+        ]
+        assert all(run.requests for run in runs)
