@@ -37,8 +37,9 @@ _DELAY_S = 0.05
         help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the "
         "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share this additional part, ranks shuffled), "
         "ov0.0-kept to ov0.8-kept (the same, in their places), mix8 (eight streams at once), zipf10 (ten documents by "
-        "popularity), zipf10-X (popularity exponent X), geo (documents near a moving place), disjoint and unique (no two neighbours, or "
-        "no two requests, share a document); or pydocs. Repeatable. [default: paper-shuf]",
+        "popularity), zipf10-X (popularity exponent X), geo (documents near a moving place), disjoint and unique (no "
+        "two neighbours, or no two requests, share a document); or pydocs. "
+        "Repeatable. [default: paper-shuf]",
     ),
     option(
         "--corpus",

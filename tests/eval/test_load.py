@@ -600,8 +600,8 @@ class TestNeverWorse:
             limit=300,
         )
         shares = {result.policy: 100 * result.cached_tokens / result.prompt_tokens for result in run_bench(wanted)}
-        assert shares["best"] >= shares["retrieval"] - 0.5
-        assert shares["auto"] >= shares["retrieval"] - 0.5
+        assert shares["best"] >= shares["retrieval"] + 3.5
+        assert shares["auto"] >= shares["retrieval"] + 4.0
 
 
 class TestDeciles:

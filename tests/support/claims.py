@@ -101,7 +101,7 @@ def problems(claim: Claim) -> list[str]:
 
 
 def _rounds(found: float, claimed: float, decimals: int) -> bool:
-    return abs(found - claimed) <= 0.5 * 10**-decimals + 1e-9
+    return abs(found - claimed) <= 0.5 * 10.0**-decimals + 1e-9
 
 
 def _tables(claim: Claim) -> list[Table]:
