@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("ragorder.adapters.haystack_chat needs haystack-ai: pip install 'ragorder[haystack]'") from error
 
-from ragorder.adapters.turns import FrameworkTurns, Label, plain_message
+from ragorder.adapters.turns import FrameworkTurns, Label, off_loop, plain_message
 from ragorder.adapters.usage import ReportedUsage, read_usage
 from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import Orderer, OrdererLike
@@ -160,8 +160,9 @@ class CacheOrderChatPromptBuilder:
         history: list[ChatMessage] | None = None,
         scope: str | None = None,
     ) -> dict[str, Any]:
-        # Ordering takes a fraction of a millisecond, and waits for nothing.
-        return self.run(question, documents, history, scope)
+        shown = (getattr(each, "content", None) for each in documents or ())
+        texts = [question, *shown, *(text for each in history or () for text in each.texts)]
+        return await off_loop(partial(self.run, question, documents, history, scope), texts)
 
 
 @component

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Generic, Self, TypeVar
 
+from ragorder._repeats import name_in
 from ragorder.adapters.reorder import ScopeOf, degrade
 from ragorder.adapters.usage import ReportedUsage
 from ragorder.citations import number_label
@@ -18,10 +20,11 @@ from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
 
-__all__ = ["FrameworkTurns", "Label", "NextTurn", "plain_message"]
+__all__ = ["FrameworkTurns", "Label", "NextTurn", "off_loop", "plain_message"]
 
 D = TypeVar("D")
 M = TypeVar("M")
+R = TypeVar("R")
 
 Label = Callable[[Any], str]
 
@@ -30,6 +33,18 @@ _OTHER_SYSTEM = (
     "messages begin with another system prompt than the builder's, and predictions of cached tokens are wrong by the "
     "difference: give its text as PromptBuilder(system=…)"
 )
+_NO_MARKS = (
+    "the orderer's cache resumes only at marks, and this part sends none: nothing is found again. Send turns by "
+    "OrderedClient.conversation, LangChain's CacheOrderTurn(marks=…), or PromptBuilder.turn(…).anthropic()"
+)
+# Characters up to which a turn takes less time than the way to a thread and back.
+_SHORT = 1 << 14
+
+
+async def off_loop(work: Callable[[], R], texts: Iterable[object]) -> R:
+    """What `work` returns: in a thread where the texts that it tokenises are long, so that the event loop goes on."""
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    return work() if length <= _SHORT else await asyncio.to_thread(work)
 
 
 def plain_message(role: object, content: object, **shown: object) -> dict[str, Any]:
@@ -123,7 +138,8 @@ class FrameworkTurns(Generic[M, D]):
 
     Messages of the history are only read (`read`, to a plain message); they are sent as the framework's own objects.
     `text` and `metadata` read a document. Its id in the prompt is its `label`, by which it is cited and named. After an
-    error all documents are sent as ranked, and the orderer counts it.
+    error all documents are sent as ranked, and the orderer counts it. `no_marks` is said once of an orderer whose cache
+    resumes only at marks; empty where marks are sent.
     """
 
     def __init__(
@@ -138,12 +154,14 @@ class FrameworkTurns(Generic[M, D]):
         scope: ScopeOf,
         repeat: Repeat,
         reference: str,
+        no_marks: str = _NO_MARKS,
     ) -> None:
         self.orderer = orderer
         self.builder = PromptBuilder("") if builder is None else builder
         self.read = read
         self.repeat = repeat
         self._reference = reference
+        self._no_marks = no_marks
         self._text = text
         self._metadata = metadata
         self._label = label
@@ -174,7 +192,7 @@ class FrameworkTurns(Generic[M, D]):
         nothing."""
         items = list(items)
         try:
-            documents = [Document(self.label(item), self._text(item), metadata=self._metadata(item)) for item in items]
+            documents = list(map(self._read_document, items))
             turn = self.builder.turn(
                 question,
                 documents,
@@ -187,6 +205,7 @@ class FrameworkTurns(Generic[M, D]):
             )
         except Exception as error:
             return self._as_ranked(question, items, tool_call_id, error)
+        self._check_marks(turn.ordering)
         own = {id(document): item for document, item in zip(documents, items, strict=True)}
         return NextTurn(
             turn.message["content"],
@@ -205,7 +224,14 @@ class FrameworkTurns(Generic[M, D]):
             ordering: Ordering[Document] = self.orderer.order([], behind=history, question=last, scope=scope)
         except Exception as error:
             ordering = self.orderer.fall_back([], error)
+        self._check_marks(ordering)
         return NextTurn("", [], [], ordering, form.closing_tokens)
+
+    def shown(self, item: D, *, named: bool) -> str:
+        """A document as a turn shows it, whole or by its name. Raises what the functions that read it raise."""
+        document = self._read_document(item)
+        form = self.builder.message_format
+        return form.escape(name_in(self._reference, document) if named else form.document_text(document))
 
     def confirm(
         self,
@@ -220,6 +246,14 @@ class FrameworkTurns(Generic[M, D]):
         with suppress(Exception):
             turn.remember_as(self.read(message), None if answer is None else self.read(answer))
         turn.confirm(usage, written_tokens)
+
+    def _read_document(self, item: D) -> Document:
+        return Document(self.label(item), self._text(item), metadata=self._metadata(item))
+
+    def _check_marks(self, ordering: Ordering[Document]) -> None:
+        cloud = ordering.cloud
+        if self._no_marks and cloud is not None and cloud.model.rules.resume == "marks":
+            degrade(self.orderer, self._no_marks)
 
     def _scope_of(self, request: tuple[Any, ...]) -> Any:
         return self._scope(*request) if callable(self._scope) else self._scope

@@ -180,8 +180,9 @@ class Orderer:
         """An orderer for the vLLM server at `base_url`, whose `/metrics` tell block size and capacity, unless given.
 
         With `events_endpoint`, better with `replay_endpoint` too, its KV events (`events` is the subscriber) keep the
-        residency exact, also of other processes; this needs `builder` with the model's tokenizer. What the server lacks
-        is a `DegradedWarning`. Close the orderer, or use it in a `with` block.
+        residency exact, also of other processes; this needs `builder` with the model's tokenizer. A hybrid model
+        (Mamba, GDN) is recognised, and ordered for by `hybrid_rules`. What the server lacks is a `DegradedWarning`.
+        Close the orderer, or use it in a `with` block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
@@ -189,7 +190,8 @@ class Orderer:
 
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-        return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
+        settings = settings or Settings(**options)
+        return connect(cls, base_url, for_cloud=cls.for_cloud, builder=builder, settings=settings, api_key=api_key)
 
     @classmethod
     def for_cloud(

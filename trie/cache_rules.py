@@ -31,6 +31,8 @@ class CacheRules:
     - `resume`: a request resumes at "marks" that earlier ones have set, or at any multiple of `interval_tokens`
       ("interval"), or at the last of these in an earlier prompt and where requests have parted before ("junctions")
     - `marks`: at most so many a request
+    - `read_marks`: (first, latest): a request may have more marks, of which the latest `marks` are written, and so many
+      are looked at. None: more are refused
     - `lookback_parts`: content parts in front of each mark, its own counted, at whose ends an entry is looked for
     - `ttl_s`: life of an entry from the start of a request; requests that read it renew it. `ttl`: as the provider
       spells it
@@ -47,6 +49,7 @@ class CacheRules:
     resume: Literal["marks", "interval", "junctions"] = "marks"
     interval_tokens: int = 1
     marks: int = 4
+    read_marks: tuple[int, int] | None = None
     lookback_parts: int = 1
     ttl_s: float = 300.0
     ttl: str | None = None
@@ -66,6 +69,10 @@ class CacheRules:
             raise ValueError("minimum_tokens and marks must not be negative")
         if self.interval_tokens < 1 or self.lookback_parts < 1:
             raise ValueError("interval_tokens and lookback_parts must be 1 at least")
+        if self.read_marks is not None and not (min(self.read_marks) >= 0 and self.read_marks[1] >= self.marks):
+            raise ValueError(
+                f"read_marks are (first, latest), of which the latest are {self.marks} at least, got {self.read_marks}"
+            )
         if not self.ttl_s > 0:
             raise ValueError(f"ttl_s must be positive, got {self.ttl_s}")
         if not (0 <= self.write < inf and 0 <= self.read < inf):

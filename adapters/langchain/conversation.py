@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from langchain_core.documents import Document
@@ -18,13 +19,12 @@ from langchain_core.messages import (
 )
 
 from ragorder.adapters.langchain.payloads import message_usage, written_tokens
-from ragorder.adapters.turns import FrameworkTurns, NextTurn, plain_message
-from ragorder.clouds import TurnParts
-from ragorder.clouds.parts import cache_control
+from ragorder.adapters.langchain.tool_texts import DocumentsInside
+from ragorder.adapters.turns import FrameworkTurns, NextTurn, off_loop, plain_message
 from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["LangChainTurns", "Prepared", "artifact_documents", "marked", "read_message", "text_of"]
+__all__ = ["LangChainTurns", "Prepared", "artifact_documents", "read_message", "text_of"]
 
 _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (HumanMessage, "user"),
@@ -82,6 +82,8 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
         parts: bool = False,
         **options: Any,
     ) -> None:
+        if parts:
+            options["no_marks"] = ""
         super().__init__(orderer, builder, read=read_message, text=_text, metadata=_metadata, **options)
         self._found = found
         self._parts = parts
@@ -103,13 +105,30 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             if isinstance(message, HumanMessage) and is_last and documents is not None:
                 turn = self.next(text_of(message), documents, sent[:place], *request)
             elif isinstance(message, ToolMessage) and (found := self._documents_of(message)):
-                call = message.tool_call_id
-                turn = self.next("", found, sent[:place], *request, tool_call_id=call, is_last=is_last)
+                if (inside := self._inside(message, found)) is None:
+                    # It does not hold them whole: it stays as the tool wrote it.
+                    sources += found
+                    continue
+                alone, call = not inside.has_own_words, message.tool_call_id
+                turn = self.next("", found, sent[:place], *request, tool_call_id=call, is_last=is_last and alone)
+                if not alone:
+                    sources += turn.sources
+                    sent[place], turn = self._named_inside(message, found, inside, turn), None
+                    changed += [sent[place]] if sent[place] is not message else []
             if turn is not None:
                 sent[place] = message.model_copy(update={"content": self._content(message, turn)})
                 changed.append(sent[place])
                 sources += turn.sources
         return Prepared(sent, self.follow(sent, *request) if turn is None else turn, changed, sources)
+
+    async def aprepare(
+        self, messages: Sequence[BaseMessage], documents: Sequence[Document] | None, *request: Any, sent_before: int = 0
+    ) -> Prepared:
+        """As `prepare`, off the event loop where texts are long."""
+        texts = [text for message in messages for text in _texts_in(message.content)]
+        texts += [getattr(document, "page_content", "") for document in documents or ()]
+        work = partial(self.prepare, messages, documents, *request, sent_before=sent_before)
+        return await off_loop(work, texts)
 
     def answered(self, request: Prepared, answer: BaseMessage) -> None:
         usage = message_usage(answer)
@@ -128,12 +147,27 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             for message in messages
         ]
 
+    def _inside(self, message: ToolMessage, found: Sequence[Document]) -> DocumentsInside | None:
+        try:
+            return DocumentsInside.find(text_of(message), list(map(_text, found)))
+        except Exception as error:
+            self.orderer.fall_back((), error)
+            return None
+
+    def _named_inside(
+        self, message: ToolMessage, found: Sequence[Document], inside: DocumentsInside, turn: NextTurn[Document]
+    ) -> ToolMessage:
+        """With the words of the tool; of its documents those that stand further above are named."""
+        named = set(map(id, turn.repeated))
+        try:
+            shown = [self.shown(found[place], named=id(found[place]) in named) for place in inside.order]
+        except Exception as error:
+            self.orderer.fall_back((), error)
+            return message
+        return message.model_copy(update={"content": _beside_others(message, inside.fill(shown))})
+
     def _content(self, message: BaseMessage, turn: NextTurn[Document]) -> Any:
-        others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
-        content = turn.content if self._parts else turn.text
-        if not others:
-            return content
-        return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *others]
+        return _beside_others(message, turn.content if self._parts else turn.text)
 
     def _documents_of(self, message: ToolMessage) -> Sequence[Document]:
         if self.repeat == "send":
@@ -145,23 +179,18 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
             return ()
 
 
-def marked(messages: Sequence[BaseMessage], turn: NextTurn[Document]) -> list[BaseMessage]:
-    """A request's messages with the marks of its turn, in ChatAnthropic's form."""
-    cloud = turn.ordering.cloud
-    if cloud is None or cloud.model.rules.resume != "marks":
-        return list(messages)
-    others = (place for place, message in enumerate(messages) if not isinstance(message, SystemMessage))
-    plain = [{"role": message.type, "content": message.content} for message in messages]
-    parts = TurnParts(plain, next(others, 0), cloud.turn_marks)
-    try:
-        contents = parts.contents(cache_control(cloud.model.rules.ttl))
-    except Exception:
-        # Content of another form, which is sent as it is.
-        return list(messages)
-    return [
-        message if content is message.content else message.model_copy(update={"content": content})
-        for message, content in zip(messages, contents, strict=True)
-    ]
+def _beside_others(message: BaseMessage, content: Any) -> Any:
+    """A message's new content, with its parts that are no texts behind it."""
+    others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
+    if not others:
+        return content
+    return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *others]
+
+
+def _texts_in(content: Any) -> list[Any]:
+    if not isinstance(content, list):
+        return [content]
+    return [part.get("text") if isinstance(part, Mapping) else part for part in content]
 
 
 def _is_other(part: Any) -> bool:

@@ -19,6 +19,7 @@ except ImportError as error:
     ) from error
 
 from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents, text_of
+from ragorder.adapters.langchain.marks import Marks, checked_marks, marked
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat
@@ -36,8 +37,9 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
 
     - `retriever`: documents for each question of the user's, which stand behind the history, in front of the question.
     - `repeat="name"`: a tool's documents that still stand in the messages which are really sent are named instead of
-      sent again. The tool's message is written anew then, before its first use, and replaced in the agent's state.
-      By default results stay as the tools wrote them.
+      sent again. The tool's message is written anew then, before its first use, and replaced in the agent's state;
+      what else the tool wrote stays in it. One that does not hold all of its documents whole is sent as it is. By
+      default all results stay as the tools wrote them.
     - `documents`: those of a tool's message; default its artifact, as `create_retriever_tool(…,
       response_format="content_and_artifact")` makes it.
     - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
@@ -45,6 +47,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
     - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
       text).
     - `scope`: the tenant, or a function of the ModelRequest. Scopes share no cache.
+    - `marks`: as for `CacheOrderTurn`, in what is sent; the agent's state has none.
 
     Errors in these functions send the messages as they are, or the documents as ranked, and are counted by the orderer;
     those of the retriever are the agent's. Each call of the model is reported by its usage. Raises TypeError for a
@@ -62,6 +65,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         documents: Callable[[ToolMessage], Sequence[Document]] = artifact_documents,
         label: Label | None = None,
         scope: ScopeOf = None,
+        marks: Marks = False,
     ) -> None:
         super().__init__()
         if retriever is not None and not isinstance(retriever, Runnable):
@@ -69,8 +73,16 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
                 f"retriever must be a Runnable, such as store.as_retriever(), got {type(retriever).__name__}"
             )
         self._retriever = retriever
+        self._marks = checked_marks(marks)
         self._turns = LangChainTurns(
-            orderer, builder, found=documents, label=label, scope=scope, repeat=repeat, reference=reference
+            orderer,
+            builder,
+            found=documents,
+            parts=bool(marks),
+            label=label,
+            scope=scope,
+            repeat=repeat,
+            reference=reference,
         )
 
     def label(self, document: Document) -> str:
@@ -81,9 +93,9 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         documents = None
         if (question := self._question(request)) is not None and self._retriever is not None:
             documents = self._retriever.invoke(question)
-        prepared = self._prepare(request, documents)
+        prepared = self._turns.prepare([*_system(request), *request.messages], documents, request)
         with prepared.turn.asking():
-            response = handler(request.override(messages=prepared.messages))
+            response = handler(self._marked(request, prepared))
         return self._finish(prepared, response)
 
     async def awrap_model_call(
@@ -92,19 +104,26 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         documents = None
         if (question := self._question(request)) is not None and self._retriever is not None:
             documents = await self._retriever.ainvoke(question)
-        prepared = self._prepare(request, documents)
+        prepared = await self._turns.aprepare([*_system(request), *request.messages], documents, request)
         with prepared.turn.asking():
-            response = await handler(request.override(messages=prepared.messages))
+            response = await handler(self._marked(request, prepared))
         return self._finish(prepared, response)
 
     def _question(self, request: ModelRequest) -> str | None:
         last = request.messages[-1] if request.messages else None
         return text_of(last) if isinstance(last, HumanMessage) else None
 
-    def _prepare(self, request: ModelRequest, documents: Sequence[Document] | None) -> Prepared:
+    def _marked(self, request: ModelRequest, prepared: Prepared) -> ModelRequest:
+        """What is sent."""
         front = _system(request)
-        prepared = self._turns.prepare([*front, *request.messages], documents, request)
-        return replace(prepared, messages=prepared.messages[len(front) :])
+        messages, arguments = marked(prepared.messages, prepared.turn, self._marks)
+        changes: dict[str, Any] = {"messages": messages[len(front) :]}
+        # Before langchain 1.1 the system prompt was a text, which has no marks.
+        if front and messages[0] is not front[0] and hasattr(request, "system_message"):
+            changes["system_message"] = messages[0]
+        if arguments:
+            changes["model_settings"] = arguments | request.model_settings
+        return request.override(**changes)
 
     def _finish(self, prepared: Prepared, response: ModelResponse) -> Any:
         answer = next((each for each in response.result if isinstance(each, BaseMessage)), None)

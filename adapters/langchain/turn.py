@@ -20,7 +20,8 @@ from langchain_core.messages import (
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.utils import AddableDict
 
-from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, marked
+from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared
+from ragorder.adapters.langchain.marks import Marks, checked_marks, marked
 from ragorder.adapters.reorder import ScopeOf
 from ragorder.adapters.turns import Label
 from ragorder.conversation import REFERENCE, Repeat
@@ -36,6 +37,8 @@ class _Asked:
     messages: list[BaseMessage]
     stored: list[BaseMessage]
     """Of these, what the application has to store."""
+    arguments: dict[str, Any]
+    """Of the model, for its marks."""
 
 
 class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
@@ -57,7 +60,8 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     - `label`: by which documents are cited, and named later: a function of a Document (default: `number_label` of its
       text).
     - `scope`: the tenant, or a function of the input. Scopes share no cache; a string is the `cache_salt`.
-    - `marks`: content parts, and cache_control in what is sent where the orderer of a cloud sets marks (ChatAnthropic).
+    - `marks`: content parts, and in what is sent the marks that the orderer of a cloud sets: True for ChatAnthropic,
+      "openai" for ChatOpenAI, "bedrock" for ChatBedrockConverse.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Give `context` as retrieved, not
     from a `CacheOrderRetriever`. Raises TypeError for a model that is no Runnable, ValueError for wrong options.
@@ -73,16 +77,16 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         reference: str = REFERENCE,
         label: Label | None = None,
         scope: ScopeOf = None,
-        marks: bool = False,
+        marks: Marks = False,
         documents_key: str = "context",
     ) -> None:
         if not isinstance(model, Runnable):
             raise TypeError(f"model must be a chat model, such as ChatOpenAI(…), got {type(model).__name__}")
         self._model = model
         self._documents_key = documents_key
-        self._marks = marks
+        self._marks = checked_marks(marks)
         self._turns = LangChainTurns(
-            orderer, builder, label=label, scope=scope, repeat=repeat, reference=reference, parts=marks
+            orderer, builder, label=label, scope=scope, repeat=repeat, reference=reference, parts=bool(marks)
         )
 
     def label(self, document: Document) -> str:
@@ -121,15 +125,15 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
     ) -> dict[str, Any]:
         asked = self._ask(input)
         with asked.request.turn.asking():
-            answer = self._model.invoke(asked.messages, config, **kwargs)
+            answer = self._model.invoke(asked.messages, config, **(asked.arguments | kwargs))
         return {"answer": answer, **self._result(asked, answer)}
 
     async def _aanswer(
         self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> dict[str, Any]:
-        asked = self._ask(input)
+        asked = await self._aask(input)
         with asked.request.turn.asking():
-            answer = await self._model.ainvoke(asked.messages, config, **kwargs)
+            answer = await self._model.ainvoke(asked.messages, config, **(asked.arguments | kwargs))
         return {"answer": answer, **self._result(asked, answer)}
 
     def _chunks(
@@ -142,7 +146,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         asked = self._ask(next(inputs))
         answer: Any = None
         with asked.request.turn.asking():
-            for chunk in self._model.stream(asked.messages, config, **kwargs):
+            for chunk in self._model.stream(asked.messages, config, **(asked.arguments | kwargs)):
                 if _computed(chunk):
                     asked.request.turn.begin()
                 answer = chunk if answer is None else answer + chunk
@@ -156,10 +160,10 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AsyncIterator[dict[str, Any]]:
-        asked = self._ask(await anext(inputs))
+        asked = await self._aask(await anext(inputs))
         answer: Any = None
         with asked.request.turn.asking():
-            async for chunk in self._model.astream(asked.messages, config, **kwargs):
+            async for chunk in self._model.astream(asked.messages, config, **(asked.arguments | kwargs)):
                 if _computed(chunk):
                     asked.request.turn.begin()
                 answer = chunk if answer is None else answer + chunk
@@ -172,12 +176,25 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
 
     def _ask(self, input: Mapping[str, Any]) -> _Asked:
         history, question = _read(input)
-        given = [*history, *question]
-        documents = list(input.get(self._documents_key) or ())
-        request = self._turns.prepare(given, documents, input, sent_before=len(history) if question else 0)
+        sent_before = len(history) if question else 0
+        prepared = self._turns.prepare([*history, *question], self._documents(input), input, sent_before=sent_before)
+        return self._asked(history, question, prepared)
+
+    async def _aask(self, input: Mapping[str, Any]) -> _Asked:
+        history, question = _read(input)
+        given, sent_before = [*history, *question], len(history) if question else 0
+        prepared = await self._turns.aprepare(given, self._documents(input), input, sent_before=sent_before)
+        return self._asked(history, question, prepared)
+
+    def _documents(self, input: Mapping[str, Any]) -> list[Document]:
+        return list(input.get(self._documents_key) or ())
+
+    def _asked(self, history: list[BaseMessage], question: list[BaseMessage], request: Prepared) -> _Asked:
         stored = request.messages[len(history) :] if question else request.changed
-        messages = [*self._front(given), *request.messages]
-        return _Asked(request, marked(messages, request.turn) if self._marks else messages, stored)
+        messages, arguments = marked(
+            [*self._front([*history, *question]), *request.messages], request.turn, self._marks
+        )
+        return _Asked(request, messages, stored, arguments)
 
     def _front(self, messages: Sequence[BaseMessage]) -> list[BaseMessage]:
         form = self._turns.builder.message_format

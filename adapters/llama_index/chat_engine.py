@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -21,7 +22,7 @@ from llama_index.core.tools import ToolOutput
 
 from ragorder.adapters.llama_index.messages import read_message
 from ragorder.adapters.reorder import ScopeOf
-from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn
+from ragorder.adapters.turns import FrameworkTurns, Label, NextTurn, off_loop
 from ragorder.adapters.usage import member, read_usage
 from ragorder.conversation import REFERENCE, Repeat
 from ragorder.orderer import OrdererLike
@@ -193,7 +194,8 @@ class CacheOrderChatEngine(BaseChatEngine):
         nodes = await self._retriever.aretrieve(query)
         for postprocessor in self._node_postprocessors:
             nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query)
-        return self._next(message, query, nodes, history)
+        texts = [message, *(each.content for each in history), *(getattr(each.node, "text", "") for each in nodes)]
+        return await off_loop(partial(self._next, message, query, nodes, history), texts)
 
     def _condensing(self, message: str, history: Sequence[ChatMessage]) -> str | None:
         """The prompt that asks for the question to search by; None: the message itself."""

@@ -31,6 +31,8 @@ class CacheConfig:
     `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: those of all blocks. Each of several
     data-parallel `engines` has such a cache. `prefix_caching`: None if not published. `host_tokens`, `disk_tokens` and
     `tier_policy` are those of ragorder's tiers, published from an engine's first request on if these order its device.
+    `hybrid`: layers of Mamba, GDN and the like are resumed only where their state was kept (docs/vllm.md); None if not
+    published.
     """
 
     block_size: int
@@ -40,6 +42,7 @@ class CacheConfig:
     host_tokens: int = 0
     disk_tokens: int = 0
     tier_policy: str | None = None
+    hybrid: bool | None = None
 
     def completes(self, settings: Settings) -> dict[str, Any]:
         """The sizes that these settings leave open, and the policy of tiers whose sizes they leave open."""
@@ -113,7 +116,9 @@ def _one_engine(labels: dict[str, str], engines: int, server: str) -> CacheConfi
     if tokens < block_size:
         raise ServerError(f"{server} has a KV cache without room for a block: raise --kv-cache-memory-bytes")
     caching = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
-    return CacheConfig(block_size, tokens, caching, engines)
+    # vLLM sets the mode of each model that has such layers. With "all" states are kept at every block.
+    mode = labels.get("mamba_cache_mode")
+    return CacheConfig(block_size, tokens, caching, engines, hybrid=None if mode is None else mode == "align")
 
 
 def _integer(value: str | None) -> int | None:

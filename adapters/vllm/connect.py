@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 from ragorder.adapters.http_client import Server, ServerError
-from ragorder.adapters.vllm.cache_config import cache_config
+from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
+from ragorder.clouds import hybrid_rules
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks
@@ -30,16 +32,21 @@ class _LiveOrderer(Protocol):
 
 OrdererT = TypeVar("OrdererT", bound=_LiveOrderer)
 
+_logger = logging.getLogger("ragorder.vllm")
+
 _TIMEOUT_S = 5.0
 _SYNCHRONISE_S = 5.0
 _PATIENCE_S = 30.0
 _REMEMBERED = 4
+# Settings under which a hybrid model is ordered for as an ordinary one.
+_ORDINARY = ("events_endpoint", "host_tokens", "disk_tokens", "profile", "reuse", "residency")
 
 
 def connect(
     orderer_class: Callable[..., OrdererT],
     base_url: str,
     *,
+    for_cloud: Callable[..., OrdererT],
     builder: PromptBuilder | None,
     settings: Settings,
     api_key: str | None = None,
@@ -50,7 +57,9 @@ def connect(
             "events_endpoint needs builder=PromptBuilder(tokenizer=…) with the served model's tokenizer: KV events "
             "carry tokens, by which the orderer finds its documents"
         )
-    settings, missing = _read_settings(base_url, settings, api_key)
+    settings, missing, hybrid = _read_settings(base_url, settings, api_key)
+    if hybrid:
+        return _for_hybrid(for_cloud, settings, builder, missing)
     options: dict[str, Any] = {}
     if builder is not None:
         options["tokens"] = builder.document_tokens
@@ -69,7 +78,19 @@ def connect(
     return orderer
 
 
-def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
+def _for_hybrid(
+    for_cloud: Callable[..., OrdererT], settings: Settings, builder: PromptBuilder | None, missing: list[str]
+) -> OrdererT:
+    """Where such a model resumes is no matter of blocks alone: an orderer by `hybrid_rules`."""
+    rules = hybrid_rules(settings.block_size)
+    orderer = for_cloud(rules=rules, settings=settings, builder=builder)
+    for reason in missing:
+        orderer.degrade(reason)
+    return orderer
+
+
+def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str], bool]:
+    """With what the server tells, what it lacks, and whether its model is ordered for as a hybrid one."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -83,13 +104,29 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
         except ServerError as error:
             if not {"block_size", "capacity_tokens"} <= settings.model_fields_set:
                 missing.append(str(error))
-            return settings, missing
+            return settings, missing, False
     settings = settings.model_copy(update=cache.completes(settings))
     if cache.prefix_caching is False:
         missing.append("the server reuses nothing: start it with --enable-prefix-caching")
     if cache.engines > 1:
         missing.append(f"the server has {cache.engines} engines with a cache each: route a tenant to one of them")
-    return settings, missing
+    return settings, missing, _is_hybrid(cache, settings, missing)
+
+
+def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bool:
+    if cache.hybrid is None:
+        _logger.info(
+            "the server does not say whether its model is a hybrid one (Mamba, GDN): if it is, use "
+            "Orderer.for_cloud(rules=hybrid_rules(block_size))"
+        )
+    usual = type(settings).model_fields
+    kept = [name for name in _ORDINARY if getattr(settings, name) != usual[name].default]
+    if cache.hybrid and kept:
+        missing.append(
+            f"a hybrid model resumes only where its state was kept, and {', '.join(kept)} cannot be followed there: "
+            "predictions are too high; leave it out"
+        )
+    return bool(cache.hybrid) and not kept
 
 
 def _following_events(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
@@ -41,6 +41,7 @@ class _Part:
     text: str
     marked: bool
     ends_message: bool = False
+    hour: bool = False
 
 
 class SimulatedCloud:
@@ -66,7 +67,7 @@ class SimulatedCloud:
         marks = [place for place, part in enumerate(parts) if part.marked]
         if automatic and len(parts) - 1 not in marks:
             marks.append(len(parts) - 1)
-        if rules.resume == "marks" and len(marks) > rules.marks:
+        if rules.resume == "marks" and len(marks) > rules.marks and rules.read_marks is None:
             raise CloudError(f"a request has {rules.marks} marks at most, and not {len(marks)}")
         ends = list(accumulate(self._count(part.text) for part in parts))
         digests = list(_chain(parts))
@@ -79,8 +80,12 @@ class SimulatedCloud:
             for place in live:
                 self._entries[digests[place]] = until_s
             return CloudAnswer(ends[-1], cached, 0, tuple(digests), until_s)
-        eligible = [mark for mark in marks if ends[mark] >= rules.minimum_tokens]
-        found = max((place for mark in marks for place in self._found(digests, ends, mark, now_s)), default=None)
+        hours = [parts[mark].hour for mark in marks if parts[mark].marked]
+        if self._additive and hours != sorted(hours, reverse=True):
+            raise CloudError("marks of an hour must stand in front of those of five minutes")
+        eligible = [mark for mark in marks[-rules.marks :] if ends[mark] >= rules.minimum_tokens]
+        looked_at = self._looked_at(marks)
+        found = max((place for mark in looked_at for place in self._found(digests, ends, mark, now_s)), default=None)
         if automatic and not self._additive:
             # In implicit mode OpenAI looks at the ends of earlier messages, too.
             earlier = [place for place, part in enumerate(parts[:-1]) if part.ends_message][-_MESSAGES:]
@@ -112,6 +117,12 @@ class SimulatedCloud:
                     place = place.setdefault(folder, {})
                 place[last] = tokens
         return usage
+
+    def _looked_at(self, marks: list[int]) -> list[int]:
+        if self.rules.read_marks is None:
+            return marks
+        first, latest = self.rules.read_marks
+        return [mark for number, mark in enumerate(marks) if number < first or number >= len(marks) - latest]
 
     def _found(self, digests: list[bytes], ends: list[int], mark: int, now_s: float) -> Iterator[int]:
         """Places of live entries that a mark finds, the longest alone."""
@@ -146,17 +157,19 @@ def _read(body: Mapping[str, Any], rules: CacheRules) -> tuple[list[_Part], bool
     contents += [message["content"] for message in body["messages"]]
     parts: list[_Part] = []
     for content in contents:
-        for part in [{"text": content}] if isinstance(content, str) else content:
+        pieces: list[dict[str, Any]] = [{"text": content}] if isinstance(content, str) else content
+        for part in pieces:
             if "cachePoint" in part:
                 if not parts:
                     raise CloudError("a cachePoint must stand behind a text")
-                parts[-1] = _Part(parts[-1].text, True)
+                parts[-1] = replace(parts[-1], marked=True, hour=part["cachePoint"].get("ttl") == "1h")
                 continue
             if not part["text"].strip():
                 raise CloudError("a text must not be empty")
-            parts.append(_Part(part["text"], "cache_control" in part or "prompt_cache_breakpoint" in part))
+            marked = "cache_control" in part or "prompt_cache_breakpoint" in part
+            parts.append(_Part(part["text"], marked, hour=part.get("cache_control", {}).get("ttl") == "1h"))
         if parts:
-            parts[-1] = _Part(parts[-1].text, parts[-1].marked, ends_message=True)
+            parts[-1] = replace(parts[-1], ends_message=True)
     if not parts:
         raise CloudError("a request needs a text")
     additive = rules.usage is not None and rules.usage.additive

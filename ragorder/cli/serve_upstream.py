@@ -141,6 +141,11 @@ def _settings_of_server(
         return settings, _ASSUMED
     if cache.prefix_caching is False:
         warn("the server's prefix cache is off: start it with --enable-prefix-caching")
+    if cache.hybrid:
+        warn(
+            "the server's model is a hybrid one (Mamba, GDN) and resumes only where its state was kept, so predictions "
+            "are too high: Orderer.for_vllm orders for that, the proxy does not"
+        )
     if ranks is None and cache.engines > 1:
         warn(
             f"the server has {cache.engines} engines, each with its own cache: give "

@@ -10,13 +10,17 @@ from __future__ import annotations
 from ragorder.clouds.names import generation
 from ragorder.trie.cache_rules import CacheRules, UsageFields
 
-__all__ = ["INTERVALS", "MARKED", "TTLS", "rules"]
+__all__ = ["INTERVALS", "MARKED", "READ_MARKS", "TTLS", "rules"]
 
 DATE = "2026-11-23"
 SOURCE = "developers.openai.com, prompt caching; openai 2.54; LiteLLM 1.106"
 
 MARKED = {"gpt-6.1": 0.05, "gpt-6": 0.1, "gpt-5.6": 0.1}
 """Read price of generations with marks."""
+
+READ_MARKS = (2, 50)
+"""First and latest marks of a request at which an entry is looked for, by the guide; the SDK's docstrings say the
+latest 80. Written are the latest four, in implicit mode three and the provider's own."""
 
 INTERVALS = {
     "gpt-5.5": (2048, 0.1),
@@ -47,6 +51,7 @@ def rules(model: str, ttl: str) -> CacheRules | None:
             f"OpenAI, {found}",
             minimum_tokens=_MINIMUM_TOKENS,
             marks=4,
+            read_marks=READ_MARKS,
             ttl_s=ttl_s,
             ttl=ttl,
             write=write,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ class TurnParts:
     def anthropic(self) -> dict[str, Any]:
         """Arguments of `client.messages.create`. Raises ValueError for messages that have another form there."""
         mark = cache_control(self._ttl)
-        return self._split(lambda content, places: _marked(content, places, lambda part: [{**part, **mark}]))
+        return self._split(lambda content, places: _marked(content, places, partial(_with_mark, mark, False)), mark)
 
     def bedrock(self) -> dict[str, Any]:
         """Arguments of Bedrock's `converse`. Raises as `anthropic` does."""
@@ -85,12 +86,12 @@ class TurnParts:
 
         return self._split(converse)
 
-    def contents(self, mark: Part) -> list[Any]:
-        """The content of each message, as parts with the fields of `mark` where one stands."""
+    def contents(self, mark: Part, *, apart: bool = False) -> list[Any]:
+        """The content of each message, as parts with the fields of `mark` where one stands; `apart`: behind them."""
         contents: list[Any] = []
         for number, message in enumerate(self._messages):
-            content, places = message.get("content"), self._places(number)
-            contents.append(_marked(content, places, lambda part: [{**part, **mark}]) if places else content)
+            content, places = message.get("content"), self._places(number, mark)
+            contents.append(_marked(content, places, partial(_with_mark, mark, apart)) if places else content)
         return contents
 
     def openai(self) -> dict[str, Any]:
@@ -101,10 +102,10 @@ class TurnParts:
             messages.append({**message, "content": content} if "content" in message else dict(message))
         return {"messages": messages} | (cache_options(self._ttl) if self._explicit else {})
 
-    def _split(self, convert: Callable[[Any, Sequence[int]], Any]) -> dict[str, Any]:
+    def _split(self, convert: Callable[[Any, Sequence[int]], Any], mark: Part | None = None) -> dict[str, Any]:
         found: dict[str, Any] = {"messages": []}
         for number, message in enumerate(self._messages):
-            role, content, places = message.get("role"), message.get("content"), self._places(number)
+            role, content, places = message.get("role"), message.get("content"), self._places(number, mark)
             if role in _INSTRUCTIONS and number < self._front:
                 found["system"] = convert(content, places)
             elif role in _SPEAKERS and not message.get("tool_calls"):
@@ -116,8 +117,29 @@ class TurnParts:
                 )
         return found
 
-    def _places(self, number: int) -> list[int]:
-        """Parts in front of each mark of a message."""
+    def _places(self, number: int, mark: Part | None) -> list[int]:
+        """Parts in front of each mark of a message. Anthropic refuses marks of an hour behind those of five minutes: of
+        ours none stands where the application's own marks leave no room for it."""
+        places = self._chosen(number)
+        if mark is None or "cache_control" not in mark:
+            return places
+        is_hour = _is_hour(mark)
+        own = [
+            ((message, place), _is_hour(part))
+            for message, each in enumerate(self._messages)
+            for place, part in enumerate(_parts(each.get("content")), 1)
+            if part.get("cache_control")
+        ]
+        return [
+            place
+            for place in places
+            if not any(
+                other == (number, place) or (hour != is_hour and (other < (number, place)) == is_hour)
+                for other, hour in own
+            )
+        ]
+
+    def _chosen(self, number: int) -> list[int]:
         marks, content = self._marks, self._messages[number].get("content")
         count = len(content) if isinstance(content, list) else 1
         last = len(self._messages) - 1
@@ -135,6 +157,19 @@ class TurnParts:
                 elif mark.of == count:
                     places.add(mark.parts)
         return sorted(places)
+
+
+def _parts(content: Any) -> list[Mapping[str, Any]]:
+    return [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, list) else []
+
+
+def _is_hour(part: Mapping[str, Any]) -> bool:
+    control = part["cache_control"]
+    return isinstance(control, Mapping) and control.get("ttl") == "1h"
+
+
+def _with_mark(mark: Part, apart: bool, part: Part) -> list[Part]:
+    return [part, dict(mark)] if apart else [{**part, **mark}]
 
 
 def _marked(content: Any, places: Sequence[int], mark: Callable[[Part], list[Part]]) -> list[Part]:

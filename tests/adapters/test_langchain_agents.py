@@ -28,6 +28,7 @@ from ragorder import Orderer, PromptBuilder
 from ragorder.adapters.langchain.conversation import artifact_documents
 from ragorder.adapters.langchain.middleware import CacheOrderMiddleware
 from ragorder.citations import number_label
+from ragorder.clouds import CacheRules
 
 CONFIG: Any = {"configurable": {"thread_id": "one"}}
 
@@ -226,3 +227,60 @@ def test_without_langchain_the_import_names_the_extra(python: Any) -> None:
     done = python("-c", "import ragorder.adapters.langchain.middleware", blocked=("langchain",))
     assert done.returncode == 1
     assert "pip install 'ragorder[langchain-agents]'" in done.stderr
+
+
+def reporting(query: str) -> tuple[str, list[Document]]:
+    found = [Document(text_of(name), id=name) for name in query.rpartition("|")[2]]
+    shown = "\n\n".join(each.page_content for each in found)
+    return f"Warehouse report, {len(found)} found:\n{shown}", found
+
+
+def excerpting(query: str) -> tuple[str, list[Document]]:
+    text, found = reporting(query)
+    return text[:-3], found
+
+
+def tool_of(function: Any) -> Any:
+    @tool("search", response_format="content_and_artifact")
+    def made(query: str) -> tuple[str, list[Document]]:
+        """The documents whose names stand behind the bar."""
+        found: tuple[str, list[Document]] = function(query)
+        return found
+
+    return made
+
+
+def test_what_else_a_tool_wrote_stays_where_documents_are_named(server: ChatServer, recorder: RecordingOrderer) -> None:
+    agent = make_agent(server, recorder, tools=[tool_of(reporting)], repeat="name")
+    ask(agent, "One|ab")
+    ask(agent, "Two|bc")
+    server.check_replay()
+    first, second = results(server)
+    shown = {name: f"[{number_label(text_of(name))}]\n{text_of(name)}\n\n" for name in "abc"}
+    assert first == f"Warehouse report, 2 found:\n{shown['a']}{shown['b']}"
+    assert second == f"Warehouse report, 2 found:\n{is_named('b')}{shown['c']}"
+    assert [outcome.cached_tokens for outcome in recorder.finished] == server.cached
+
+
+def test_a_result_that_does_not_hold_its_documents_whole_is_sent_as_it_is(server: ChatServer) -> None:
+    agent = make_agent(server, Orderer(block_size=BLOCK, strict=True), tools=[tool_of(excerpting)], repeat="name")
+    ask(agent, "One|ab")
+    ask(agent, "Two|ab")
+    assert results(server) == [excerpting("|ab")[0]] * 2
+
+
+def test_marks_are_in_what_is_sent_and_not_in_the_state(server: ChatServer) -> None:
+    """At OpenAI, in the parts and in the body's options."""
+    rules = CacheRules("mine", minimum_tokens=16, marks=4, ttl_s=1800, ttl="30m", write=1.25, read=0.1)
+    orderer = Orderer.for_cloud(rules=rules, builder=PromptBuilder(SYSTEM), clock=lambda: 0.0)
+    retriever = RunnableLambda(lambda question: search.func(question)[1])
+    agent = make_agent(server, orderer, tools=(), retriever=retriever, marks="openai", checkpointer=False)
+    for _ in range(6):
+        messages = ask(agent, "One|abc")
+    contents = [each["content"] for sent in server.sent for each in sent if isinstance(each["content"], list)]
+    marked = [part for content in contents for part in content if "prompt_cache_breakpoint" in part]
+    assert marked and all(part["prompt_cache_breakpoint"] == {"mode": "explicit"} for part in marked)
+    assert contents[-1][0]["text"] == f"[{number_label(text_of('a'))}]\n{text_of('a')}\n\n"
+    assert server.bodies[-1]["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+    assert all("prompt_cache_breakpoint" not in part for part in messages[0].content)
+    assert orderer.degraded == ()

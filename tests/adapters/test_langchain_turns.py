@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from operator import itemgetter
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -300,3 +301,53 @@ class TestMarks:
         orderer = Orderer.for_cloud(rules=self.RULES, model="mine")
         turn = CacheOrderTurn(RunnableLambda(lambda _: AIMessage("Yes.")), orderer)
         assert isinstance(turn.invoke({"input": "?", "context": documents("ab")})["messages"][0].content, str)
+        (reason,) = orderer.degraded
+        assert "marks=" in reason
+        turn.invoke({"input": "?", "context": documents("ab")})
+        assert len(orderer.degraded) == 1
+
+    @pytest.mark.parametrize("form", ["openai", "bedrock"])
+    def test_in_the_form_of_the_model(self, form: Any) -> None:
+        builder = PromptBuilder(SYSTEM)
+        orderer = Orderer.for_cloud(rules=self.RULES, model="mine", builder=builder, clock=lambda: 0.0)
+        sent: list[Any] = []
+        given: list[dict[str, Any]] = []
+
+        def answer(messages: list[Any], **arguments: Any) -> AIMessage:
+            sent[:] = messages
+            given.append(arguments)
+            usage: Any = {"input_tokens": 500, "output_tokens": 5, "total_tokens": 505}
+            return AIMessage("So it is.", usage_metadata=usage)
+
+        turn = CacheOrderTurn(RunnableLambda(answer), orderer, builder=builder, marks=form)
+        for _ in range(6):
+            result = turn.invoke({"input": "One?", "context": documents("abc")})
+        parts = sent[-1].content
+        texts = [part["text"] for part in parts if "text" in part]
+        assert texts == [part["text"] for part in result["messages"][0].content]
+        if form == "openai":
+            marks = [part["prompt_cache_breakpoint"] for part in parts if "prompt_cache_breakpoint" in part]
+            assert marks[:1] == [{"mode": "explicit"}]
+            assert given[-1] == {"prompt_cache_options": {"mode": "explicit", "ttl": "1h"}}
+        else:
+            places = [place for place, part in enumerate(parts) if "cachePoint" in part]
+            assert places and places[0] > 0
+            assert all(parts[place] == {"cachePoint": {"type": "default", "ttl": "1h"}} for place in places)
+            assert given[-1] == {}
+
+    def test_a_form_that_is_none_is_refused_at_once(self) -> None:
+        with pytest.raises(ValueError, match="marks must be"):
+            CacheOrderTurn(RunnableLambda(lambda _: AIMessage("")), Orderer(), marks="gemini")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("length", "elsewhere"), [(100, False), (20_000, True)])
+async def test_long_texts_are_read_off_the_event_loop(length: int, elsewhere: bool) -> None:
+    threads: set[int] = set()
+
+    def label(document: Document) -> str:
+        threads.add(get_ident())
+        return "a"
+
+    turn = CacheOrderTurn(RunnableLambda(lambda _: AIMessage("Yes.")), Orderer(strict=True), label=label)
+    await turn.ainvoke({"input": "One?", "context": [Document("x" * length)]})
+    assert (get_ident() not in threads) == elsewhere and len(threads) == 1

@@ -1828,6 +1828,11 @@ class TestServeOptions:
         far_end.chunks = [self.METRICS % b"False"]
         assert "--enable-prefix-caching" in serving().result.stderr
 
+    def test_a_hybrid_model_is_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
+        line = (self.METRICS % b"True").replace(b'engine="0"', b'engine="0",mamba_cache_mode="align"')
+        far_end.chunks = [line]
+        assert "hybrid" in serving().result.stderr
+
     def test_several_engines_are_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
         line = self.METRICS % b"True"
         far_end.chunks = [line + line.replace(b'engine="0"', b'engine="1"')]

@@ -273,3 +273,25 @@ def _texts(messages: list[dict[str, Any]]) -> list[str]:
         each["content"] if isinstance(each["content"], str) else "".join(part["text"] for part in each["content"])
         for each in messages
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "ttl", "places"),
+    [("5m", "1h", [0]), ("5m", "5m", [0, 1, 2]), ("1h", "5m", [1, 2]), ("1h", "1h", [0, 1, 2])],
+)
+def test_marks_of_an_hour_never_stand_behind_those_of_five_minutes(own: str, ttl: str, places: list[int]) -> None:
+    """Of ours none is set where one of the application's leaves no room for it."""
+    control = {"type": "ephemeral", "ttl": own}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": control}]},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    # In front of the application's mark, behind it, and at the end.
+    marks = TurnMarks(system=True, history=(HistoryMark(1, 1, 1),), question=True)
+    body = TurnParts(messages, 1, marks, ttl).anthropic()
+    contents = [body["system"], body["messages"][1]["content"], body["messages"][2]["content"]]
+    marked = [place for place, (part,) in enumerate(contents) if part.get("cache_control", {}).get("ttl") == ttl]
+    assert marked == places
+    assert body["messages"][0]["content"][0]["cache_control"] == control

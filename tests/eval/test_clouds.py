@@ -81,8 +81,37 @@ class TestMarks:
             cloud.begin(anthropic("abcd", 0, 1, 2, 3, 4), 0.0)
         with pytest.raises(CloudError, match="4 marks"):
             cloud.begin(anthropic("abcd", 1, 2, 3, 4, cache_control={"type": "ephemeral"}), 0.0)
-        with pytest.raises(CloudError, match="4 marks"):
-            SimulatedCloud(OPENAI).begin(openai("abcd", 1, 2, 3, 4, explicit=False), 0.0)
+
+    def test_at_openai_the_latest_four_are_written(self) -> None:
+        cloud = SimulatedCloud(OPENAI)
+        ask(cloud, openai("abcde", 1, 2, 3, 4, 5))
+        found = [cloud.begin(openai("abcde", mark), 1.0).cached_tokens for mark in range(1, 6)]
+        assert found == [0, 1800, 2400, 3000, 3600]
+        implicit = SimulatedCloud(OPENAI)
+        ask(implicit, openai("abcd", 1, 2, 3, 4, explicit=False))
+        found = [implicit.begin(openai("abcd", mark), 1.0).cached_tokens for mark in range(1, 5)]
+        assert found == [0, 1800, 2400, 3000], "the provider's own is one of the four"
+
+    def test_and_the_first_two_and_the_latest_fifty_are_looked_at(self) -> None:
+        many = "".join(chr(number) for number in range(ord("A"), ord("A") + 60))
+        for written, is_found in ((1, True), (2, True), (3, False), (10, False), (11, True)):
+            cloud = SimulatedCloud(OPENAI)
+            ask(cloud, openai(many, written))
+            cached = cloud.begin(openai(many, *range(1, 61)), 1.0).cached_tokens
+            assert cached == (600 + 600 * written) * is_found, written
+
+    @pytest.mark.parametrize("provider", ["anthropic", "bedrock"])
+    def test_marks_of_an_hour_stand_in_front_of_those_of_five_minutes(self, provider: Any) -> None:
+        def body(system: str, user: str) -> dict[str, Any]:
+            one, other = (
+                getattr(PromptParts(SYSTEM, [text("a")], QUESTION, [0, 1], ttl), provider)() for ttl in (system, user)
+            )
+            return {"system": one["system"], "messages": other["messages"]}
+
+        cloud = SimulatedCloud(cache_rules(provider, "claude-opus-5", "1h"))
+        assert cloud.begin(body("1h", "5m"), 0.0).written_tokens == 1200
+        with pytest.raises(CloudError, match="an hour"):
+            cloud.begin(body("5m", "1h"), 0.0)
 
     def test_shorter_prefixes_than_the_minimum_are_ignored(self) -> None:
         cloud = SimulatedCloud(replace(ANTHROPIC, minimum_tokens=4096))

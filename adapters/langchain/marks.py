@@ -1,0 +1,54 @@
+"""Marks of clouds in LangChain's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from langchain_core.messages import BaseMessage, SystemMessage
+
+from ragorder.adapters.turns import NextTurn
+from ragorder.clouds import TurnParts
+from ragorder.clouds.parts import cache_control, cache_options, cache_point, prompt_cache_breakpoint
+
+__all__ = ["Marks", "checked_marks", "marked"]
+
+Marks = bool | Literal["anthropic", "bedrock", "openai"]
+"""Of which chat model: ChatAnthropic (True), ChatBedrockConverse or ChatOpenAI."""
+
+
+def checked_marks(marks: Marks) -> str:
+    """The form of marks; empty without any. Raises ValueError."""
+    if marks is True or marks is False:
+        return "anthropic" if marks else ""
+    if marks not in ("anthropic", "bedrock", "openai"):
+        raise ValueError(f"marks must be True, False, 'anthropic', 'bedrock' or 'openai', got {marks!r}")
+    return marks
+
+
+def marked(messages: Sequence[BaseMessage], turn: NextTurn[Any], form: str) -> tuple[list[BaseMessage], dict[str, Any]]:
+    """A request's messages with the marks of its turn, and the model's arguments that belong to them."""
+    cloud = turn.ordering.cloud
+    if not form or cloud is None or cloud.model.rules.resume != "marks":
+        return list(messages), {}
+    ttl = cloud.model.rules.ttl
+    others = (place for place, message in enumerate(messages) if not isinstance(message, SystemMessage))
+    plain = [{"role": message.type, "content": message.content} for message in messages]
+    parts = TurnParts(plain, next(others, 0), cloud.turn_marks)
+    arguments = cache_options(ttl) if form == "openai" else {}
+    try:
+        if form == "bedrock":
+            contents = parts.contents(cache_point(ttl), apart=True)
+        else:
+            contents = parts.contents(prompt_cache_breakpoint() if form == "openai" else cache_control(ttl))
+    except Exception:
+        # Content of another form, which is sent as it is.
+        return list(messages), arguments
+    return [_with(message, content) for message, content in zip(messages, contents, strict=True)], arguments
+
+
+def _with(message: BaseMessage, content: Any) -> BaseMessage:
+    # A call without a text has none that a mark could stand behind.
+    if content is message.content or not message.content:
+        return message
+    return message.model_copy(update={"content": content})
