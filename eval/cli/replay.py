@@ -8,10 +8,11 @@ from typing import IO
 
 import click
 
-from ragorder.cli.options import Command, Count, build, option, options_from, section
+from ragorder.cli.options import Choice, Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.reading import DefaultLengths
 from ragorder.eval.running.specs import Bench
 from ragorder.jsonl import name_of
@@ -25,6 +26,15 @@ _PROCESSES_FROM = 5_000
 @click.argument("log", type=StreamFile("rb"))
 @section(
     "Replay",
+    option(
+        "--format",
+        type=Choice([*FORMATS]),
+        default="ragorder",
+        show_default=True,
+        help="What wrote LOG: an application of yours (below), Mooncake's traces, or an export of Langfuse's "
+        "observations, LangSmith's runs, OpenTelemetry's traces (OTLP JSON lines; OpenInference or GenAI) or LiteLLM's "
+        "spend logs.",
+    ),
     option(
         "--policy",
         "policies",
@@ -88,6 +98,7 @@ _PROCESSES_FROM = 5_000
 )
 def replay(
     log: IO[bytes],
+    format: str,
     policies: tuple[str, ...],
     capacities: tuple[str, ...],
     sweep: bool,
@@ -120,6 +131,9 @@ def replay(
     are "prefix_tokens", "suffix_tokens" and "output_tokens", as in the options below, and "prompt_tokens" in place of
     "suffix_tokens". Other fields are ignored, with one warning.
 
+    In exports (--format) each retrieval with documents is a request; all other lines are passed over. A document is
+    known by its id or, without one, by its text, from which its length is estimated.
+
     Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they arrive at their
     recorded times at a simulated engine: prompts are prefilled one after another, answers are decoded concurrently, and
     requests in flight hold their blocks. Settings of the orderer in the environment apply: RAGORDER_KEEP_FIRST=2 shows
@@ -143,7 +157,7 @@ def replay(
         if plot is not None:
             need_matplotlib()
         with progress_bar() as progress:
-            requests = read_log(log, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
+            requests = read_log(log, format=format, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
             report = replay_log(
                 requests,
                 policies=policies or DEFAULT_POLICIES,

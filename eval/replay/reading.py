@@ -1,77 +1,30 @@
-"""Logs of requests: JSON lines, read strictly.
+"""Logs of requests: JSON lines, read strictly, in ragorder's own format or as other software exports them.
 
-Only time and documents are required. Fields that `LogLine` does not have are counted in `Log.passed_over`."""
+Of the own format only time and documents are required. Fields that `LogLine` does not have are counted in
+`Log.passed_over`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.adapters.http_client import printable
+from ragorder.eval.replay.formats import FORMATS
+from ragorder.eval.replay.formats.base import Length, LogDocument, LogLine, PositiveLength
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
 from ragorder.jsonl import JSONLines
 
 if TYPE_CHECKING:
     from ragorder.eval.running.progress import Progress
 
-__all__ = ["FIELDS", "DefaultLengths", "read_log"]
+__all__ = ["DefaultLengths", "read_log"]
 
-_EXAMPLE = '{"time": 12.5, "documents": ["a", "b"], "tokens": [210, 190]}'
 _MAX_LINE_BYTES = 1 << 24
 _MAX_NAMES = 100
 _MAX_NAME_LENGTH = 40
-_MAX_TOKENS = 10_000_000
-_MAX_TIME_S = 1e11
-
-Length = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
-PositiveLength = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
-
-
-def _seconds(time: float | str) -> float:
-    if isinstance(time, str):
-        try:
-            moment = datetime.fromisoformat(time)
-            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-        except (ValueError, OverflowError):
-            raise ValueError(
-                "is not an ISO 8601 date and time: write 2025-01-31T12:00:00Z, or seconds as a number"
-            ) from None
-    if not -_MAX_TIME_S <= time <= _MAX_TIME_S:
-        raise ValueError("must be in seconds and is too large for that: divide milliseconds by 1,000")
-    return float(time)
-
-
-class LogDocument(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    id: str | int
-    tokens: Length | None = None
-
-
-class LogLine(BaseModel):
-    """A request.
-
-    `time`: seconds from any origin, or ISO 8601 (UTC without an offset). `tenant`: tenants share no blocks.
-    `documents`: best first; the same id with another length is another document. `tokens`: lengths with headers, one
-    for each document or one for all. `prompt_tokens`: in place of `suffix_tokens`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    time: Annotated[int | float | str, AfterValidator(_seconds)]
-    tenant: str | None = None
-    documents: list[str | int | LogDocument]
-    tokens: list[Length] | Length | None = None
-    prefix_tokens: Length | None = None
-    suffix_tokens: PositiveLength | None = None
-    prompt_tokens: PositiveLength | None = None
-    output_tokens: Length | None = None
-
-
-FIELDS = tuple(LogLine.model_fields)
 
 
 class DefaultLengths(BaseModel):
@@ -88,25 +41,34 @@ class DefaultLengths(BaseModel):
 def read_log(
     source: str | Path | IO[bytes],
     *,
+    format: str = "ragorder",
     lengths: DefaultLengths | None = None,
     top_k: int | None = None,
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Log:
-    """The first `limit` requests of a log, each with its first `top_k` documents.
+    """The first `limit` requests of a log in one of `FORMATS`, each with its first `top_k` documents.
 
     Raises LogError naming file, line and what to change; it quotes nothing of the line."""
-    lines = JSONLines(source, error=LogError, example=_EXAMPLE, max_line_bytes=_MAX_LINE_BYTES, progress=progress)
+    if format not in FORMATS:
+        raise LogError(f"there is no format of that name: choose {', '.join(FORMATS)}")
+    exported = FORMATS[format]
+    lines = JSONLines(
+        source, error=LogError, example=exported.EXAMPLE, max_line_bytes=_MAX_LINE_BYTES, progress=progress
+    )
     reader = _Reader(lengths or DefaultLengths(), top_k)
-    for number, line in lines.read(LogLine):
+    for number, line in lines.read(exported):
         try:
-            reader.add(line)
+            for request in line.requests():
+                reader.add(request)
+                if len(reader.builder) == limit:
+                    break
         except ValueError as error:
             raise lines.error(number, str(error)) from None
         if len(reader.builder) == limit:
             break
     if not len(reader.builder):
-        raise LogError(f"{lines.name}: no requests in it: a line looks like {_EXAMPLE}")
+        raise LogError(f"{lines.name}: no requests in it: a line looks like {exported.EXAMPLE}")
     return reader.builder.build(Path(lines.name).name, reader.passed_over)
 
 

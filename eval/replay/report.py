@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.replay.formats.base import FIELDS
 from ragorder.eval.replay.overlap import Overlap
-from ragorder.eval.replay.reading import FIELDS
 from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, Any
 
 import click
 
 from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
+from ragorder.cli.prompt_files import PromptFiles
 from ragorder.cli.request_lines import LineError, RequestToOrder, document_tokens_option, read_requests
 from ragorder.document import Document
 from ragorder.orderer import Orderer
@@ -61,6 +64,24 @@ __all__ = ["order"]
         help="With --batch: a request is served at most this many places late. [default: any number]",
     ),
 )
+@section(
+    "Prompts for benchmarks",
+    option(
+        "--prompts",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="FOLDER",
+        help="Write the prompts into this folder, too: retrieval.jsonl and ordered.jsonl, for the custom dataset of "
+        "vllm bench serve, and for guidellm. Documents must have texts, and requests a query.",
+    ),
+    option(
+        "--output-tokens",
+        type=Count(1),
+        default=16,
+        show_default=True,
+        metavar="TOKENS",
+        help="With --prompts: the length of an answer, where a request has no output_tokens of its own.",
+    ),
+)
 @option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="Output file. [default: -]")
 def order(
     requests: IO[bytes],
@@ -69,6 +90,8 @@ def order(
     waiting: int,
     batch: bool,
     max_wait: int | None,
+    prompts: Path | None,
+    output_tokens: int,
     **options: Any,
 ) -> None:
     """Order the documents of each request in a file of JSON lines.
@@ -85,11 +108,16 @@ def order(
         raise click.UsageError("--max-wait requires --batch")
     orderer = Orderer(build(Settings, options))
     read = read_requests(requests, document_tokens)
-    ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
-    for request, ordering in ordered:
-        ordering.confirm()
-        output.write(json.dumps(_as_json(request, ordering)) + "\n")
-        output.flush()
+    with ExitStack() as stack:
+        files = stack.enter_context(PromptFiles(prompts, output_tokens)) if prompts else None
+        read = files.retrieved(read) if files else read
+        ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
+        for request, ordering in ordered:
+            ordering.confirm()
+            output.write(json.dumps(_as_json(request, ordering)) + "\n")
+            output.flush()
+            if files:
+                files.ordered(request, ordering)
 
 
 def _one_by_one(

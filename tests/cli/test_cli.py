@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.commands import run_command
 from support.rings import examples
 
-from ragorder import Orderer, Settings
+from ragorder import Document, Orderer, PromptBuilder, Settings
 from ragorder.cli import main
 
 COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
@@ -346,6 +346,76 @@ class TestOrder:
             assert invoke("order", tmp_path / "requests.jsonl", option, target).stdout == ""
             written = [json.loads(line)["documents"] for line in target.read_text("utf-8").splitlines()]
             assert written == [["a", "b"], ["a", "b"]]
+
+    def test_prompts_for_foreign_benchmarks_are_written_in_both_orders(self, tmp_path: Path) -> None:
+        texts = {id: id * 400 for id in "abc"}
+        requests = [
+            {"documents": [{"id": id, "text": texts[id]} for id in ids], "query": f"What of {ids}?"}
+            for ids in ("abc", "cba", "bca")
+        ]
+        requests[1]["output_tokens"] = 3
+        answers = order(*requests, options=["--prompts", str(tmp_path / "new" / "prompts"), "--output-tokens", "9"])
+        found = {
+            name: [
+                json.loads(line) for line in (tmp_path / "new" / "prompts" / f"{name}.jsonl").read_text().splitlines()
+            ]
+            for name in ("retrieval", "ordered")
+        }
+        builder = PromptBuilder()
+        for name, orders in (
+            ("retrieval", ("abc", "cba", "bca")),
+            ("ordered", [each["documents"] for each in answers]),
+        ):
+            prompts = [
+                builder.build(request["query"], [Document(id, texts[id]) for id in ids]).text
+                for request, ids in zip(requests, orders, strict=True)
+            ]
+            assert [line["prompt"] for line in found[name]] == prompts
+            assert all(line.keys() == {"prompt", "output_tokens", "output_tokens_count"} for line in found[name])
+            assert [line["output_tokens"] for line in found[name]] == [9, 3, 9]
+        assert found["retrieval"] != found["ordered"], "the second begins like the first"
+
+    def test_in_a_batch_both_files_of_prompts_hold_the_same_questions(self, tmp_path: Path) -> None:
+        requests = [
+            {"documents": [{"id": id, "text": id * 400} for id in ids], "query": ids}
+            for ids in ("ab", "cd", "ba", "dc")
+        ]
+        answers = order(*requests, options=["--batch", "--prompts", str(tmp_path)])
+        lines = [(tmp_path / name).read_text("utf-8").splitlines() for name in ("retrieval.jsonl", "ordered.jsonl")]
+        asked = [[json.loads(line)["prompt"].rpartition("Question: ")[2].strip() for line in each] for each in lines]
+        assert asked[0] == ["ab", "cd", "ba", "dc"], "as they came"
+        assert asked[1] == [requests[each["index"]]["query"] for each in answers], "as they are served"
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            (
+                {"documents": [{"id": "a", "tokens": 3}], "query": "q"},
+                'request 1 (counted from 0): a document has no "text"',
+            ),
+            ({"documents": [{"id": "a", "text": "secret"}]}, 'add the question as "query"'),
+            ({"documents": [], "query": "secret", "output_tokens": 0}, '"output_tokens" must be an integer'),
+        ],
+    )
+    def test_prompts_say_what_a_request_lacks(self, tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+        good = {"documents": [{"id": "a", "text": "secret"}], "query": "secret"}
+        told = refusal("order", "--prompts", tmp_path, input=lines(good, wrong))
+        assert said in told and "secret" not in told
+
+    def test_prompts_need_a_folder_that_can_be_made(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        assert "--prompts" in refusal("order", "--prompts", tmp_path / "file" / "folder", input=lines(request("a")))
+
+    @pytest.mark.slow
+    def test_vllm_reads_the_prompts_in_their_order(self, tmp_path: Path) -> None:
+        datasets = pytest.importorskip("vllm.benchmarks.datasets")
+        requests = [
+            {"documents": [{"id": id, "text": id * 400} for id in ids], "query": ids} for ids in ("abc", "cba", "bca")
+        ]
+        order(*requests, options=["--prompts", str(tmp_path)])
+        for name in ("retrieval.jsonl", "ordered.jsonl"):
+            data = datasets.CustomDataset(dataset_path=str(tmp_path / name), disable_shuffle=True).data
+            assert data == [json.loads(line) for line in (tmp_path / name).read_text("utf-8").splitlines()]
 
     def test_a_dash_is_standard_input(self) -> None:
         assert json.loads(invoke("order", "-", "-o", "-", input=lines(request("ab"))).stdout)["index"] == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from ragorder.eval.experiments.pipelining.speculation import _rate
 from ragorder.eval.report import make_report, read_results, render_markdown
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites
+from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import Provisional, Retrieval
 
 JSON = dict[str, Any]
@@ -145,6 +147,43 @@ class TestASearchOfAnIndex:
         assert all(end >= due - 1e-3 for end, due in zip(ends, (0.005, 0.01, 0.02, 0.04), strict=True))
         assert stretched == await shown(plain, 7)
         assert stretched[-1].documents[0] == corpus.documents[7]
+
+    @pytest.mark.parametrize(("search_s", "shares"), [(0.4, (0.125, 0.125, 0.25, 0.5)), (8.0, (0.25, 0.25, 0.5))])
+    def test_ends_each_stage_at_its_share_to_the_moment(self, search_s: float, shares: tuple[float, ...]) -> None:
+        """On a virtual clock: no stage is free, the first least of all, and none waits longer than its share."""
+        stages = [Provisional(documents(1), final=number == len(shares)) for number in range(1, len(shares) + 1)]
+
+        async def at_once(question: Any) -> AsyncIterator[Provisional[Document]]:
+            for stage in stages:
+                yield stage
+
+        async def main() -> list[float]:
+            now = asyncio.get_running_loop().time
+            return [now() async for _ in paced(at_once, shares, search_s)(ask(0, "q", "salt"))]
+
+        assert run_virtual(main()) == pytest.approx([search_s * share for share in accumulate(shares)])
+
+    def test_that_is_known_after_its_first_stage_takes_all_its_time(self) -> None:
+        async def final_at_once(question: Any) -> AsyncIterator[Provisional[Document]]:
+            yield Provisional(documents(1), final=True)
+
+        async def main() -> list[float]:
+            now = asyncio.get_running_loop().time
+            return [now() async for _ in paced(final_at_once, (0.5, 0.5), 3.0)(ask(0, "q", "salt"))]
+
+        assert run_virtual(main()) == [3.0]
+
+    def test_that_is_slower_by_itself_is_not_held_back_further(self) -> None:
+        async def slow(question: Any) -> AsyncIterator[Provisional[Document]]:
+            for final in (False, True):
+                await asyncio.sleep(2.0)
+                yield Provisional(documents(1), final=final)
+
+        async def main() -> list[float]:
+            now = asyncio.get_running_loop().time
+            return [now() async for _ in paced(slow, (0.5, 0.5), 3.0)(ask(0, "q", "salt"))]
+
+        assert run_virtual(main()) == [2.0, 4.0]
 
 
 class TestARate:

@@ -27,8 +27,11 @@ from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, SimulatedQueues
+from ragorder.eval.engines.base import EngineCompletion
+from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, LiveQueues, SimulatedQueues
 from ragorder.eval.running.load import ServiceTimes
+from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
 
@@ -469,6 +472,48 @@ class TestTheMeasurement:
         # All but the first find the system prompt, of 64 tokens, cached.
         prefills = [(length - (64 if number else 0)) / 1_000 for number, length in enumerate(lengths)]
         assert outcome.ttft_s == pytest.approx([sum(prefills[: number + 1]) for number in range(3)])
+
+    def test_the_time_in_the_queue_counts(self) -> None:
+        """One request at a time: the others wait since they arrived, not since they were sent."""
+        trace = trace_of_workload(make_workload("unique", 0, requests=3), 3)
+        times = ServiceTimes(prefill_tokens_per_s=1_000.0, decode_tokens_per_s=4.0)
+        outcome = SimulatedQueues(None, 1, times=times).serve(trace, [0.0, 0.1, 0.3], DISCIPLINES["fcfs"])
+        prefills = [
+            (tokens - cached) / 1_000
+            for tokens, cached in zip(outcome.prompt_tokens, outcome.cached_tokens, strict=True)
+        ]
+        first_tokens = [sum(prefills[: number + 1]) + number / 4 for number in range(3)]
+        assert outcome.ttft_s == pytest.approx([first_tokens[0], first_tokens[1] - 0.1, first_tokens[2] - 0.3])
+
+    def test_on_a_server_the_time_in_the_queue_counts_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The far end, on a virtual clock: a first token after half a second, and the slot free after two."""
+
+        class Slow:
+            name, kept_output_tokens, partial_blocks_first = "slow", 0, False
+            block_size, capacity_tokens = 16, None
+
+            async def __aenter__(self) -> Slow:
+                return self
+
+            async def __aexit__(self, *error: object) -> None:
+                pass
+
+            async def check(self, token_ids: Sequence[int]) -> None:
+                pass
+
+            async def complete(self, token_ids: Sequence[int]) -> EngineCompletion:
+                await asyncio.sleep(2.0)
+                return EngineCompletion(0.5, 0, len(token_ids))
+
+        queues = object.__new__(LiveQueues)
+        monkeypatch.setattr(queues, "_connect", Slow, raising=False)
+        monkeypatch.setattr(queues, "_prompts", NumberedPrompts(), raising=False)
+        monkeypatch.setattr(queues, "_max_in_flight", 1, raising=False)
+        trace = trace_of_workload(make_workload("unique", 0, requests=3), 3)
+        outcome = run_virtual(queues._serve(trace, [0.0, 0.5, 5.0], DISCIPLINES["fcfs"]))
+        # The second waits from 0.5 to 2; the third finds the slot free.
+        assert outcome.ttft_s == pytest.approx([0.5, 1.5 + 0.5, 0.5])
+        assert outcome.total_s == pytest.approx(7.0)
 
     def test_the_suite_is_run_resumed_and_reported(self, tmp_path: Path) -> None:
         pytest.importorskip("scipy")

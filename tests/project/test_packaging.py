@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.links import LINKED
 
 pytestmark = pytest.mark.merge
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKED = ("trie", "pipelining", "kernels", "adapters", "eval")
 HEAVY = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain", "numpy")
 
 
@@ -245,7 +245,39 @@ class TestSdist:
         shipped = {name if name.startswith("ragorder/") else f"ragorder/{name}" for name in files}
         assert sources() <= shipped
         assert {str(path.relative_to(ROOT)) for path in (ROOT / "eval" / "experiments").glob("*/*.toml")} <= files
-        assert not [name for name in files if name.startswith("tests/")], "they cannot run from there"
+
+    def test_holds_what_its_tests_need(self, built: dict[str, Path]) -> None:
+        with tarfile.open(built["sdist"]) as archive:
+            files = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+        git = subprocess.run(
+            [shutil.which("git") or "git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+        )
+        tracked = {name for name in git.stdout.decode().split("\0") if (ROOT / name).is_file()}
+        assert tracked <= files, "the links alone are missing, and the tests make them"
+
+    @pytest.mark.slow
+    def test_unpacked_it_runs_its_tests(self, built: dict[str, Path], tmp_path: Path) -> None:
+        with tarfile.open(built["sdist"]) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (folder,) = tmp_path.iterdir()
+        assert not (folder / "ragorder" / "trie").exists()
+        tests = ["tests/trie/test_sketch.py", "tests/core/test_guards.py", "tests/eval/test_virtual.py"]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert os.readlink(folder / "ragorder" / "trie") == "../trie"
+        script = "import ragorder.trie.tree as tree; print(tree.__file__)"
+        shown = subprocess.run(
+            [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+        assert Path(shown.stdout.strip()) == folder / "ragorder" / "trie" / "tree.py"
 
     def test_audit_9_nothing_is_said_to_be_ignored(self, built: dict[str, Path]) -> None:
         log = built["log"].read_text("utf-8")

@@ -1,0 +1,19 @@
+"""Formats of logs, by the name of the option: ragorder's own, and exports of other software."""
+
+from ragorder.eval.replay.formats.base import ExportLine, LogLine
+from ragorder.eval.replay.formats.langfuse import LangfuseObservation
+from ragorder.eval.replay.formats.langsmith import LangSmithRun
+from ragorder.eval.replay.formats.litellm import LiteLLMSpendLog
+from ragorder.eval.replay.formats.mooncake import MooncakeRequest
+from ragorder.eval.replay.formats.otel import OTelTraces
+
+__all__ = ["FORMATS", "ExportLine"]
+
+FORMATS: dict[str, type[ExportLine]] = {
+    "ragorder": LogLine,
+    "mooncake": MooncakeRequest,
+    "langfuse": LangfuseObservation,
+    "langsmith": LangSmithRun,
+    "otel": OTelTraces,
+    "litellm": LiteLLMSpendLog,
+}

@@ -1,0 +1,64 @@
+"""Documents in what a retriever returned, as frameworks write them into traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragorder.document import content_key, estimate_tokens
+from ragorder.eval.replay.formats.base import LogDocument
+from ragorder.jsonl import decode
+
+__all__ = ["exported_document", "exported_documents", "structure"]
+
+_LISTS = ("documents", "output", "results")
+_IDS = ("id", "id_", "document_id", "doc_id", "chunk_id")
+_TEXTS = ("page_content", "content", "text")
+
+
+def structure(value: Any, field: str) -> Any:
+    """A value that may be JSON text, as stores keep it. Raises ValueError naming the field."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode(value.encode("utf-8", "surrogatepass"))
+    except ValueError:
+        raise ValueError(f'"{field}" is text that is not JSON: export the documents as a list of objects') from None
+
+
+def exported_documents(value: Any, field: str) -> list[LogDocument]:
+    """The documents of a retriever's output: a list, or an object that holds it. None of a retrieval that failed.
+
+    Raises ValueError naming the field."""
+    found = structure(value, field)
+    if isinstance(found, dict):
+        found = next((found[name] for name in _LISTS if isinstance(found.get(name), list)), found)
+    if found is None or found == {}:
+        return []
+    if not isinstance(found, list):
+        raise ValueError(f'"{field}" holds no list of documents: give [{{"id", "page_content"}}, …]')
+    return [_document(each, f"{field}[{place}]") for place, each in enumerate(found)]
+
+
+def exported_document(id: str | int | None, text: str | None, field: str) -> LogDocument:
+    """A document by its id or, without one, by its text; with a text its length is estimated from that.
+
+    Raises ValueError naming the field."""
+    if id is None and not text:
+        raise ValueError(f'"{field}" has neither an id nor a text: export one of them')
+    if id is None:
+        id = content_key("", text or "")
+    return LogDocument(id=id, tokens=int(estimate_tokens(text)) if text else None)
+
+
+def _document(value: Any, field: str) -> LogDocument:
+    if isinstance(value, str):
+        return exported_document(None, value, field)
+    if not isinstance(value, dict):
+        raise ValueError(f'"{field}" must be an object with an id or a text')
+    # LangChain's Document has an optional id, and its stores put theirs into the metadata; LlamaIndex nests the node.
+    node = value.get("node")
+    places = [each for each in (value, node, value.get("metadata")) if isinstance(each, dict)]
+    ids = (place.get(name) for place in places for name in _IDS)
+    texts = (place.get(name) for place in places[:2] for name in _TEXTS)
+    id = next((each for each in ids if isinstance(each, str | int) and not isinstance(each, bool)), None)
+    return exported_document(id, next((each for each in texts if isinstance(each, str)), None), field)

@@ -1,0 +1,35 @@
+"""LangSmith's runs, a line each, in its run data format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from ragorder.eval.replay.formats.base import ExportLine, LogLine, Time
+from ragorder.eval.replay.formats.documents import exported_documents
+
+__all__ = ["LangSmithRun"]
+
+
+def _from_milliseconds(time: Any) -> Any:
+    """Of a number: its JavaScript client writes milliseconds, all else ISO 8601."""
+    return time / 1_000 if isinstance(time, int | float) and not isinstance(time, bool) else time
+
+
+class LangSmithRun(ExportLine):
+    """A run; those of type retriever are requests."""
+
+    EXAMPLE = (
+        '{"run_type": "retriever", "start_time": "2025-01-31T12:00:00", '
+        '"outputs": {"documents": [{"page_content": "…"}]}}'
+    )
+
+    run_type: str
+    start_time: Annotated[Time, BeforeValidator(_from_milliseconds)]
+    outputs: Any = None
+
+    def requests(self) -> Iterable[LogLine]:
+        if self.run_type.lower() == "retriever" and (documents := exported_documents(self.outputs, "outputs")):
+            yield LogLine(time=self.start_time, documents=[*documents])

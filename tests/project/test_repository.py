@@ -1,0 +1,69 @@
+"""What a repository has beside code: workflows, forms, hooks, the citation. They name targets and files that exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+TARGETS = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def parsed(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text("utf-8"))
+
+
+class TestWorkflows:
+    @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+    def test_run_targets_of_the_makefile_on_the_lowest_python(self, path: Path) -> None:
+        (job,) = parsed(str(path.relative_to(ROOT)))["jobs"].values()
+        assert set(job["strategy"]["matrix"]["target"]) <= TARGETS
+        assert job["steps"][-1]["run"] == "make ${{ matrix.target }}"
+        python = next(step["with"]["python-version"] for step in job["steps"] if "with" in step)
+        assert PROJECT["requires-python"] == f">={python}"
+        assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+
+    def test_of_every_push_check_test_and_pack(self) -> None:
+        assert {"check", "test", "test-lowest", "dist"} == set(
+            parsed(".github/workflows/ci.yml")["jobs"]["make"]["strategy"]["matrix"]["target"]
+        )
+
+    def test_hooks_call_the_makefile(self) -> None:
+        (repository,) = parsed(".pre-commit-config.yaml")["repos"]
+        assert repository["repo"] == "local"
+        for hook in repository["hooks"]:
+            command, target = hook["entry"].split()
+            assert command == "make" and target in TARGETS
+
+
+class TestForms:
+    @pytest.mark.parametrize("name", ["bug", "saving", "idea"])
+    def test_have_what_a_form_needs(self, name: str) -> None:
+        form = parsed(f".github/ISSUE_TEMPLATE/{name}.yml")
+        assert form["name"] and form["description"]
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert len({field["id"] for field in fields}) == len(fields)
+        assert all(field["attributes"]["label"] for field in fields)
+        assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+class TestTheCitation:
+    def test_is_of_this_package_and_its_five_papers(self) -> None:
+        citation = parsed("CITATION.cff")
+        assert (citation["title"], citation["license"]) == (PROJECT["name"], PROJECT["license"])
+        assert citation["version"] == PROJECT["version"] and citation["abstract"] == PROJECT["description"]
+        assert [each["name"] for each in citation["authors"]] == [each["name"] for each in PROJECT["authors"]]
+        papers = {each["title"].partition(":")[0] for each in citation["references"]}
+        assert papers == {"RAGCache++", "RAGCache", "From Prefix Cache to Fusion RAG Cache", "HedraRAG", "RAGDoll"}
+
+    def test_no_address_is_invented(self) -> None:
+        """Until the repository's is told."""
+        assert "urls" not in PROJECT
+        assert not re.search(r"https?://", (ROOT / "SECURITY.md").read_text("utf-8"))
