@@ -71,12 +71,13 @@ for (const svg of document.querySelectorAll("svg[data-points]")) {
 // Columns that a click on their heading sorts: up, down, as they were.
 const value = (row, place) => {
   const text = (row.cells[place].firstChild?.textContent ?? "").trim();
-  const number = parseFloat(text.replaceAll(",", "").replace("−", "-").replace(/^[^\d+-]+/, ""));
+  // Labels may have numbers and hyphens in them.
+  const number = place === 0 ? NaN : parseFloat(text.replaceAll(",", "").replace("−", "-").replace(/^[^\d+-]+/, ""));
   return { text, number: Number.isNaN(number) ? null : number };
 };
 const compare = (a, b) => {
   if (a.number !== null && b.number !== null) return a.number - b.number || a.text.localeCompare(b.text);
-  return (a.number === null) - (b.number === null) || a.text.localeCompare(b.text);
+  return (a.number === null) - (b.number === null) || a.text.localeCompare(b.text, "en", { numeric: true });
 };
 for (const table of document.querySelectorAll(".table table")) {
   const body = table.tBodies[0], rows = [...body.rows];
