@@ -1329,7 +1329,8 @@ class TestEngineBlocks:
 METRICS = (
     "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
     "# TYPE vllm:cache_config_info gauge\n"
-    'vllm:cache_config_info{block_size="4",engine="0",enable_prefix_caching="True",num_gpu_blocks="101"} 1.0\n'
+    'vllm:cache_config_info{block_size="4",engine="0",enable_prefix_caching="True",mamba_cache_mode="none",'
+    'num_gpu_blocks="101"} 1.0\n'
 )
 TIERS = (
     'vllm:ragorder_policy{engine="0",policy="forecast"} 1.0\n'
