@@ -257,7 +257,7 @@ class TestWhatAServerSaysOfItsCache:
     def test_is_what_a_real_server_was_started_with(self, vllm_server: Any) -> None:
         config = read_cache_config(vllm_server.base_url, timeout_s=30)
         assert config == CacheConfig(
-            vllm_server.block_size, vllm_server.capacity_tokens, prefix_caching=True, engines=1
+            vllm_server.block_size, vllm_server.capacity_tokens, prefix_caching=True, engines=1, hybrid=False
         )
         assert vllm_server.capacity_tokens == 128 * 32
 
