@@ -130,6 +130,10 @@ class TestASearchOfAnIndex:
     def test_of_clusters_shares_its_work_out(self, vectors: Any, growth: str, shares: tuple[float, ...]) -> None:
         assert plan_search("ivf", vectors, ratio=1.0, stages=4, growth=growth, top_k=2).shares == shares
 
+    @pytest.mark.parametrize("growth", ["equal", "geometric"])
+    def test_of_one_cluster_has_one_stage(self, vectors: Any, growth: str) -> None:
+        assert plan_search("ivf", vectors, ratio=1 / 128, stages=4, growth=growth, top_k=2).shares == (1.0,)
+
     def test_of_a_graph_begins_anew_with_each_stage_and_says_so(self, vectors: Any) -> None:
         plan = plan_search("hnsw", vectors, ratio=1.0, stages=3, growth="equal", top_k=2)
         assert plan.shares == (1 / 16, 1 / 4, 1.0)

@@ -48,6 +48,7 @@ from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.overlap import Overlap, measure_overlap
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
 from ragorder.eval.replay.runs import PolicyFigures, Setup
+from ragorder.eval.replay.tables import replay_section
 from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
@@ -987,6 +988,20 @@ class TestTheCommand:
         assert found["answer"].startswith("Yes: at 9,000 tokens auto saves")
         assert 0 < found["overlap"]["one_prompt_ratio"] < found["overlap"]["bound_ratio"] < 1
         assert found["speed"]["requests_per_s"] > 0
+
+    def test_the_interval_of_a_headline_holds_the_gain_in_its_points(self, log_file: Path, tmp_path: Path) -> None:
+        target = tmp_path / "report.json"
+        assert invoke(log_file, "--json", target).exit_code == 0
+        found = json.loads(target.read_text("utf-8"))
+        marks = replay_section(target, found).headline.charts[0].marks
+        gains, plain = (
+            {run["capacity_tokens"]: run["tenths"] for run in found["runs"] if run["policy"] == policy}
+            for policy in ("auto", "retrieval")
+        )
+        assert len(marks) == len(gains) == len(plain)
+        for mark, ordered, before in zip(marks, gains.values(), plain.values(), strict=True):
+            tenths = [100 * (a - b) for a, b in zip(ordered, before, strict=True)]
+            assert min(tenths) - 0.01 <= mark.low <= mark.high <= max(tenths) + 0.01
 
     def test_is_as_thin_as_the_python_api(self, log_file: Path) -> None:
         found, report = as_json(log_file), replay(log_file)

@@ -2,7 +2,8 @@
 
     python -m support.mutants --seed 0 --count 20 --minutes 30 --results mutants.jsonl
 
-They run in a copy of the repository. A module's tests are the files that name it or, if none does, those of its folder.
+They run in a copy of the repository. A module's tests are the files that name it or, if none does,
+its package; else those of its folder.
 Each result is a line of the file of results, and what stands there is not run again.
 """
 
@@ -187,10 +188,15 @@ def _glob(root: Path, pattern: str) -> set[Path]:
 
 def _tests(root: Path, mutant: Mutant) -> tuple[str, ...]:
     path = mutant.file.removesuffix(".py").removeprefix("ragorder/")
-    module = "ragorder." + path.replace("/", ".")
+    name = ["ragorder", *path.split("/")]
     files = sorted((root / "tests").glob("*/test_*.py"), key=lambda file: (file.stat().st_size, file.name))
-    naming = [file.relative_to(root).as_posix() for file in files if module in file.read_text("utf-8")]
-    return tuple(naming) or AREAS[mutant.area][1]
+    texts = {file.relative_to(root).as_posix(): file.read_text("utf-8") for file in files}
+    # What a package re-exports is tested under its name.
+    while len(name) > 2:
+        if naming := tuple(file for file, text in texts.items() if ".".join(name) in text):
+            return naming
+        name.pop()
+    return AREAS[mutant.area][1]
 
 
 def _run(copy: Path, tests: tuple[str, ...]) -> tuple[str, str]:
