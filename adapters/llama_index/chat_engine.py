@@ -46,7 +46,9 @@ class _Asked:
 async def _awaited(memory: BaseMemory, name: str, *arguments: Any, **options: Any) -> Any:
     """A method of the memory in its asynchronous form, which early versions of LlamaIndex 0.12 have of `put` alone."""
     method = getattr(memory, f"a{name}", None)
-    return await (method or partial(asyncio.to_thread, getattr(memory, name)))(*arguments, **options)
+    if method is None:
+        return await asyncio.to_thread(getattr(memory, name), *arguments, **options)
+    return await method(*arguments, **options)
 
 
 class CacheOrderChatEngine(BaseChatEngine):
