@@ -107,7 +107,7 @@ class Hierarchy:
         return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Have `blocks` free blocks on the device. Raises OutOfBlocksError, changing nothing."""
+        """Have `blocks` free blocks on the device. Raises OutOfBlocksError; what is in use stays as it is."""
         # Again if a node that has lost its parent holds a block of what has left.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
