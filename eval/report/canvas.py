@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -43,7 +44,14 @@ COLOURS = {
     "none": ("#8a8a8a", "#8f8f8f"),
     "contextpilot": ("#7a6a00", "#f0e442"),
     "other": ("#6a51a3", "#b3a2e0"),
+    "teal": ("#0e7c86", "#4fc3cf"),
+    "crimson": ("#b3123f", "#ff7a9c"),
+    "moss": ("#4c7a1d", "#9ccf5f"),
+    "brown": ("#7a4a2b", "#c99a73"),
 }
+# Of policies without a look of their own, in the order in which a picture names them.
+_SPARE = ("teal", "crimson", "moss", "brown", "other")
+_GIVEN: ContextVar[dict[str, str]] = ContextVar("_GIVEN")
 # As page.html has them.
 _PAGE = {
     "ink": ("#1c2126", "#e8e6e1"),
@@ -51,9 +59,9 @@ _PAGE = {
     "line": ("#e0ddd5", "#363d44"),
     "card": ("#ffffff", "#1d2125"),
 }
-_MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h"), strict=True))
-_DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-"), strict=True))
-_ALIKE = {"frequency": "other", "popularity": "other", "queue": "other", "events": "other", "random": "none"}
+_MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h", "<", ">", "p", "d"), strict=True))
+_DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-", "-.", "--", ":", "-."), strict=True))
+_ALIKE = {"random": "none"}
 
 # What matplotlib draws in these colours gets the page's: a stylesheet cannot reach into presentation attributes.
 _PLACEHOLDERS = {"ink": "#a1b2c0", "soft": "#a1b2c1", "line": "#a1b2c2", "card": "#a1b2c3"}
@@ -79,7 +87,11 @@ class Style:
 
 
 def style(policy: str) -> Style:
-    name = policy if policy in COLOURS else _ALIKE.get(policy, "other")
+    """The policy's own look, or in a picture the next of those that are to spare."""
+    name = _ALIKE.get(policy, policy)
+    if name not in COLOURS:
+        given = _GIVEN.get({})
+        name = given.setdefault(policy, _SPARE[len(given) % len(_SPARE)])
     return Style(_PLACEHOLDERS[name], _MARKERS[name], _DASHES[name])
 
 
@@ -121,7 +133,11 @@ def draw(paint: Callable[[Any], None], *, title: str, alt: str, caption: str = "
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
         axes = figure.subplots()
-        paint(axes)
+        outside = _GIVEN.set({})
+        try:
+            paint(axes)
+        finally:
+            _GIVEN.reset(outside)
         file = io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     points = html.escape(_in_page_colours(json.dumps(points_of(axes), ensure_ascii=False, separators=(",", ":"))))

@@ -95,7 +95,7 @@ def make_report(
         finding([group for section in of_suites for group in section.groups]) if papers else ([], None)
     )
     return Report(
-        title="ragorder: what ordering changes",
+        title=f"ragorder: {'what ordering changes' if papers or not sections else _titles(sections)}",
         measured=_measured(results) if of_suites else ", ".join(section.suite.title for section in others),
         headline=_headline(of_suites, others),
         overview=_overview(of_suites),
@@ -109,6 +109,11 @@ def make_report(
         commands=list(dict.fromkeys(_command(session, results.folder_of(session)) for session in results.sessions)),
         notes=results.notes,
     )
+
+
+def _titles(sections: Sequence[Section]) -> str:
+    first, *others = (section.suite.title for section in sections)
+    return f"{first}, and {len(others)} more" if len(others) > 1 else " and ".join([first, *others])
 
 
 def _on_papers_trace(section: Section) -> bool:

@@ -42,10 +42,8 @@ class Replicas:
 
     def let_go(self) -> None:
         """Have them be nodes like others, which may leave the host."""
-        for replica in self._nodes.values():
-            if replica.node.host is replica.copy:
-                self._tiers.host.tier.unpin(replica.node.key)
-        self.clear()
+        for replica in list(self._nodes.values()):
+            self._forget(replica)
 
     def clear(self) -> None:
         self._nodes.clear()
@@ -57,7 +55,6 @@ class Replicas:
         if replica is not None and replica.copy is node.host:
             replica.frequency = frequency
             return True
-        # Their copy to the host has failed.
         for lost in [each for each in self._nodes.values() if each.node.host is not each.copy]:
             self._forget(lost)
         weaker = self._weaker(blocks, frequency)
@@ -68,7 +65,6 @@ class Replicas:
             return False
         for each in weaker:
             self._forget(each)
-            self._tiers.host.tier.unpin(each.node.key)
         self._tiers.host.tier.pin(node.key)
         self._nodes[node.key] = _Replica(node, copy, len(copy.blocks), frequency)
         self._blocks += len(copy.blocks)
@@ -96,6 +92,9 @@ class Replicas:
     def _forget(self, replica: _Replica) -> None:
         del self._nodes[replica.node.key]
         self._blocks -= replica.blocks
+        # Unless its copy to the host has failed: making room for another one waits for it.
+        if replica.node.host is replica.copy:
+            self._tiers.host.tier.unpin(replica.node.key)
 
 
 @dataclass(slots=True, eq=False, repr=False)

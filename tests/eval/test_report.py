@@ -395,6 +395,17 @@ def rows_of(report: Report, suite: str, table: int = 0) -> dict[str, Any]:
     return {row[0].text: row for row in section.tables[table].rows}
 
 
+class TestTitle:
+    def test_is_the_suites(self, tmp_path: Path) -> None:
+        alone = make_report(read_results(written(tmp_path, a_run(suite="pressure"))), load_suites())
+        assert alone.title == f"ragorder: {load_suites()['pressure'].title}"
+        more = written(tmp_path, *(a_run(suite=suite) for suite in ("pressure", "skew", "tails")))
+        assert make_report(read_results(more), load_suites()).title.endswith(", and 2 more")
+
+    def test_results_on_the_papers_trace_are_about_ordering(self, report: Report) -> None:
+        assert report.title == "ragorder: what ordering changes"
+
+
 class TestTables:
     def test_stand_beside_the_papers_own_numbers(self, report: Report) -> None:
         rows = rows_of(report, "table-1")

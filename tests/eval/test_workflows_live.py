@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +27,7 @@ from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.eval.experiments.workflows.embedder import Embedder
 from ragorder.eval.experiments.workflows.script import Script
 from ragorder.eval.experiments.workflows_live import measuring
-from ragorder.eval.experiments.workflows_live.engines import LiveTorch, LiveVLLM
+from ragorder.eval.experiments.workflows_live.engines import LiveTorch, LiveVLLM, bind_server
 from ragorder.eval.experiments.workflows_live.experiment import WorkflowsLive
 from ragorder.eval.experiments.workflows_live.measuring import LiveMaterials, serve_live
 from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, ScriptedEngine, large_index, search_ms
@@ -231,3 +235,21 @@ def test_an_interrupted_cell_is_resumed_at_the_same_rate(
     ]
     # The rate that is sustained, then each policy once, at the same times.
     assert served[0][1] == 0.0 and served[1] == served[2] and len(served) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores, Linux")
+def test_a_server_and_what_it_has_started_have_the_last_core() -> None:
+    pytest.importorskip("psutil")
+    child = "import time; print(flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=False)"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            bind_server(server.pid)
+            engine = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+            assert len(engine.split()) == 1
+            for pid in (server.pid, int(engine)):
+                assert os.sched_getaffinity(pid) == {max(os.sched_getaffinity(0))}
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, KVLease, Segment, TierTokens, segments_of
+from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
 from ragorder.kernels.paging.base import runs
 from ragorder.kernels.policies import POLICIES
@@ -1167,6 +1168,27 @@ class TestWhatIsUsedMost:
         for _ in range(3):
             at.serve(E)
         assert [node.key for node in replicas(at)] == [Request([E]).path[0].key]
+
+    def test_makes_way_even_if_its_own_copy_fails_at_that_moment(
+        self, engine: Made, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Room for the next replica may have to wait for copies, and so learns that one has failed."""
+        at = engine(device_blocks=40, host_blocks=20, replicate_nodes=1)
+        for _ in range(2):
+            at.serve(A)
+        (first,) = replicas(at)
+        copy_to_host = Hierarchy.copy_to_host
+
+        def fails(self: Hierarchy, node: Any) -> Any:
+            if first.host is not None:
+                self._drop_host(first, first.host)
+            return copy_to_host(self, node)
+
+        monkeypatch.setattr(Hierarchy, "copy_to_host", fails)
+        for _ in range(3):
+            at.serve(E)
+        assert [node.key for node in replicas(at)] == [Request([E]).path[0].key]
+        assert len(at.cache._replicas) == 1
 
     def test_takes_no_more_than_half_of_the_host(self, engine: Made) -> None:
         at = engine(device_blocks=40, host_blocks=6, replicate_nodes=9)

@@ -488,6 +488,12 @@ class TestChoice:
             self.choose(choice, "ab" + "cdefghij"[now % 8], 2 if now else -1, float(now))
         assert 2 in self.choose(choice, "abx", -1, 60.0)
 
+    def test_no_mark_is_spared_for_partings_in_front_of_the_first_document(self) -> None:
+        choice = self.choice(replace(RULES, minimum_tokens=SYSTEM, write=1.0))
+        for now in range(60):
+            self.choose(choice, "abcd"[: 1 + now % 4] + chr(1000 + now), 0, float(now))
+        assert len(self.choose(choice, "abcde", 0, 60.0)) == 4
+
     def test_stops_writing_what_nothing_reads(self) -> None:
         choice = self.choice(replace(RULES, minimum_tokens=SYSTEM + 1))
         unlike = ["".join(map(chr, range(1000 + 3 * number, 1003 + 3 * number))) for number in range(200)]

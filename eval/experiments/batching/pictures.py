@@ -30,7 +30,7 @@ def latency_picture(setting: str, records: Mapping[str, BatchingRecord]) -> Pict
 
     def paint(axes: Any) -> None:
         for policy, record in records.items():
-            looks = style(_LOOKS.get(policy, "other"))
+            looks = style(_LOOKS.get(policy, policy))
             axes.plot(record.rows["latency_s"], looks.dashes, color=looks.colour, label=policy, linewidth=1.2)
         axes.set_yscale("log")
         axes.set_xlabel("request")

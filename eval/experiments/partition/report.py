@@ -91,7 +91,7 @@ def _picture(cells: Sequence[tuple[PartitionCell, _Group]], baseline: str) -> It
         axes.axhline(1, color=style("retrieval").colour, linewidth=1)
         ends = []
         for policy, points in lines.items():
-            looks = style(_LOOKS.get(policy, "other"))
+            looks = style(_LOOKS.get(policy, policy))
             axes.plot(*zip(*points, strict=True), looks.dashes, marker=looks.marker, color=looks.colour)
             ends.append((*points[-1], policy, looks))
         axes.set_xlabel("load")

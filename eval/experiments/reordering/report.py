@@ -7,7 +7,7 @@ from statistics import fmean
 
 from ragorder.eval.experiments.reordering.experiment import ReorderingRecord
 from ragorder.eval.report.groups import RecordGroup, group_runs
-from ragorder.eval.report.metrics import TBT_P50, TBT_P99, TTFT_MEAN
+from ragorder.eval.report.metrics import TBT_P50, TBT_P99, TTFT_MEAN, TTFT_P50, TTFT_P99, Metric
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
@@ -31,16 +31,24 @@ def make_part(suite: Suite, results: Results) -> Part:
     for group in groups:
         row = [_times_shorter(group, policy) for policy in policies]
         table.rows.append([Entry(group.label), *row])
-    tables = [table] if groups else []
+    names = [_BASELINE, *policies]
+    tables = [table, _times("Time to first token", (TTFT_P50, TTFT_MEAN, TTFT_P99), groups, names)] if groups else []
     if timed := [group for group in groups if group.has("tbt_ms")]:
-        tables.append(_times_between_tokens(timed, [_BASELINE, *policies]))
+        tables.append(_times("Time between tokens", (TBT_P50, TBT_P99), timed, names, _TBT_NOTE))
     return Part(tables)
 
 
-def _times_between_tokens(groups: Sequence[RecordGroup[ReorderingRecord]], policies: Sequence[str]) -> Table:
-    table = Table("Time between tokens: p50, p99, ms", ["", *policies], note=_TBT_NOTE)
+def _times(
+    title: str,
+    metrics: Sequence[Metric],
+    groups: Sequence[RecordGroup[ReorderingRecord]],
+    policies: Sequence[str],
+    note: str = "",
+) -> Table:
+    statistics = ", ".join(each.name.split()[-1] for each in metrics)
+    table = Table(f"{title}: {statistics}, ms", ["", *policies], note=note)
     for group in groups:
-        times = ([format_number(group.value(policy, each)) for each in (TBT_P50, TBT_P99)] for policy in policies)
+        times = ([format_number(group.value(policy, each)) for each in metrics] for policy in policies)
         table.rows.append([Entry(group.label), *(Entry(", ".join(each)) for each in times)])
     return table
 

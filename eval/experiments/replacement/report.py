@@ -364,7 +364,7 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Pic
     def paint(axes: Any) -> None:
         ends = []
         for policy, line in drawn.items():
-            looks = style(_LOOKS.get(policy, "other"))
+            looks = style(_LOOKS.get(policy, policy))
             axes.plot(range(len(line)), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4.5)
             ends.append((len(line) - 1.0, line[-1], _words(policy), looks))
         axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style, titled
@@ -16,6 +18,9 @@ __all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
 # Parameters without an order, and so without a line between their values.
 _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
 _APART = 0.09
+
+_Point = tuple[int, float, float, float]
+"""Place, value, and the ends of its interval."""
 
 
 def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
@@ -73,7 +78,7 @@ def value_on_axis(x: str, value: Any) -> str:
 
 
 def _values(panel: Sequence[Group], x: str, metric: Metric, others: str) -> Picture | None:
-    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    lines: dict[str, list[_Point]] = {}
     for place, group in enumerate(panel):
         for policy in group.policies:
             value, seeds = group.value(policy, metric), group.by_seed(policy, metric)
@@ -94,7 +99,7 @@ def _values(panel: Sequence[Group], x: str, metric: Metric, others: str) -> Pict
 
 def _changes(panel: Sequence[Group], x: str, metric: Metric, others: str, baseline: str) -> Picture | None:
     scale = 100 if metric.relative else 1
-    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    lines: dict[str, list[_Point]] = {}
     for place, group in enumerate(panel):
         for policy in group.policies:
             found = group.compare(policy, baseline, metric)
@@ -127,7 +132,7 @@ def _title(what: str, x: str, others: str) -> str:
 def _draw(
     panel: Sequence[Group],
     x: str,
-    lines: Mapping[str, Sequence[tuple[int, float, float, float]]],
+    lines: Mapping[str, Sequence[_Point]],
     *,
     title: str,
     unit: str,
@@ -146,8 +151,10 @@ def _draw(
                 axes.vlines(places, low, high, color=looks.colour, linewidth=1.4)
                 axes.plot(places, values, looks.marker, color=looks.colour, markersize=5)
                 continue
-            axes.fill_between(places, low, high, color=looks.colour, alpha=0.15, linewidth=0)
-            axes.plot(places, values, looks.dashes, color=looks.colour, marker=looks.marker, markersize=5)
+            for part in _parts(panel, x, line):
+                places, values, low, high = map(list, zip(*part, strict=True))
+                axes.fill_between(places, low, high, color=looks.colour, alpha=0.15, linewidth=0)
+                axes.plot(places, values, looks.dashes, color=looks.colour, marker=looks.marker, markersize=5)
             ends.append((places[-1], values[-1], policy_words(policy), looks))
         if x in _UNORDERED:
             name_marks(axes, list(lines))
@@ -167,6 +174,12 @@ def _draw(
         f"{policy_words(p)}: {', '.join(f'{ticks[at]} {form(v)}' for at, v, *_ in line)}" for p, line in lines.items()
     )
     return draw(paint, title=title, alt=f"{unit}; {said}", caption=caption, height=4.2 if x in _UNORDERED else 3.1)
+
+
+def _parts(panel: Sequence[Group], x: str, line: Sequence[_Point]) -> Iterator[list[_Point]]:
+    """A line without a stroke between two sweeps: the workloads ov0.4 and ov0.6 are of one, ov0.4-kept of another."""
+    for _, part in groupby(line, lambda point: x == "workload" and re.sub(r"[\d.]", "", panel[point[0]].cell[x])):
+        yield list(part)
 
 
 def position_pictures(groups: Sequence[Group], x: str | None) -> list[Picture]:

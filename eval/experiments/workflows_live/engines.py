@@ -13,9 +13,10 @@ from ragorder.adapters.openai.engine import OpenAIStreams
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
+from ragorder.extras import needs
 from ragorder.pipelining import StreamingEngine
 
-__all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "off_the_engines_core", "vllm_environment"]
+__all__ = ["CAPACITY_TOKENS", "LiveEngine", "LiveTorch", "LiveVLLM", "bind_server", "off_the_engines_core"]
 
 CAPACITY_TOKENS = 32_768
 _TOKEN_BUDGET = 512
@@ -96,6 +97,16 @@ def off_the_engines_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def vllm_environment() -> Mapping[str, str]:
-    """Variables for a vLLM that computes on the last core alone, where it runs on a CPU."""
-    return {"VLLM_CPU_OMP_THREADS_BIND": str((os.cpu_count() or 1) - 1)}
+def bind_server(pid: int) -> None:
+    """Bind a server and its engine to the last core.
+
+    vLLM's own variable does so with Intel's OpenMP in LD_PRELOAD alone: without, engine and clients would share a core.
+    Raises ImportError naming the extra.
+    """
+    with needs("memory", "binding an engine to a core"):
+        import psutil
+    if hasattr(os, "sched_setaffinity"):
+        server = psutil.Process(pid)
+        for process in (server, *server.children(recursive=True)):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {max(os.sched_getaffinity(0))})

@@ -102,8 +102,7 @@ class WorkflowsLive(Experiment):
             CAPACITY_TOKENS,
             LiveTorch,
             LiveVLLM,
-            off_the_engines_core,
-            vllm_environment,
+            bind_server,
         )
         from ragorder.kernels.random_model import make_model
 
@@ -114,8 +113,12 @@ class WorkflowsLive(Experiment):
         texts = [each.text for each in corpus.documents]
         make_model(folder, texts=texts, layers=shape.layers, hidden_size=shape.hidden_size, vocab_size=shape.vocabulary)
         server = VLLMServer(
-            folder, blocks=CAPACITY_TOKENS // _BLOCK_SIZE, max_model_len=_LONGEST, environment=vllm_environment()
+            folder,
+            blocks=CAPACITY_TOKENS // _BLOCK_SIZE,
+            max_model_len=_LONGEST,
+            environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         )
-        with off_the_engines_core():
-            self.resources.enter_context(server)
+        self.resources.enter_context(server)
+        assert server.pid is not None, "it answers"
+        bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
