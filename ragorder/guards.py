@@ -49,7 +49,7 @@ class RequestGuards:
         self._may_lose = inf
         if guards.max_gain_lost is not None:
             self._may_lose = _ROUNDING + guards.max_gain_lost * sum(
-                _gain(rank) * _discount(rank) for rank in self._middle
+                _gain(rank) * self._discount(rank) for rank in self._middle
             )
         self._previous_in_group = self._chain(groups) if guards.keep_groups else {}
 
@@ -97,22 +97,26 @@ class RequestGuards:
         previous = self._previous_in_group.get(rank)
         return previous is None or previous in placed
 
+    def _discount(self, place: int) -> float:
+        """Of a place that is counted as if the ranks at the end stood in front, as ranks of the middle are."""
+        return 1 / log2(place - len(self._last) + 2)
+
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:
         """Discounted cumulative gain that is lost if a rank comes now, and then the better ranks that are left: for
         the ranks that lose at most `most`."""
         losses: dict[int, float] = {}
-        now, moved, next_place = _discount(place), 0.0, place
+        now, moved, next_place = self._discount(place), 0.0, place
         for rank in range(earliest, min(earliest + _REACH, self._middle.stop)):
             if rank in placed:
                 continue
-            gain, discount = _gain(rank), _discount(next_place)
+            gain, discount = _gain(rank), self._discount(next_place)
             if moved - gain * now > most:
                 break
             lost = moved - gain * (now - discount)
             if lost <= most:
                 losses[rank] = lost
             next_place += 1
-            moved += gain * (discount - _discount(next_place))
+            moved += gain * (discount - self._discount(next_place))
         return losses
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
@@ -175,7 +179,3 @@ class RequestGuards:
 
 def _gain(rank: int) -> float:
     return 1 / (rank + 1)
-
-
-def _discount(place: int) -> float:
-    return 1 / log2(place + 2)

@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 from time import thread_time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
@@ -62,6 +62,7 @@ def allowed_orders(guards: Guards, groups: Groups) -> list[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(GUARDS, GROUPS)
+@example(Guards(keep_last=2, max_gain_lost=0.0625), [None] * 4)
 def test_permits_exactly_the_beginnings_of_allowed_orders(guards: Guards, groups: Groups) -> None:
     request = guards.for_request(len(groups), groups)
     beginnings = {order[:length] for order in allowed_orders(guards, groups) for length in range(len(order) + 1)}
