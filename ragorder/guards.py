@@ -98,7 +98,8 @@ class RequestGuards:
         return previous is None or previous in placed
 
     def _discount(self, place: int) -> float:
-        """Of a place that is counted as if the ranks at the end stood in front, as ranks of the middle are."""
+        """Of a place in the middle. Such places begin at the middle's first rank, so that a place less a rank is the
+        displacement; documents that are kept last count among those ranks, but do not stand in front."""
         return 1 / log2(place - len(self._last) + 2)
 
     def _gains_lost(self, place: int, earliest: int, placed: Container[int], most: float) -> dict[int, float]:

@@ -95,7 +95,7 @@ def make_report(
         finding([group for section in of_suites for group in section.groups]) if papers else ([], None)
     )
     return Report(
-        title=f"ragorder: {'what ordering changes' if papers or not sections else _titles(sections)}",
+        title=f"ragorder: {'what ordering changes' if papers else _titles(sections)}",
         measured=_measured(results) if of_suites else ", ".join(section.suite.title for section in others),
         headline=_headline(of_suites, others),
         overview=_overview(of_suites),
@@ -112,8 +112,8 @@ def make_report(
 
 
 def _titles(sections: Sequence[Section]) -> str:
-    first, *others = (section.suite.title for section in sections)
-    return f"{first}, and {len(others)} more" if len(others) > 1 else " and ".join([first, *others])
+    titles = [section.suite.title for section in sections] or ["nothing was measured"]
+    return " and ".join(titles) if len(titles) < 3 else f"{titles[0]}, and {len(titles) - 1} more"
 
 
 def _on_papers_trace(section: Section) -> bool:

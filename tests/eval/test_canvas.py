@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +35,13 @@ class TestLooks:
 
     def test_what_one_picture_has_taken_is_free_in_the_next(self) -> None:
         taken: list[str] = []
+
+        def paint(name: str, _: Any) -> None:
+            taken.append(style(name).colour)
+
         for name in ("turns", "append"):
-            draw(lambda axes, name=name: taken.append(style(name).colour), title="t", alt="a")  # type: ignore[misc]
-        assert len(set(taken)) == 1
+            draw(partial(paint, name), title="t", alt="a")
+        assert taken[0] == taken[1]
 
 
 class TestLines:

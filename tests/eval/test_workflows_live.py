@@ -237,7 +237,7 @@ def test_an_interrupted_cell_is_resumed_at_the_same_rate(
     assert served[0][1] == 0.0 and served[1] == served[2] and len(served) == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores, Linux")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_server_and_what_it_has_started_have_the_last_core() -> None:
     pytest.importorskip("psutil")
     child = "import time; print(flush=True); time.sleep(60)"

@@ -45,7 +45,7 @@ def _times(
     policies: Sequence[str],
     note: str = "",
 ) -> Table:
-    statistics = ", ".join(each.name.split()[-1] for each in metrics)
+    statistics = ", ".join(each.statistic for each in metrics)
     table = Table(f"{title}: {statistics}, ms", ["", *policies], note=note)
     for group in groups:
         times = ([format_number(group.value(policy, each)) for each in metrics] for policy in policies)

@@ -96,6 +96,8 @@ class WorkflowsLive(Experiment):
         return LiveMaterials(corpus.documents, index, embedder, Script(corpus, job.seed), self._engine(cell, corpus))
 
     def _engine(self, cell: LiveCell, corpus: Corpus) -> LiveEngine:
+        import torch
+
         from ragorder.eval.engines.server import VLLMServer
         from ragorder.eval.experiments.embedded.shapes import SHAPES
         from ragorder.eval.experiments.workflows_live.engines import (
@@ -119,6 +121,7 @@ class WorkflowsLive(Experiment):
             environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         )
         self.resources.enter_context(server)
-        assert server.pid is not None, "it answers"
-        bind_server(server.pid)
+        # A GPU's server needs no core to compute on, and more than one to schedule.
+        if server.pid is not None and not torch.cuda.is_available():
+            bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
