@@ -155,8 +155,11 @@ class VLLMServer:
         deadline = time.monotonic() + timeout_s
         try:
             while not self._answers():
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise EngineError(f"vLLM did not come up:\n{self._log.read_text('utf-8', 'replace')[-3000:]}")
+                ended = self._process.poll()
+                if ended is not None or time.monotonic() > deadline:
+                    how = f"did not answer in {timeout_s:g} s" if ended is None else f"ended with {ended}"
+                    log = self._log.read_text("utf-8", "replace")[-3000:]
+                    raise EngineError(f"vLLM did not come up: it {how}\n{log}")
                 time.sleep(0.1)
         except BaseException:
             self.kill()

@@ -109,19 +109,23 @@ def test_a_scripted_engine_streams_the_script_for_as_many_tokens() -> None:
 
 
 @pytest.fixture(scope="module")
-def materials(index: Any) -> LiveMaterials:
-    vectors = clustered(DOCUMENTS, 16, clusters=30, seed=0)
+def corpus() -> Corpus:
     texts = [" ".join(f"p{number}w{place}" for place in range(24)) for number in range(DOCUMENTS)]
     documents = [Document(f"d{number}", text) for number, text in enumerate(texts)]
     questions = [CorpusQuestion(f"q{number}", f"who wrote p{number}w0 ?") for number in range(DOCUMENTS)]
-    corpus = Corpus("small", documents, questions, [[number] for number in range(DOCUMENTS)])
+    return Corpus("small", documents, questions, [[number] for number in range(DOCUMENTS)])
+
+
+@pytest.fixture(scope="module")
+def materials(index: Any, corpus: Corpus) -> LiveMaterials:
+    vectors = clustered(DOCUMENTS, 16, clusters=30, seed=0)
 
     def encode(asked: Any) -> Any:
         """The vector of the passage that a text begins."""
         names = [next(word for word in text.split() if word.startswith("p")) for text in asked]
         return np.array([vectors[int(name[1:].partition("w")[0])] for name in names])
 
-    return LiveMaterials(documents, index, Embedder(encode), Script(corpus), LiveTorch(SHAPES["tiny"].make()))
+    return LiveMaterials(corpus.documents, index, Embedder(encode), Script(corpus), LiveTorch(SHAPES["tiny"].make()))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -183,12 +187,37 @@ def test_the_report_says_how_much_faster_ours_is() -> None:
     ]
 
 
-def test_each_corpus_has_an_index_of_its_own(
-    materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_report_has_an_interval_over_seeds() -> None:
+    pytest.importorskip("scipy")
+    facts = {"rate": 1.5, "search_ms": 30.0, "total_s": 9.0, "prompt_tokens": 100, "cached_tokens": 50}
+    seconds = {"stages": (3.0, 2.0, 4.0), "hedra": (2.0, 2.0, 2.0)}
+    lines = [
+        LiveRecord(
+            suite="mine",
+            cell={"workflow": "irg"},
+            policy=policy,
+            seed=seed,
+            rows={"latency_s": [mean - 1, mean + 1]},
+            facts=facts | {"later_prompt_tokens": 40, "later_cached_tokens": 30, "speculations": 4, "right": 3},
+        )
+        for policy, means in seconds.items()
+        for seed, mean in enumerate(means)
+    ]
+    (table,) = make_part(Suite.unlisted("mine"), Results(Path(), records=lines)).tables
+    # Logarithms of 1.5, 1 and 2: mean log(3) / 3; Student's t of 2 degrees is 4.303.
+    logs = np.log([1.5, 1.0, 2.0])
+    low, high = np.exp(logs.mean() + np.array([-1, 1]) * 4.3027 * logs.std(ddof=1) / 3**0.5)
+    assert [row[6].text for row in table.rows] == [f"1.44 [{low:.2f}, {high:.2f}]", "1.00"]
+
+
+def test_each_corpus_has_an_index_of_its_own_for_all_seeds(
+    corpus: Corpus, materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[str] = []
+    made: list[str] = []
 
     def materials_of(experiment: WorkflowsLive, job: Job) -> LiveMaterials:
+        made.append(job.cell.corpus)
         return replace(materials, documents=[Document(job.cell.corpus, "text")])
 
     async def serve_nothing(_system: Any, _workflow: str, _top_k: int, found: LiveMaterials, _at_s: Any) -> Any:
@@ -198,15 +227,38 @@ def test_each_corpus_has_an_index_of_its_own(
     monkeypatch.setattr(WorkflowsLive, "_materials", materials_of)
     monkeypatch.setattr(measuring, "serve_live", serve_nothing)
     with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
-        for corpus in ("one", "other"):
-            cell = LiveCell(corpus=corpus, clusters=8, nprobe=4, requests=1)
-            list(experiment.measure(Job(Suite.unlisted("mine"), cell, 0, ("stages",), 1), lambda: None))
+        for name, seed in (("one", 0), ("one", 1), ("other", 0)):
+            cell = LiveCell(corpus=name, clusters=8, nprobe=4, requests=1)
+            list(experiment.measure(Job(Suite.unlisted("mine"), cell, seed, ("stages",), 1, corpus), lambda: None))
     # First the rate that is sustained, then the policy.
-    assert served == ["one", "one", "other", "other"]
+    assert served == ["one", "one", "one", "one", "other", "other"]
+    assert made == ["one", "other"]
+
+
+def test_each_seed_has_other_answers_and_another_policy_first(
+    corpus: Corpus, materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: set[str] = set()
+
+    async def serve_nothing(_system: Any, _workflow: str, _top_k: int, found: LiveMaterials, _at_s: Any) -> Any:
+        answers.add(" ".join(word for number in range(9) for word in found.script.answer(["#plan", f"@{number}"])))
+        return {"rows": {"latency_s": [1.0]}, "facts": {"total_s": 1.0}}
+
+    monkeypatch.setattr(WorkflowsLive, "_materials", lambda *_: materials)
+    monkeypatch.setattr(measuring, "serve_live", serve_nothing)
+    first = []
+    with WorkflowsLive(Options(), Store(tmp_path), "session", silent) as experiment:
+        for seed in range(3):
+            cell = LiveCell(corpus="small", clusters=8, nprobe=4, requests=1)
+            job = Job(Suite.unlisted("mine"), cell, seed, ("stages", "hedra"), 1, corpus)
+            lines = list(experiment.measure(job, lambda: None))
+            first.append(lines[0]["policy"])
+    assert first == ["stages", "hedra", "stages"]
+    assert len(answers) == 3
 
 
 def test_an_interrupted_cell_is_resumed_at_the_same_rate(
-    materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, materials: LiveMaterials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[tuple[int, float]] = []
 
@@ -221,7 +273,7 @@ def test_an_interrupted_cell_is_resumed_at_the_same_rate(
     monkeypatch.setattr(measuring, "serve_live", serve_nothing)
     suite = Suite.unlisted("mine", policies=["stages", "hedra"], baseline="stages")
     cell = LiveCell(corpus="small", clusters=8, nprobe=4, requests=5)
-    job = Job(suite, cell, 2, ("stages", "hedra"), 5)
+    job = Job(suite, cell, 2, ("stages", "hedra"), 5, corpus)
     named = {"type": "workflows-live", "session": "session", "suite": "mine", "cell": cell.fields, "seed": 2}
     with Store(tmp_path) as store, WorkflowsLive(Options(), store, "session", silent) as experiment:
         first = next(iter(experiment.measure(job, lambda: None)))

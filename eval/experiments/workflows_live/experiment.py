@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,12 +51,14 @@ class WorkflowsLive(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         from ragorder.eval.experiments.embedded.clocks import threads
+        from ragorder.eval.experiments.workflows.script import Script
         from ragorder.eval.experiments.workflows_live.measuring import serve_live
         from ragorder.eval.experiments.workflows_live.parts import search_ms
 
         cell: LiveCell = job.cell
-        key = (cell.corpus, cell.vectors, cell.clusters, cell.engine, cell.shape, job.seed)
-        parts = self.kept(key, lambda: self._materials(job))
+        assert job.corpus is not None, "a cell has a corpus"
+        key = (cell.corpus, cell.vectors, cell.clusters, cell.engine, cell.shape)
+        parts = replace(self.kept(key, lambda: self._materials(job)), script=Script(job.corpus, job.seed))
         parts.index.nprobe = min(cell.nprobe, cell.clusters)
 
         def serve(policy: str, at_s: list[float]) -> Any:
@@ -73,7 +76,7 @@ class WorkflowsLive(Experiment):
         rate = shared["rate"]
         advance()
         at_s = [arrival.at_s for arrival in poisson_arrivals(rate, job.requests, job.seed)]
-        for policy in job.policies:
+        for policy in _in_turn(job):
             load = load_average()
             found = serve(policy, at_s)
             facts = found["facts"] | shared
@@ -125,3 +128,9 @@ class WorkflowsLive(Experiment):
         if server.pid is not None and not torch.cuda.is_available():
             bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
+
+
+def _in_turn(job: Job) -> Sequence[str]:
+    """Another policy is first with each seed: a machine's speed drifts within one."""
+    first = job.seed % len(job.policies)
+    return job.policies[first:] + job.policies[:first]

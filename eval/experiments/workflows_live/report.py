@@ -8,8 +8,9 @@ from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
+from ragorder.eval.report.statistics import compare_seeds
 from ragorder.eval.report.tables import Table
-from ragorder.eval.report.words import format_number
+from ragorder.eval.report.words import format_number, interval_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -38,7 +39,6 @@ def _table(group: RecordGroup[LiveRecord]) -> Table:
     title += f", generations of {fmean(baseline):.0f} ms" if baseline else ""
     headings = ["", "mean, s", "p99, s", "cached, %", "later, %", "right, %"]
     table = Table(title, [*headings, *(f"÷ {policy}" for policy in _OURS)])
-    ours = {policy: _mean(group, policy) for policy in _OURS}
     for policy, system in SYSTEMS.items():
         runs = group.runs(policy)
         mean = _mean(group, policy)
@@ -52,11 +52,12 @@ def _table(group: RecordGroup[LiveRecord]) -> Table:
             _percent(runs, "cached_tokens", "prompt_tokens"),
             _percent(runs, "later_cached_tokens", "later_prompt_tokens"),
             _percent(runs, "right", "speculations"),
-            *(format_number(mean / our if our else None, 2) for our in ours.values()),
+            *(_times(group, policy, our) for our in _OURS),
         )
     table.note = (
         "Cached: of all prompt tokens; later: of those after a request's first generation; right: of speculative "
-        "generations; ÷: mean latency, times that of ours. A generation: stage by stage, under this load."
+        "generations; ÷: mean latency, times that of ours, and its 95 % interval (Student's, over the seeds). "
+        "A generation: stage by stage, under this load."
     )
     return table
 
@@ -64,6 +65,18 @@ def _table(group: RecordGroup[LiveRecord]) -> Table:
 def _mean(group: RecordGroup[LiveRecord], policy: str) -> float | None:
     runs = group.runs(policy)
     return fmean(fmean(run.rows["latency_s"]) for run in runs) if runs else None
+
+
+def _times(group: RecordGroup[LiveRecord], policy: str, our: str) -> str:
+    """Seeds are drawn, not requests: those of one run wait for one another."""
+    sides = group.policies.get(policy, {}), group.policies.get(our, {})
+    common = sorted(sides[0].keys() & sides[1].keys())
+    if not common:
+        return format_number(None)
+    theirs, ours = ([fmean(side[seed].rows["latency_s"]) for seed in common] for side in sides)
+    found = compare_seeds(ours, theirs, relative=True)
+    times = format_number(1 + found.difference, 2)
+    return f"{times} {interval_words(found, 2, lambda change: 1 + change)}" if found.known and policy != our else times
 
 
 def _percent(runs: list[LiveRecord], part: str, whole: str) -> str:
