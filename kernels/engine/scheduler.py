@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from operator import attrgetter, mul
 
-from ragorder.kernels.cache import KnowledgeCache
+from ragorder.kernels.cache import KnowledgeCache, Segment
 from ragorder.kernels.engine.fused import Fuser
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.paging import OutOfBlocksError
@@ -340,17 +340,31 @@ class Scheduler:
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
         # Waiting sequences hold the blocks that each other needs, or pin nodes of which they found only a part while
         # these were computed: give the first one the whole pool, with no room for copies of documents beside it.
-        if self.running:
+        if self.running and not any(sequence.lease and sequence.lease.pinned for sequence in self.running):
             raise OutOfBlocksError("the pool has no room for the only running sequence")
+        for sequence in list(self.running):
+            self._preempt(sequence)
         for sequence in self._admitted:
             self._release(sequence)
         first = self._admitted[0].owner or self._admitted[0]
         for helper in first.helpers:
             self._admitted.remove(helper)
         first.helpers = []
-        first.lease = self._cache.acquire(first.path)
-        self._cache.extend(first.lease, len(first.tokens))
+        # Nodes that it finds may have blocks beside those of its table, such as the system prompt's last one; without
+        # them it takes no more than its tokens.
+        try:
+            self._acquire_all(first, first.path)
+        except OutOfBlocksError:
+            self._acquire_all(first, ())
         self._start(first, self._step_tokens, chunks)
+
+    def _acquire_all(self, sequence: Sequence, path: tuple[Segment, ...]) -> None:
+        sequence.lease = self._cache.acquire(path)
+        try:
+            self._cache.extend(sequence.lease, len(sequence.tokens))
+        except OutOfBlocksError:
+            self._release(sequence)
+            raise
 
     def _prefetch(self) -> None:
         for sequence in [*self._admitted, *self._queue.upcoming(_PREFETCHED)][:_PREFETCHED]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.claims import CLAIMS, Claim, claims, numbers, page, problems
+from support.claims import CLAIMS, Bound, Claim, bounds, claims, numbers, page, problems, unproved
 
 ROOT = CLAIMS.parents[1]
 EVERY = claims()
@@ -45,6 +46,19 @@ class TestPages:
             there = {abs(value) for value, _ in numbers(text_of(name))}
             wanted = numbers(claim.words if name == "results.md" else claim.figure)
             assert {value for value, _ in wanted if abs(value) not in there} == set(), name
+
+    @pytest.mark.parametrize("bound", bounds(), ids=lambda bound: bound.claim)
+    def test_each_bound_is_asserted_and_stands_where_it_says(self, bound: Bound) -> None:
+        assert unproved(bound) is None
+        for name in bound.pages:
+            there = {abs(value) for value, _ in numbers(text_of(name))}
+            assert {value for value, _ in numbers(bound.figure) if value not in there} == set(), name
+
+    def test_a_bound_that_no_test_asserts_is_a_problem(self) -> None:
+        true = bounds()[0]
+        assert "there is no" in str(unproved(replace(true, test="tests/project/test_claims.py::test_nothing")))
+        assert "does not assert" in str(unproved(replace(true, asserts=f"{true.asserts}9")))
+        assert "is not in" in str(unproved(replace(true, figure="at least 12.5 %")))
 
     def test_the_page_is_what_the_file_says(self) -> None:
         assert text_of("claims.md") == page(EVERY)

@@ -1,11 +1,13 @@
 """Claims of README and docs/, held to committed data: `python -m support.claims` (`--write`: render docs/claims.md).
 
 docs/claims.toml names for each claim the entries of the report that it is read from. They are computed anew from the
-raw results, by the code that makes reports, and every number of the claim must be one of theirs, rounded.
+raw results, by the code that makes reports, and every number of the claim must be one of theirs, rounded. A bound that
+a test asserts is claimed with the test, and must stand in its source.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import lzma
 import re
@@ -23,7 +25,7 @@ import click
 if TYPE_CHECKING:
     from ragorder.eval.report.tables import Table
 
-__all__ = ["CLAIMS", "Claim", "claims", "numbers", "page", "problems", "unchecked"]
+__all__ = ["CLAIMS", "Bound", "Claim", "bounds", "claims", "numbers", "page", "problems", "unchecked", "unproved"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
@@ -56,6 +58,37 @@ class Claim:
         return f"{self.figure} {self.interval}"
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a test asserts on every run: `asserts` is a part of its source with the number of `figure`."""
+
+    claim: str
+    figure: str
+    pages: tuple[str, ...]
+    test: str
+    asserts: str
+
+
+def bounds() -> list[Bound]:
+    fields = tomllib.loads(CLAIMS.read_text("utf-8"))["bound"]
+    return [Bound(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
+
+
+def unproved(bound: Bound) -> str | None:
+    """What the test's source lacks."""
+    file, *names = bound.test.split("::")
+    nodes: list[Any] = [ast.parse((ROOT / file).read_text("utf-8"))]
+    for name in names:
+        nodes = [each for node in nodes for each in node.body if getattr(each, "name", None) == name]
+    if not nodes:
+        return f"{bound.claim}: there is no {bound.test}"
+    if bound.asserts not in ast.unparse(nodes[0]):
+        return f"{bound.claim}: {bound.test} does not assert {bound.asserts}"
+    asserted = {number for value, _ in numbers(bound.asserts) for number in (value, round(100 * value, 9))}
+    wrong = [value for value, _ in numbers(bound.figure) if value not in asserted]
+    return f"{bound.claim}: {wrong} is not in {bound.asserts}" if wrong else None
+
+
 def claims() -> list[Claim]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]
     return [Claim(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
@@ -63,7 +96,7 @@ def claims() -> list[Claim]:
 
 def unchecked() -> list[dict[str, str]]:
     """Claims whose raw data were not kept, with the command that measures them."""
-    found: list[dict[str, str]] = tomllib.loads(CLAIMS.read_text("utf-8"))["unchecked"]
+    found: list[dict[str, str]] = tomllib.loads(CLAIMS.read_text("utf-8")).get("unchecked", [])
     return found
 
 
@@ -165,8 +198,9 @@ def page(every: Sequence[Claim]) -> str:
     """docs/claims.md."""
     intro, rest = _INTRO.format(count=len(every)), _REST
     rows = [_row(each) for each in every]
+    held = [f"| {each.claim} ({_pages(each.pages)}) | {each.figure} | `{each.test}` |" for each in bounds()]
     left = [f"| {each['claim']} | {each['figure']} | {each['command']} |" for each in unchecked()]
-    return "\n".join([intro, *_HEAD, *rows, "", rest, *_LEFT, *left, ""])
+    return "\n".join([intro, *_HEAD, *rows, "", _TESTED, *_HELD, *held, "", *([rest, *_LEFT, *left, ""] if left else [])])
 
 
 _INTRO = """# Claims
@@ -180,6 +214,11 @@ Intervals are 95 % intervals of the paired difference, requests in blocks, withi
 these on this machine. *Not decided*, or *no difference*: the interval has zero in it.
 """
 _HEAD = ("| claim | figure | interval | raw results | command |", "|---|---|---|---|---|")
+_TESTED = """## Held by tests
+
+Bounds that a test asserts on every run.
+"""
+_HELD = ("| claim | bound | test |", "|---|---|---|")
 _REST = """## Not checkable here
 
 Figures of these pages whose raw results were not kept, or depend on the machine at that hour. Each can be measured
@@ -189,11 +228,14 @@ _LEFT = ("| claim | figure | command |", "|---|---|---|")
 
 
 def _row(claim: Claim) -> str:
-    pages = ", ".join(name.removesuffix(".md") for name in claim.pages)
     place = f"[{claim.data.removeprefix('results/')}]({claim.data}/report.md)" if claim.suite else f"`{claim.data}`"
     where = f"{place}, {claim.suite}" if claim.suite else place
     interval = "; ".join(filter(None, (claim.interval, claim.note.rstrip(".")))) or "–"
-    return f"| {claim.claim} ({pages}) | {claim.figure} | {interval} | {where} | `{claim.command}` |"
+    return f"| {claim.claim} ({_pages(claim.pages)}) | {claim.figure} | {interval} | {where} | `{claim.command}` |"
+
+
+def _pages(names: Sequence[str]) -> str:
+    return ", ".join(name.removesuffix(".md") for name in names)
 
 
 def main(write: bool) -> int:
@@ -202,7 +244,8 @@ def main(write: bool) -> int:
         (ROOT / "docs" / "claims.md").write_text(page(every), "utf-8")
         return 0
     found = [problem for claim in every for problem in problems(claim)]
-    click.echo("\n".join([*found, f"{len(every)} claims, {len(found)} problems"]))
+    found += filter(None, map(unproved, bounds()))
+    click.echo("\n".join([*found, f"{len(every)} claims, {len(bounds())} bounds, {len(found)} problems"]))
     return min(1, len(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
 from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.load import rotated
 
 if TYPE_CHECKING:
     from ragorder.eval.data.corpora import Corpus
@@ -76,7 +77,8 @@ class WorkflowsLive(Experiment):
         rate = shared["rate"]
         advance()
         at_s = [arrival.at_s for arrival in poisson_arrivals(rate, job.requests, job.seed)]
-        for policy in _in_turn(job):
+        # Another policy is first with each seed: a machine's speed drifts within one.
+        for policy in rotated(job.policies, job.seed):
             load = load_average()
             found = serve(policy, at_s)
             facts = found["facts"] | shared
@@ -128,9 +130,3 @@ class WorkflowsLive(Experiment):
         if server.pid is not None and not torch.cuda.is_available():
             bind_server(server.pid)
         return LiveVLLM(server, shape.vocabulary)
-
-
-def _in_turn(job: Job) -> Sequence[str]:
-    """Another policy is first with each seed: a machine's speed drifts within one."""
-    first = job.seed % len(job.policies)
-    return job.policies[first:] + job.policies[:first]

@@ -1,0 +1,1 @@
+"""Where documents stand in a prompt, and what stands in front of each."""
