@@ -27,7 +27,9 @@ def request(*numbers: int) -> TraceRequest:
 
 
 def common(first: list[int], second: list[int]) -> int:
-    return next((place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))
+    return next(
+        (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first)
+    )
 
 
 class TestPrompts:

@@ -200,7 +200,9 @@ def page(every: Sequence[Claim]) -> str:
     rows = [_row(each) for each in every]
     held = [f"| {each.claim} ({_pages(each.pages)}) | {each.figure} | `{each.test}` |" for each in bounds()]
     left = [f"| {each['claim']} | {each['figure']} | {each['command']} |" for each in unchecked()]
-    return "\n".join([intro, *_HEAD, *rows, "", _TESTED, *_HELD, *held, "", *([rest, *_LEFT, *left, ""] if left else [])])
+    return "\n".join(
+        [intro, *_HEAD, *rows, "", _TESTED, *_HELD, *held, "", *([rest, *_LEFT, *left, ""] if left else [])]
+    )
 
 
 _INTRO = """# Claims
