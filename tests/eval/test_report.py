@@ -728,6 +728,11 @@ class TestWhatIsCommitted:
                     "all-three",
                     "hedra-live",
                     "proxy-throughput",
+                    "proxy-load",
+                    "fusion-deviation",
+                    "embedded-prefill",
+                    "hedra-pieces",
+                    "scheduling",
                 )
             ]
             * 3

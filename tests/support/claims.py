@@ -25,7 +25,7 @@ import click
 if TYPE_CHECKING:
     from ragorder.eval.report.tables import Table
 
-__all__ = ["CLAIMS", "Bound", "Claim", "bounds", "claims", "numbers", "page", "problems", "unchecked", "unproved"]
+__all__ = ["CLAIMS", "Bound", "Claim", "bounds", "claims", "numbers", "page", "problems", "unproved"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
@@ -37,7 +37,8 @@ _UNDECIDED = ("no difference", "not decided")
 @dataclass(frozen=True, slots=True)
 class Claim:
     """`figure` and `interval` as pages write them. `entries` are (row, column) of `table`, in the report on `suite`;
-    `where` are runs in a file of `ragorder bench --json`, instead. `note` is a part of what stands below the table."""
+    `where` are runs in a file of `ragorder bench --json`, instead, and `measure` a figure of theirs (a dot: within
+    another). `note` is a part of what stands below the table."""
 
     claim: str
     figure: str
@@ -49,6 +50,7 @@ class Claim:
     table: str = ""
     entries: tuple[tuple[str, str], ...] = ()
     where: tuple[Mapping[str, Any], ...] = ()
+    measure: str = "cached_ratio"
     note: str = ""
     divide: float = 1
     slow: bool = False
@@ -92,12 +94,6 @@ def unproved(bound: Bound) -> str | None:
 def claims() -> list[Claim]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]
     return [Claim(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
-
-
-def unchecked() -> list[dict[str, str]]:
-    """Claims whose raw data were not kept, with the command that measures them."""
-    found: list[dict[str, str]] = tomllib.loads(CLAIMS.read_text("utf-8")).get("unchecked", [])
-    return found
 
 
 def _frozen(value: Any) -> Any:
@@ -191,18 +187,22 @@ def _share(claim: Claim, where: Mapping[str, Any]) -> str:
     found = [run for run in runs if all(run[name] == value for name, value in {"max_wait": None, **where}.items())]
     if not found:
         return f"? {claim.claim}: {claim.data} has no run {dict(where)}"
-    return str(100 * sum(run["cached_ratio"] for run in found) / len(found))
+    shares = 100 if claim.measure.endswith("ratio") else 1
+    return str(shares * sum(_figure(run, claim.measure) for run in found) / len(found))
+
+
+def _figure(run: Mapping[str, Any], measure: str) -> float:
+    found: Any = run
+    for name in measure.split("."):
+        found = found[name]
+    return float(found)
 
 
 def page(every: Sequence[Claim]) -> str:
     """docs/claims.md."""
-    intro, rest = _INTRO.format(count=len(every)), _REST
     rows = [_row(each) for each in every]
     held = [f"| {each.claim} ({_pages(each.pages)}) | {each.figure} | `{each.test}` |" for each in bounds()]
-    left = [f"| {each['claim']} | {each['figure']} | {each['command']} |" for each in unchecked()]
-    return "\n".join(
-        [intro, *_HEAD, *rows, "", _TESTED, *_HELD, *held, "", *([rest, *_LEFT, *left, ""] if left else [])]
-    )
+    return "\n".join([_INTRO.format(count=len(every)), *_HEAD, *rows, "", _TESTED, *_HELD, *held, ""])
 
 
 _INTRO = """# Claims
@@ -221,12 +221,6 @@ _TESTED = """## Held by tests
 Bounds that a test asserts on every run.
 """
 _HELD = ("| claim | bound | test |", "|---|---|---|")
-_REST = """## Not checkable here
-
-Figures of these pages whose raw results were not kept, or depend on the machine at that hour. Each can be measured
-again, none can be checked from the repository, and none stands in the README.
-"""
-_LEFT = ("| claim | figure | command |", "|---|---|---|")
 
 
 def _row(claim: Claim) -> str:

@@ -19,7 +19,7 @@ def make_part(suite: Suite, results: Results) -> Part:
 
 def _table(groups: list[RecordGroup[WavefrontRecord]]) -> Table:
     headings = ["requests in flight", "transformations", "ms a piece", "least", "most", "speculative", "cycles a piece"]
-    table = Table("Processor time of scheduling", headings)
+    table = Table("Processor time of scheduling", headings, labels=2)
     for group in groups:
         for line in group.runs():
             facts, times = line.facts, line.rows["ms"]
