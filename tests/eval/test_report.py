@@ -732,6 +732,8 @@ class TestWhatIsCommitted:
                     "fusion-deviation",
                     "embedded-prefill",
                     "hedra-pieces",
+                    "hedra-locality",
+                    "hedra-index",
                     "scheduling",
                 )
             ]
