@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -267,21 +268,33 @@ class TestTwoEngines:
         self, deploy: Callable[[Any], str], engines: EmbeddedEngines
     ) -> None:
         """0.95 of it."""
-        assert self.cached(deploy, engines, **engines.mirrored()) >= 0.95 * self.alone(engines, caches=2)
+        found, _ = self.served(deploy, engines, **engines.mirrored())
+        assert found >= 0.95 * self.alone(engines, caches=2)
 
     @pytest.mark.slow
-    def test_find_by_topic_what_one_of_them_would_with_all_requests(
+    def test_find_by_topic_as_much_where_the_topics_are_dealt_evenly(
         self, deploy: Callable[[Any], str], engines: EmbeddedEngines
     ) -> None:
-        """Ray's ring deals twelve topics by the replicas' names, which are new each time: one may get most of them."""
-        assert self.cached(deploy, engines) >= self.alone(engines, caches=1)
+        """0.8 of it. Ray's ring deals topics by the replicas' names, which are new each time; where one gets most
+        requests, both find no less than one engine with all of them."""
+        one, both = (self.alone(engines, caches) for caches in (1, 2))
+        for _ in range(8):
+            found, least = self.served(deploy, engines)
+            assert found >= one
+            if least >= engines.requests / 3:
+                break
+        else:
+            pytest.fail("in none of eight deployments did both replicas get a third of the requests")
+        assert found >= 0.8 * both
 
-    def cached(self, deploy: Callable[[Any], str], engines: EmbeddedEngines, **options: Any) -> int:
+    def served(self, deploy: Callable[[Any], str], engines: EmbeddedEngines, **options: Any) -> tuple[int, int]:
+        """Cached tokens, and the requests of the replica that got fewer."""
         url = deploy(make_application(engines.engine(), replicas=SMALL, ingress=FRONT, **options))
         with httpx2.Client(trust_env=False, timeout=120, verify=CERTIFICATES) as client:
             answers = [client.post(url + CHAT, json=body) for body in engines.bodies]
-        assert len({replica_of(answer) for answer in answers}) == 2
-        return sum(map(cached_tokens, answers))
+        requests = Counter(map(replica_of, answers))
+        assert len(requests) == 2
+        return sum(map(cached_tokens, answers)), min(requests.values())
 
     def alone(self, engines: EmbeddedEngines, caches: int) -> int:
         found = asyncio.run(alone(engines.engine(caches=caches), engines.bodies))

@@ -65,10 +65,11 @@ class TestPrompts:
         # The number of the third place is the same, too.
         assert common(first, second) == tokens + 4 * (place == "numbered by place")
 
-    def test_a_place_that_there_is_not_is_refused(self) -> None:
-        done = CliRunner().invoke(evaluate, ["run", "placement", "-o", "x", "--set", "documents=nowhere"])
+    @pytest.mark.parametrize(("wrong", "known"), [("documents=nowhere", "in front"), ("workload=mix9", "mix8")])
+    def test_a_place_or_a_workload_that_there_is_not_is_refused(self, wrong: str, known: str, tmp_path: Path) -> None:
+        done = CliRunner().invoke(evaluate, ["run", "placement", "-o", str(tmp_path), "--set", wrong])
         assert done.exit_code == 2
-        assert "in front" in done.output
+        assert known in done.output
 
 
 def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(tmp_path: Path) -> None:

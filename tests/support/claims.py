@@ -62,7 +62,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a test asserts on every run: `asserts` is a part of its source with the number of `figure`."""
+    """What a test asserts: `asserts` is a part of its source with the number of `figure`."""
 
     claim: str
     figure: str
@@ -212,13 +212,14 @@ command that measures them again, and the interval. `PYTHONPATH=tests python -m 
 anew from the committed results and names those that differ; `make test` does the same, and holds every number of the
 README to this table. The source is `claims.toml`; `python -m support.claims --write` renders it.
 
-Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds: they speak of traces like
-these on this machine. *Not decided*, or *no difference*: the interval has zero in it.
+Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds, or over seeds where the page
+says so: they speak of traces like these on this machine. *Not decided*, or *no difference*: the interval has zero in
+it, or 1 where one figure is divided by another.
 """
 _HEAD = ("| claim | figure | interval | raw results | command |", "|---|---|---|---|---|")
 _TESTED = """## Held by tests
 
-Bounds that a test asserts on every run.
+Bounds that a test asserts, in `make test` or, if it is slow, in `make test-all`.
 """
 _HELD = ("| claim | bound | test |", "|---|---|---|")
 

@@ -1,1 +1,1 @@
-"""Where documents stand in a prompt, and what stands in front of each."""
+"""Cached tokens by the place of documents in a prompt, and by what each has in front of it."""

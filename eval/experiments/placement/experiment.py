@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from ragorder.eval.data.trace import trace_of_workload
-from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.experiments.placement.prompts import PLACES, PlacedPrompts
 from ragorder.eval.running.cells import SuiteCell, one_of
@@ -27,7 +27,7 @@ class PlacementCell(SuiteCell):
     """`documents`: where they stand, or what stands in front of each."""
 
     documents: Annotated[str, one_of("place", PLACES)] = "in front"
-    workload: str = "paper-shuf"
+    workload: Annotated[str, one_of("workload", WORKLOADS)] = "paper-shuf"
     capacity_tokens: int = Field(100_000, ge=1)
     block_size: int = Field(16, ge=1)
 
