@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["Rule", "attend", "attend_with_weight", "product"]
+
+
+_ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's, which takes masks at any address and then reads them in whole words: an error that ends the process."""
+
+_MASK_ALIGNMENT = 8
+"""Numbers: the rows of a mask on a GPU begin at multiples of as many, or torch copies it for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, 
 def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
     """(batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
     if rule.softcap is None:
-        found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
-        return found
+        how = {"attn_mask": mask, "is_causal": causal, "scale": rule.scale}
+        if not q.is_cuda:
+            found: Tensor = scaled_dot_product_attention(q, k, v, **how)
+            return found
+        how["attn_mask"] = None if mask is None else _aligned(mask)
+        with sdpa_kernel(_ON_GPU):
+            return scaled_dot_product_attention(q, k, v, **how)
     scores = _scores(q.float(), k.float(), rule)
     if mask is not None:
         scores += mask
@@ -65,6 +78,12 @@ def attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rul
     weight = top + total.log()
     weight = weight.view(heads, new).T
     return found.reshape(new, heads, head_dim).to(q.dtype), weight
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
+    return padded[..., :width].copy_(mask)
 
 
 def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:

@@ -15,7 +15,15 @@ from ragorder.kernels.attention.batch import PackedBatch
 from ragorder.kernels.attention.kernel import attend, merge
 from ragorder.kernels.attention.ranges import Ranges
 from ragorder.kernels.attention.sparse_kernel import attend_at
-from ragorder.kernels.attention.table import Tile, architecture, choose_splits, choose_tile, halves
+from ragorder.kernels.attention.table import (
+    SCATTERED_ROWS,
+    Tile,
+    architecture,
+    choose_splits,
+    choose_tile,
+    count_programs,
+    halves,
+)
 
 __all__ = ["INTERPRETED", "constants", "triton_attention", "triton_sparse_attention"]
 
@@ -51,7 +59,8 @@ def triton_attention(
     tiles = tokens * group // tile.rows + batch.requests
     if splits is None:
         keys = batch.longest_context + batch.longest_query
-        splits = choose_splits(tiles * kv_heads, keys if window is None else min(keys, window), multiprocessors)
+        programs = count_programs(tile, tokens, batch.requests, group, kv_heads)
+        splits = choose_splits(tile, programs, keys if window is None else min(keys, window), multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse, parts = _parts(out, splits)
     with _on(q.device):
@@ -93,10 +102,12 @@ def triton_sparse_attention(
     group = heads // kv_heads
     family, multiprocessors = _device(q.device)
     if tile is None:
-        tile = choose_tile(family, head_dim, q.element_size(), batch.longest_query * group)
+        rows = min(batch.longest_query * group, SCATTERED_ROWS)
+        tile = choose_tile(family, head_dim, q.element_size(), rows)
     tiles = tokens * group // tile.rows + batch.requests
     if splits is None:
-        splits = choose_splits(tiles * kv_heads, batch.longest_context, multiprocessors)
+        programs = count_programs(tile, tokens, batch.requests, group, kv_heads)
+        splits = choose_splits(tile, programs, batch.longest_context, multiprocessors)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     weight = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if lse else None
     weights, parts = _parts(out, splits)

@@ -10,10 +10,12 @@ __all__ = [
     "BLOCK_SIZES",
     "HEAD_DIMS",
     "ROWS",
+    "SCATTERED_ROWS",
     "Tile",
     "architecture",
     "choose_splits",
     "choose_tile",
+    "count_programs",
     "halves",
 ]
 
@@ -21,8 +23,11 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 BLOCK_SIZES = tuple(range(16, 129, 16))
 
-ROWS = (16, 32, 64, 128)
-"""Classes of the table, by the greatest number of rows."""
+ROWS = (16, 32, 64, 256, 512)
+"""Classes of the table, by the greatest number of rows; the last has all above, too."""
+
+SCATTERED_ROWS = 64
+"""The greatest class for rows at any positions: the fewer rows a tile has, the fewer of its keys need a mask."""
 
 MAX_SPLITS = 32
 
@@ -43,12 +48,16 @@ class Tile:
     stages: int
 
 
-# By family, head dim and bytes of a number: a tile for each class of ROWS.
-_TILES: dict[tuple[str, int, int], tuple[Tile, Tile, Tile, Tile]] = {
-    ("sm_90", 64, 2): (Tile(16, 128, 4, 4), Tile(32, 128, 4, 4), Tile(64, 128, 4, 3), Tile(128, 128, 8, 3)),
+# By family, head dim and bytes of a number: a tile for each class of ROWS, the last one for all further ones. Those of
+# sm_90 with head dims 64 and 128 were timed, on an H200: docs/kernels-h200.md.
+_TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
+    ("sm_90", 64, 2): (
+        *(Tile(16, 128, 4, 4), Tile(32, 128, 4, 4), Tile(64, 128, 4, 3)),
+        *(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3)),
+    ),
     ("sm_90", 80, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     ("sm_90", 96, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    ("sm_90", 128, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_90", 128, 2): (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     ("sm_90", 256, 2): (Tile(16, 32, 4, 4), Tile(32, 32, 4, 4), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
     ("sm_80", 64, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     ("sm_80", 80, 2): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
@@ -92,16 +101,23 @@ def halves(head_dim: int) -> tuple[int, int]:
     return main, head_dim - main
 
 
+def count_programs(tile: Tile, tokens: int, requests: int, group: int, kv_heads: int) -> int:
+    """Those with work, at least: of requests that are equal."""
+    return max(-(-tokens * group // tile.rows), requests) * kv_heads
+
+
 @lru_cache(maxsize=4096)
-def choose_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """Parts of the keys that keep all multiprocessors busy, as in FlashAttention: two of the `programs` fit on one."""
+def choose_splits(tile: Tile, programs: int, keys: int, multiprocessors: int) -> int:
+    """Parts of the keys that keep all multiprocessors busy, as in FlashAttention."""
+    # The registers of eight warps fill a multiprocessor.
+    room = multiprocessors * max(1, 8 // tile.warps)
     # The fewest splits that fill the last wave of programs within 15 % of the best; one with programs enough.
-    if programs >= 0.8 * multiprocessors:
+    if programs >= 0.8 * room:
         return 1
     most = min(MAX_SPLITS, keys // _MIN_SPLIT_TOKENS)
     if most <= 1:
         return 1
-    waves = [programs * splits / (2 * multiprocessors) for splits in range(1, most + 1)]
+    waves = [programs * splits / room for splits in range(1, most + 1)]
     filled = [wave / -(-wave // 1) for wave in waves]
     good = 0.85 * max(filled)
     return next(splits for splits, share in enumerate(filled, 1) if share >= good)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.attention import FAR_OFF, TOLERANCE, error, make_cache, paged
+from support.attention import FAR_OFF, TOLERANCE, batch_on, error, make_cache, moved, paged
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -31,11 +31,11 @@ from ragorder.kernels.attention import PackedBatch, dense, prefix_attention
 from ragorder.kernels.attention.table import (
     ARCHITECTURES,
     HEAD_DIMS,
-    ROWS,
     Tile,
     architecture,
     choose_splits,
     choose_tile,
+    count_programs,
     halves,
 )
 
@@ -135,6 +135,9 @@ class Inputs:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, self.key_cache, self.value_cache
+
+    def on(self, device: str) -> Inputs:
+        return Inputs(*(moved(tensor, device) for tensor in self.tensors), batch_on(self.batch, device))
 
 
 def inputs_of(case: Case) -> Inputs:
@@ -248,6 +251,30 @@ class TestTheKernel:
         given = inputs_of(Case())
         with pytest.raises(ValueError, match="needs a GPU"):
             prefix_attention(*given.tensors, given.batch, backend="triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class TestOnAGpu:
+    def test_the_kernel_is_as_exact_as_its_dtype(self, number: int) -> None:
+        case = CASES[number]
+        given = inputs_of(case)
+        found = attend_in_triton(case, given.on("cuda"))
+        assert error(found.cpu(), formula(case, given)) < TOLERANCE[case.dtype]
+
+    def test_so_is_torch(self, number: int) -> None:
+        case = CASES[number]
+        given = inputs_of(case)
+        found = attend_in_torch(case, given.on("cuda"))
+        assert error(found.cpu(), formula(case, given)) < TOLERANCE[case.dtype]
+
+    def test_the_kernel_sees_a_wrong_block(self) -> None:
+        given = inputs_of(Case())
+        found = attend_in_triton(Case(), wrong_block(given).on("cuda"))
+        assert error(found.cpu(), formula(Case(), given)) > FAR_OFF
+
+    def test_it_is_what_a_gpu_gets(self) -> None:
+        given = inputs_of(Case()).on("cuda")
+        assert torch.equal(prefix_attention(*given.tensors, given.batch), attend_in_triton(Case(), given))
 
 
 class TestTorch:
@@ -421,9 +448,9 @@ class TestTheTable:
     def test_has_a_tile_for_everything(self) -> None:
         for choice in every_choice():
             tile = choose_tile(*choice)
-            assert tile.rows in ROWS
+            assert tile.rows in (16, 32, 64, 128)
             assert tile.keys in (16, 32, 64, 128)
-            assert tile.rows <= max(16, 2 * choice[3])
+            assert tile.rows <= max(16, 4 * choice[3])
 
     def test_gives_hopper_tiles_that_its_matrix_instructions_can_use(self) -> None:
         assert all(choose_tile("sm_90", head_dim, 2, 64).rows >= 64 for head_dim in HEAD_DIMS)
@@ -439,18 +466,42 @@ class TestTheTable:
         assert [halves(head_dim) for head_dim in HEAD_DIMS] == [(64, 0), (64, 16), (64, 32), (128, 0), (256, 0)]
 
     @pytest.mark.parametrize(
-        ("programs", "keys", "splits"),
-        [(8, 16_384, 28), (8, 4096, 14), (64, 8192, 4), (106, 32_768, 1), (2000, 32_768, 1), (8, 300, 1)],
+        ("warps", "programs", "keys", "splits"),
+        [
+            (4, 8, 16_384, 28),
+            (4, 8, 4096, 14),
+            (4, 64, 8192, 4),
+            (4, 128, 32_768, 2),
+            (4, 212, 32_768, 1),
+            (8, 8, 16_384, 14),
+            (8, 64, 4096, 2),
+            (8, 106, 32_768, 1),
+            (8, 2000, 32_768, 1),
+            (8, 8, 300, 1),
+        ],
     )
-    def test_splits_keys_where_programs_are_few(self, programs: int, keys: int, splits: int) -> None:
-        assert choose_splits(programs, keys, multiprocessors=132) == splits
+    def test_splits_keys_where_programs_are_few(self, warps: int, programs: int, keys: int, splits: int) -> None:
+        assert choose_splits(Tile(64, 64, warps, 3), programs, keys, multiprocessors=132) == splits
 
-    def test_fills_the_device_or_goes_as_far_as_keys_allow(self) -> None:
-        for programs in range(1, 105):
+    @pytest.mark.parametrize("warps", [4, 8])
+    def test_fills_the_device_or_goes_as_far_as_keys_allow(self, warps: int) -> None:
+        room = 132 * 8 // warps
+
+        def busy(programs: int, splits: int) -> float:
+            return programs * splits / (room * math.ceil(programs * splits / room))
+
+        for programs in range(1, room):
             for keys in (512, 2048, 8192, 32_768):
-                splits = choose_splits(programs, keys, multiprocessors=132)
+                splits = choose_splits(Tile(64, 64, warps, 3), programs, keys, multiprocessors=132)
                 assert splits == 1 or keys / splits >= 256
-                assert programs * splits >= 0.8 * 132 or splits >= 0.8 * min(32, keys // 256)
+                best = max(busy(programs, each) for each in range(1, min(32, keys // 256) + 1))
+                assert busy(programs, splits) >= min(0.8, 0.85 * best)
+
+    def test_counts_programs_that_have_rows(self) -> None:
+        tile = Tile(64, 64, 4, 3)
+        assert count_programs(tile, tokens=64, requests=1, group=4, kv_heads=8) == 4 * 8
+        assert count_programs(tile, tokens=65, requests=1, group=4, kv_heads=8) == 5 * 8
+        assert count_programs(tile, tokens=8, requests=8, group=4, kv_heads=8) == 8 * 8
 
 
 @pytest.mark.slow

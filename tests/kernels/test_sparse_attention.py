@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from support.attention import FAR_OFF, TOLERANCE, error, make_cache, paged
+from support.attention import FAR_OFF, TOLERANCE, batch_on, error, make_cache, moved, paged
 from support.rings import grid
 
 torch = pytest.importorskip("torch")
@@ -117,6 +117,10 @@ class Inputs:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.key_cache, self.value_cache
+
+    def on(self, device: str) -> Inputs:
+        others = (None if each is None else each.to(device) for each in (self.positions, self.low, self.high))
+        return Inputs(*(moved(tensor, device) for tensor in self.tensors), batch_on(self.batch, device), *others)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -271,6 +275,31 @@ class TestTheKernel:
         pytest.importorskip("triton")
         with pytest.raises(ValueError, match="needs a GPU"):
             attend(Case(), inputs_of(Case()), "triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class TestOnAGpu:
+    def test_the_kernel_is_as_exact_as_its_dtype(self, number: int) -> None:
+        case = CASES[number]
+        given = inputs_of(case)
+        found = on_cpu(attend_in_triton(case, given.on("cuda")))
+        assert difference(found, formula(case, given)) < TOLERANCE[case.dtype]
+
+    def test_so_is_torch(self, number: int) -> None:
+        case = CASES[number]
+        given = inputs_of(case)
+        found = on_cpu(attend(case, given.on("cuda"), "torch"))
+        assert difference(found, formula(case, given)) < TOLERANCE[case.dtype]
+
+    def test_the_kernel_sees_a_wrong_block(self) -> None:
+        given = inputs_of(Case())
+        found = on_cpu(attend_in_triton(Case(), wrong_block(given).on("cuda")))
+        assert difference(found, formula(Case(), given)) > FAR_OFF
+
+
+def on_cpu(found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    out, weight = found
+    return out.cpu(), None if weight is None else weight.cpu()
 
 
 class TestTorch:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ragorder.kernels.attention import PackedBatch
 
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 FAR_OFF = 0.05
@@ -42,6 +45,21 @@ def make_cache(
             shape = 2, min(block_size, tokens - place * block_size), kv_heads, head_dim
             pool[block, 1, :, : shape[1]] = torch.randn(shape, generator=rng).to(dtype)
     return pool[:, 1, 0], pool[:, 1, 1], tables
+
+
+def moved(tensor: Tensor, device: str) -> Tensor:
+    """The tensor on the device, strided as it was, with all that lies between its numbers."""
+    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0).to(device)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def batch_on(batch: PackedBatch, device: str) -> PackedBatch:
+    return replace(
+        batch,
+        query_starts=batch.query_starts.to(device),
+        context_lengths=batch.context_lengths.to(device),
+        block_tables=batch.block_tables.to(device),
+    )
 
 
 def paged(cache: Tensor, table: Tensor, tokens: int) -> Tensor:

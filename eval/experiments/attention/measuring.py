@@ -13,7 +13,7 @@ from torch import Tensor
 from ragorder.eval.experiments.attention.cells import TOLERANCE
 from ragorder.eval.experiments.attention.contenders import CONTENDERS, Compute, MissingError
 from ragorder.eval.experiments.attention.shapes import AttentionProblem, AttentionShape, make_problem
-from ragorder.kernels.attention.table import architecture, choose_splits, choose_tile
+from ragorder.kernels.attention.table import SCATTERED_ROWS, architecture, choose_splits, choose_tile, count_programs
 
 __all__ = ["measure", "reference", "splits_of"]
 
@@ -46,10 +46,11 @@ def splits_of(shape: AttentionShape, device: torch.device) -> int:
     family = architecture(torch.cuda.get_device_capability(device))
     group = shape.heads // shape.kv_heads
     itemsize = 4 if shape.dtype == "fp32" else 2
-    tile = choose_tile(family, shape.head_dim, itemsize, shape.query * group)
-    programs = (shape.batch * shape.query * group // tile.rows + shape.batch) * shape.kv_heads
+    rows = shape.query * group
+    tile = choose_tile(family, shape.head_dim, itemsize, min(rows, SCATTERED_ROWS) if shape.scattered else rows)
+    programs = count_programs(tile, shape.batch * shape.query, shape.batch, group, shape.kv_heads)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return choose_splits(programs, shape.total, multiprocessors)
+    return choose_splits(tile, programs, shape.total, multiprocessors)
 
 
 def reference(problem: AttentionProblem) -> Tensor:
