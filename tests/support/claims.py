@@ -78,17 +78,23 @@ def bounds() -> list[Bound]:
 
 def unproved(bound: Bound) -> str | None:
     """What the test's source lacks."""
-    file, *names = bound.test.split("::")
-    nodes: list[Any] = [ast.parse((ROOT / file).read_text("utf-8"))]
-    for name in names:
-        nodes = [each for node in nodes for each in node.body if getattr(each, "name", None) == name]
-    if not nodes:
+    source = source_of(bound.test)
+    if source is None:
         return f"{bound.claim}: there is no {bound.test}"
-    if bound.asserts not in ast.unparse(nodes[0]):
+    if bound.asserts not in source:
         return f"{bound.claim}: {bound.test} does not assert {bound.asserts}"
     asserted = {number for value, _ in numbers(bound.asserts) for number in (value, round(100 * value, 9))}
     wrong = [value for value, _ in numbers(bound.figure) if value not in asserted]
     return f"{bound.claim}: {wrong} is not in {bound.asserts}" if wrong else None
+
+
+def source_of(test: str) -> str | None:
+    """That of `file::Class::name`, if it is there."""
+    file, *names = test.split("::")
+    nodes: list[Any] = [ast.parse((ROOT / file).read_text("utf-8"))]
+    for name in names:
+        nodes = [each for node in nodes for each in node.body if getattr(each, "name", None) == name]
+    return ast.unparse(nodes[0]) if nodes else None
 
 
 def claims() -> list[Claim]:
@@ -120,7 +126,7 @@ def problems(claim: Claim) -> list[str]:
     wrong = [
         f"{claim.claim}: {value:g} is none of: {text}"
         for value, decimals in numbers(claim.words)
-        if not any(_rounds(other / claim.divide, value, decimals) for other, _ in numbers(text))
+        if not any(rounds(other / claim.divide, value, decimals) for other, _ in numbers(text))
     ]
     if claim.note and not note:
         wrong.append(f"{claim.claim}: the table's note lacks: {claim.note}")
@@ -129,7 +135,7 @@ def problems(claim: Claim) -> list[str]:
     return wrong
 
 
-def _rounds(found: float, claimed: float, decimals: int) -> bool:
+def rounds(found: float, claimed: float, decimals: int) -> bool:
     return abs(found - claimed) <= 0.5 * 10.0**-decimals + 1e-9
 
 
