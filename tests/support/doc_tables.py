@@ -10,21 +10,23 @@ import json
 import lzma
 import re
 import tomllib
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
-from support.claims import CLAIMS, ROOT, numbers, rounds, source_of
+from support.claims import CLAIMS, ROOT, numbers, source_of
 
-__all__ = ["DocTable", "Source", "declared", "doc_tables", "measured", "numberless", "sources", "wrong_rows"]
+__all__ = ["DocTable", "Source", "declared", "doc_tables", "numberless", "sources", "wrong_numbers"]
 
 DOCS = ROOT / "docs"
-# A row or a column of one table; one table; all tables of a report with this header; all tables of all the data.
-WITHIN = ("line", "table", "alike", "data")
+# What must stand together, and where. In a row or a column of the data: each row of the page; the numbers at one place of
+# a row's cells; those of a column's cells. Each row: in one table, in tables with one header, in any.
+WITHIN = ("line", "across", "down", "table", "alike", "data")
 
 _RULE = re.compile(r"\s*\|(?:\s*:?-+:?\s*\|)+\s*")
 _NOT_OURS = re.compile(r"`[^`]*`|!?\[[^]]*\]\([^)]*\)|\(paper[^)]*\)")
@@ -53,9 +55,25 @@ class DocTable:
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """A number of a page: its decimals, what its unit divides the data's by, its column and its place in the cell."""
+
+    value: float
+    decimals: int
+    divide: float
+    at: tuple[int, int]
+
+    def stands(self, pool: Sequence[float]) -> bool:
+        """In sorted numbers, rounded."""
+        half = 0.5 * 10.0**-self.decimals + 1e-9
+        at = bisect_left(pool, (self.value - half) * self.divide)
+        return at < len(pool) and pool[at] <= (self.value + half) * self.divide
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where a table's numbers come from. `data`, below docs/: folders of results, packed benchmarks, printed texts.
-    `besides` are columns that are not ours to prove, `divide` what the page's units divide the data's by."""
+    `besides` are columns that the data do not have, such as a paper's; `divide` is by what a column's unit divides the data."""
 
     page: str
     heading: str
@@ -64,7 +82,7 @@ class Source:
     test: str = ""
     why: str = ""
     besides: tuple[str, ...] = ()
-    divide: tuple[float, ...] = (1,)
+    divide: Mapping[str, float] = field(default_factory=dict)
     within: str = "line"
 
 
@@ -87,16 +105,21 @@ def _cells(line: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in re.split(r"(?<!\\)\|", line.strip())[1:-1])
 
 
-def measured(table: DocTable, row: Sequence[str], besides: Sequence[str] = ()) -> list[tuple[float, int]]:
+def measured(table: DocTable, row: Sequence[str], entry: Source | None = None) -> list[Said]:
     """Numbers of the row that are the page's own: not its label, code, a link, or what a paper has."""
-    cells = [cell for heading, cell in list(zip(table.headings, row, strict=False))[1:] if heading not in besides]
-    return [number for cell in cells for number in numbers(_NOT_OURS.sub(" ", cell))]
+    besides, divide = (entry.besides, entry.divide) if entry else ((), {})
+    return [
+        Said(value, decimals, divide.get(heading, 1), (column, place))
+        for column, (heading, cell) in enumerate(zip(table.headings, row, strict=False))
+        if column and heading not in besides
+        for place, (value, decimals) in enumerate(numbers(_NOT_OURS.sub(" ", cell)))
+    ]
 
 
 def numberless(table: DocTable) -> bool:
     """Whether nothing of it is more than a count on one hand or two."""
     every = [number for row in table.rows for number in measured(table, row)]
-    return all(not decimals and abs(value) < 10 for value, decimals in every)
+    return all(not each.decimals and abs(each.value) < 10 for each in every)
 
 
 def declared(tables: Sequence[DocTable], entries: Sequence[Source]) -> tuple[dict[DocTable, Source], list[str]]:
@@ -118,39 +141,51 @@ def declared(tables: Sequence[DocTable], entries: Sequence[Source]) -> tuple[dic
     return pairs, wrong
 
 
-def wrong_rows(table: DocTable, entry: Source) -> list[str]:
-    """Rows with a number that the data do not have where the others are."""
+def wrong_numbers(table: DocTable, entry: Source) -> list[str]:
+    """Those that the data do not have where the others are."""
     pools = [pool for each in entry.data for pool in _pools(each, entry.within)]
     if entry.within == "data":
-        pools = [[value for pool in pools for value in pool]]
+        pools = [sorted(value for pool in pools for value in pool)]
     wrong = []
-    for row in table.rows:
-        said = measured(table, row, entry.besides)
-        lacking = min((_lacking(said, pool, entry.divide) for pool in pools), key=len)
+    for label, together in _together(table, entry).items():
+        lacking = min((_lacking(together, pool) for pool in pools), key=len)
         if lacking:
-            wrong.append(f"{table.page}: {' | '.join(row)}: {', '.join(f'{each:g}' for each in lacking)}")
+            wrong.append(f"{table.page}: {table.head[:60]}: {label}: {', '.join(f'{each:g}' for each in lacking)}")
     return wrong
 
 
-def _lacking(said: Sequence[tuple[float, int]], pool: Sequence[float], divide: Sequence[float]) -> list[float]:
-    return [
-        value
-        for value, decimals in said
-        if not any(rounds(each / by, value, decimals) for by in divide for each in pool)
-    ]
+def _together(table: DocTable, entry: Source) -> dict[str, list[Said]]:
+    """Numbers that must stand together, by where they are on the page."""
+    found: dict[str, list[Said]] = defaultdict(list)
+    for at, row in enumerate(table.rows):
+        for said in measured(table, row, entry):
+            column, place = said.at
+            labels = {"down": f"{table.headings[column]} {said.at}", "across": f"{row[0]} {at, place}"}
+            found[labels.get(entry.within, f"{row[0]} {at}")].append(said)
+    return found
+
+
+def _lacking(together: Sequence[Said], pool: Sequence[float]) -> list[float]:
+    return [said.value for said in together if not said.stands(pool)]
 
 
 @cache
-def _pools(data: str, within: str) -> Sequence[Sequence[float]]:
-    """Numbers that may prove a row together."""
-    tables = [table for _, table in _committed(DOCS / data)]
-    if within == "line":
-        turned = [zip_longest(*table, fillvalue=()) for table in tables]
-        return [[number for cell in line for number in cell] for table in (*tables, *turned) for line in table]
-    alike: dict[str, list[float]] = defaultdict(list)
-    for at, (head, table) in enumerate(_committed(DOCS / data)):
-        alike[head if within == "alike" else str(at)] += [number for line in table for cell in line for number in cell]
-    return list(alike.values())
+def _pools(data: str, within: str) -> list[list[float]]:
+    """Numbers that may prove others together, in their order."""
+    tables = _committed(DOCS / data)
+    if within in ("line", "down", "across"):
+        alike: dict[str, list[Cells]] = defaultdict(list)
+        for head, table in tables:
+            alike[head].append(table)
+        # A suite has a table for each cell: the same figure stands in the same column of each.
+        joined = [[line for table in each for line in table] for each in alike.values()]
+        turned = [zip_longest(*table, fillvalue=()) for table in (*(table for _, table in tables), *joined)]
+        lines = (line for table in (*(table for _, table in tables), *turned) for line in table)
+        return [sorted(number for cell in line for number in cell) for line in lines]
+    pools: dict[str, list[float]] = defaultdict(list)
+    for at, (head, table) in enumerate(tables):
+        pools[head if within == "alike" else str(at)] += [number for line in table for cell in line for number in cell]
+    return [sorted(pool) for pool in pools.values()]
 
 
 def _committed(place: Path) -> list[tuple[str, Cells]]:
@@ -174,8 +209,8 @@ def _benched(place: Path) -> list[tuple[str, Cells]]:
         runs = [run for line in lines for run in json.loads(line)["runs"]]
     tables = []
     for figure, scale in _FIGURES.items():
-        cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        cells: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for run in runs:
-            cells[str([run.get(name) for name in _GRID])][run["policy"]].append(scale * run[figure])
-        tables.append((figure, [[[fmean(each)] for each in row.values()] for row in cells.values()]))
+            cells[str([run.get(name) for name in _GRID])][run["policy"]][run["seed"]] = scale * run[figure]
+        tables.append((figure, [[[fmean(each.values())] for each in row.values()] for row in cells.values()]))
     return tables
