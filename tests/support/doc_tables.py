@@ -38,9 +38,10 @@ Cells = Sequence[Sequence[Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class DocTable:
-    """A table of the page, `head` its first line, cells without their bars."""
+    """A table of the page, below the heading `title`, `head` its first line, cells without their bars."""
 
     page: str
+    title: str
     head: str
     rows: tuple[tuple[str, ...], ...]
 
@@ -73,7 +74,8 @@ class Said:
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a table's numbers come from. `data`, below docs/: folders of results, packed benchmarks, printed texts.
-    `besides` are columns that the data do not have, such as a paper's; `divide` is by what a column's unit divides the data."""
+    `besides` are columns that the data do not have, such as a paper's; `divide` is by what a column's unit divides the data,
+    `tables` titles of a report's: the others are left out."""
 
     page: str
     heading: str
@@ -84,6 +86,7 @@ class Source:
     besides: tuple[str, ...] = ()
     divide: Mapping[str, float] = field(default_factory=dict)
     within: str = "line"
+    tables: tuple[str, ...] = ()
 
 
 def sources() -> list[Source]:
@@ -93,11 +96,12 @@ def sources() -> list[Source]:
 
 def doc_tables(text: str, page: str) -> list[DocTable]:
     lines = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL).splitlines()
-    found = []
+    found, title = [], ""
     for at, line in enumerate(lines[1:], 1):
+        title = line.lstrip("# ") if line.startswith("#") else title
         if _RULE.fullmatch(line) and lines[at - 1].lstrip().startswith("|"):
             end = next((each for each in range(at, len(lines)) if not lines[each].lstrip().startswith("|")), len(lines))
-            found.append(DocTable(page, lines[at - 1].strip(), tuple(map(_cells, lines[at + 1 : end]))))
+            found.append(DocTable(page, title, lines[at - 1].strip(), tuple(map(_cells, lines[at + 1 : end]))))
     return found
 
 
@@ -143,7 +147,7 @@ def declared(tables: Sequence[DocTable], entries: Sequence[Source]) -> tuple[dic
 
 def wrong_numbers(table: DocTable, entry: Source) -> list[str]:
     """Those that the data do not have where the others are."""
-    pools = [pool for each in entry.data for pool in _pools(each, entry.within)]
+    pools = [pool for each in entry.data for pool in _pools(each, entry.within, entry.tables)]
     if entry.within == "data":
         pools = [sorted(value for pool in pools for value in pool)]
     wrong = []
@@ -170,9 +174,9 @@ def _lacking(together: Sequence[Said], pool: Sequence[float]) -> list[float]:
 
 
 @cache
-def _pools(data: str, within: str) -> list[list[float]]:
+def _pools(data: str, within: str, titles: tuple[str, ...] = ()) -> list[list[float]]:
     """Numbers that may prove others together, in their order."""
-    tables = _committed(DOCS / data)
+    tables = [(head, table) for title, head, table in _committed(data) if title in titles or not titles]
     if within in ("line", "down", "across"):
         alike: dict[str, list[Cells]] = defaultdict(list)
         for head, table in tables:
@@ -188,22 +192,24 @@ def _pools(data: str, within: str) -> list[list[float]]:
     return [sorted(pool) for pool in pools.values()]
 
 
-def _committed(place: Path) -> list[tuple[str, Cells]]:
-    """Header and numbers of its tables."""
+@cache
+def _committed(data: str) -> list[tuple[str, str, Cells]]:
+    """Title, header and numbers of each table."""
+    place = DOCS / data
     if place.is_dir():
-        found = doc_tables((place / "report.md").read_text("utf-8").replace("\u00a0", " "), place.name)
+        found = doc_tables((place / "report.md").read_text("utf-8").replace("\u00a0", " "), data)
         of_results = [each for each in found if not each.head.startswith("| session |")]
-        return [(each.head, [[_values(cell) for cell in row[1:]] for row in each.rows]) for each in of_results]
+        return [(each.title, each.head, [[_values(cell) for cell in row[1:]] for row in each.rows]) for each in of_results]
     if place.suffix == ".xz":
         return _benched(place)
-    return [("", [[_values(line)] for line in place.read_text("utf-8").splitlines()])]
+    return [("", "", [[_values(line)] for line in place.read_text("utf-8").splitlines()])]
 
 
 def _values(text: str) -> list[float]:
     return [value for value, _ in numbers(text)]
 
 
-def _benched(place: Path) -> list[tuple[str, Cells]]:
+def _benched(place: Path) -> list[tuple[str, str, Cells]]:
     """A table for each figure: what was asked down, policies across, the mean over seeds in each cell."""
     with lzma.open(place, "rt", encoding="utf-8") as lines:
         runs = [run for line in lines for run in json.loads(line)["runs"]]
@@ -212,5 +218,5 @@ def _benched(place: Path) -> list[tuple[str, Cells]]:
         cells: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for run in runs:
             cells[str([run.get(name) for name in _GRID])][run["policy"]][run["seed"]] = scale * run[figure]
-        tables.append((figure, [[[fmean(each.values())] for each in row.values()] for row in cells.values()]))
+        tables.append((figure, "", [[[fmean(each.values())] for each in row.values()] for row in cells.values()]))
     return tables
