@@ -206,9 +206,12 @@ def _figure(run: Mapping[str, Any], measure: str) -> float:
 
 def page(every: Sequence[Claim]) -> str:
     """docs/claims.md."""
+    from support.doc_tables import section, sources  # which reads with this module
+
     rows = [_row(each) for each in every]
     held = [f"| {each.claim} ({_pages(each.pages)}) | {each.figure} | `{each.test}` |" for each in bounds()]
-    return "\n".join([_INTRO.format(count=len(every)), *_HEAD, *rows, "", _TESTED, *_HELD, *held, ""])
+    tables = section(sources())
+    return "\n".join([_INTRO.format(count=len(every)), *_HEAD, *rows, "", _TESTED, *_HELD, *held, "", *tables, ""])
 
 
 _INTRO = """# Claims
@@ -242,13 +245,16 @@ def _pages(names: Sequence[str]) -> str:
 
 
 def main(write: bool) -> int:
+    from support.doc_tables import sources, table_problems
+
     every = claims()
     if write:
         (ROOT / "docs" / "claims.md").write_text(page(every), "utf-8")
         return 0
     found = [problem for claim in every for problem in problems(claim)]
-    found += filter(None, map(unproved, bounds()))
-    click.echo("\n".join([*found, f"{len(every)} claims, {len(bounds())} bounds, {len(found)} problems"]))
+    found += [*filter(None, map(unproved, bounds())), *table_problems()]
+    counts = f"{len(every)} claims, {len(bounds())} bounds, {len(sources())} tables, {len(found)} problems"
+    click.echo("\n".join([*found, counts]))
     return min(1, len(found))
 
 

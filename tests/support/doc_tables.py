@@ -1,7 +1,7 @@
 """Tables of docs/*.md, held to committed data by the [[table]] entries of docs/claims.toml.
 
-Numbers of a page's row must all stand in one line of what is committed: a row or a column of one table of a report, of
-a packed `ragorder bench --json`, or of a printed text. A table without measurements is declared with the reason.
+Numbers of a page's row must stand together in what is committed: a table of a report, of a packed `ragorder bench
+--json`, or a printed text. A table without measurements, or without data, is declared with the reason.
 """
 
 from __future__ import annotations
@@ -21,11 +21,22 @@ from statistics import fmean
 
 from support.claims import CLAIMS, ROOT, numbers, source_of
 
-__all__ = ["DocTable", "Source", "declared", "doc_tables", "numberless", "sources", "wrong_numbers"]
+__all__ = [
+    "DocTable",
+    "Source",
+    "declared",
+    "doc_tables",
+    "every_table",
+    "numberless",
+    "section",
+    "sources",
+    "table_problems",
+    "wrong_numbers",
+]
 
 DOCS = ROOT / "docs"
-# What must stand together, and where. In a row or a column of the data: each row of the page; the numbers at one place of
-# a row's cells; those of a column's cells. Each row: in one table, in tables with one header, in any.
+# What must stand together. In a row or a column of the data: a row of the page, the numbers at one place of its cells,
+# those of a column's cells. A row anywhere in one table, in tables with one header, in any.
 WITHIN = ("line", "across", "down", "table", "alike", "data")
 
 _RULE = re.compile(r"\s*\|(?:\s*:?-+:?\s*\|)+\s*")
@@ -73,9 +84,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a table's numbers come from. `data`, below docs/: folders of results, packed benchmarks, printed texts.
-    `besides` are columns that the data do not have, such as a paper's; `divide` is by what a column's unit divides the data,
-    `tables` titles of a report's: the others are left out."""
+    """Where a table's numbers come from. `heading` is the beginning of its header, and of its first row behind that.
+    `data`, below docs/: folders of results, packed benchmarks, printed texts. `besides` are columns that the data do
+    not have, such as a paper's; `divide` is by what a column's unit divides the data; `tables` are titles of those of a
+    report that count."""
 
     page: str
     heading: str
@@ -135,14 +147,51 @@ def declared(tables: Sequence[DocTable], entries: Sequence[Source]) -> tuple[dic
             wrong.append(f"{entry.page}: {len(found)} tables begin with {entry.heading!r}")
         wrong += [f"{entry.page}: {entry.heading!r} is declared twice" for each in found if each in pairs]
         pairs |= dict.fromkeys(found, entry)
-        if (bool(entry.data) + bool(entry.why) + bool(entry.test)) != 1 or bool(entry.data) != bool(entry.command):
-            wrong.append(f"{entry.page}: {entry.heading!r} needs data and a command, or a test, or a reason")
+        if bool(entry.data or entry.test) == bool(entry.why) or bool(entry.data) != bool(entry.command):
+            wrong.append(f"{entry.page}: {entry.heading!r} needs data and a command, or a test, or else a reason")
         if entry.within not in WITHIN:
             wrong.append(f"{entry.page}: {entry.heading!r} is within {entry.within!r}, which is none of {WITHIN}")
         if entry.test and source_of(entry.test) is None:
             wrong.append(f"{entry.page}: {entry.heading!r}: there is no {entry.test}")
     wrong += [f"{each.page}: {each.head!r} is not declared" for each in tables if each not in pairs]
     return pairs, wrong
+
+
+def every_table() -> list[DocTable]:
+    """Those with numbers, but for what this file renders, and for reports."""
+    pages = [path for path in sorted(DOCS.glob("*.md")) if path.name != "claims.md"]
+    found = [each for path in pages for each in doc_tables(path.read_text("utf-8"), path.name)]
+    return [each for each in found if not numberless(each)]
+
+
+def table_problems() -> list[str]:
+    pairs, wrong = declared(every_table(), sources())
+    return wrong + [each for table, entry in pairs.items() if entry.data for each in wrong_numbers(table, entry)]
+
+
+def section(entries: Sequence[Source]) -> list[str]:
+    """Lines of docs/claims.md."""
+    return [*_INTRO.splitlines(), *map(_row, entries)]
+
+
+_INTRO = """## Tables
+
+Each table of these pages with numbers. Those of a row, or those at one place of a column's cells, stand together in a
+line or a table of the report; `make test` compares them. *no raw data*: the numbers are those that the command printed
+once; its results were not kept.
+
+| page | table | raw results, or why there are none | command |
+|---|---|---|---|"""
+
+
+def _row(entry: Source) -> str:
+    links = [f"[{each.removeprefix('results/')}]({each}/report.md)" for each in entry.data if (DOCS / each).is_dir()]
+    files = [f"`{each}`" for each in entry.data if not (DOCS / each).is_dir()]
+    tests = [f"`{entry.test}`"] if entry.test else []
+    where = entry.why or ", ".join([*links, *files, *tests])
+    label = ", ".join(filter(None, map(str.strip, entry.heading.split("|"))))
+    command = f"`{entry.command}`" if entry.command else "–"
+    return f"| [{entry.page.removesuffix('.md')}]({entry.page}) | {label} | {where} | {command} |"
 
 
 def wrong_numbers(table: DocTable, entry: Source) -> list[str]:
@@ -198,8 +247,11 @@ def _committed(data: str) -> list[tuple[str, str, Cells]]:
     place = DOCS / data
     if place.is_dir():
         found = doc_tables((place / "report.md").read_text("utf-8").replace("\u00a0", " "), data)
-        of_results = [each for each in found if not each.head.startswith("| session |")]
-        return [(each.title, each.head, [[_values(cell) for cell in row[1:]] for row in each.rows]) for each in of_results]
+        return [
+            (each.title, each.head, [[_values(cell) for cell in row[1:]] for row in each.rows])
+            for each in found
+            if not each.head.startswith("| session |")
+        ]
     if place.suffix == ".xz":
         return _benched(place)
     return [("", "", [[_values(line)] for line in place.read_text("utf-8").splitlines()])]
