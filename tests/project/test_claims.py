@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from support.claims import CLAIMS, Bound, Claim, bounds, claims, numbers, page, problems, rounds, unproved
@@ -111,6 +111,31 @@ class TestTables:
         mixed = "| trace | popularity | learnt |\n|---|---|---|\n| mix8 | 43.7 | 51.5 |\n"
         (table,) = doc_tables(mixed, "order.md")
         assert len(wrong_numbers(table, entry)) == 1
+
+    def test_ranges_of_workflows_are_those_of_the_report(self) -> None:
+        """Least and most of 105 quotients of means, which stand in the report one by one."""
+        under_load = text_of("results/hedra/report.md").split("\n## Workflows under load")[1].split("\n## ")[0]
+        quotients: dict[str, list[float]] = defaultdict(list)
+        for table in doc_tables(under_load.replace("\u00a0", " "), "hedra"):
+            if table.title.startswith("Mean latency, s:"):
+                ms = {name: [numbers(cell)[0][0] for cell in cells] for name, *cells in table.rows}
+                for name, means in ms.items():
+                    quotients[name] += [mean / ours for mean, ours in zip(means, ms["ours"], strict=True)]
+        (table,) = (
+            each for each in every_table() if each.page == "workflows.md" and each.headings == ("", "ours", "paper")
+        )
+        policies = [
+            ["whole searches batched (FlashRAG)"],
+            ["batches stage by stage (LangChain)"],
+            ["Algorithm 2 alone (RAGCache)", "local cache alone (RaLMSpec)"],
+            ["whole searches batched, dealt to all cores"],
+        ]
+        for (_, ours, _), names in zip(table.rows[:4], policies, strict=True):
+            found = [value for name in names for value in (min(quotients[name]), max(quotients[name]))]
+            found += [median(quotients[names[0]])] * ("median" in ours)
+            said = numbers(ours)
+            assert len(said) == len(found) and {len(quotients[name]) for name in names} == {105}
+            assert all(rounds(value, *each) for value, each in zip(found, said, strict=True)), (ours, found)
 
     def test_tables_and_entries_that_lack_each_other_are_problems(self) -> None:
         text = "| a | b |\n|---|---|\n| 1 | 12.5 % |\n\n| c | d |\n|--:|---|\n| 1 | 2 |\n| 12 | `13` |\n"
