@@ -137,6 +137,19 @@ class TestTables:
             assert len(said) == len(found) and {len(quotients[name]) for name in names} == {105}
             assert all(rounds(value, *each) for value, each in zip(found, said, strict=True)), (ours, found)
 
+    def test_printed_text_and_titles_are_data(self, tmp_path: Path) -> None:
+        text = "| trace | a | b |\n|---|---|---|\n| one | 12.5 % | −3 (1.5 s) |\n"
+        (table,) = doc_tables(text, "order.md")
+        printed = tmp_path / "printed.txt"
+        printed.write_text("one 12.48 -3.1 1500\ntwo 17 4 2000\n")
+        entry = Source("order.md", "| trace |", data=(str(printed),), command="x", divide={"b": 1})
+        assert len(wrong_numbers(table, entry)) == 1
+        (table,) = doc_tables(text.replace("(1.5 s)", ""), "order.md")
+        assert wrong_numbers(table, entry) == []
+        (other,) = doc_tables("| trace | a | b |\n|---|---|---|\n| one | 12.5 % | 4 |\n", "order.md")
+        assert len(wrong_numbers(other, entry)) == 1
+        assert len(wrong_numbers(table, replace(entry, tables=("no such title",)))) == 1
+
     def test_tables_and_entries_that_lack_each_other_are_problems(self) -> None:
         text = "| a | b |\n|---|---|\n| 1 | 12.5 % |\n\n| c | d |\n|--:|---|\n| 1 | 2 |\n| 12 | `13` |\n"
         one, other = doc_tables(text, "order.md")

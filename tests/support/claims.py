@@ -25,7 +25,21 @@ import click
 if TYPE_CHECKING:
     from ragorder.eval.report.tables import Table
 
-__all__ = ["CLAIMS", "Bound", "Claim", "bounds", "claims", "numbers", "page", "problems", "unproved"]
+__all__ = [
+    "CLAIMS",
+    "ROOT",
+    "Bound",
+    "Claim",
+    "bounds",
+    "claims",
+    "frozen",
+    "numbers",
+    "page",
+    "problems",
+    "rounds",
+    "source_of",
+    "unproved",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
@@ -73,7 +87,7 @@ class Bound:
 
 def bounds() -> list[Bound]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["bound"]
-    return [Bound(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
+    return [Bound(**{name: frozen(value) for name, value in each.items()}) for each in fields]
 
 
 def unproved(bound: Bound) -> str | None:
@@ -99,11 +113,11 @@ def source_of(test: str) -> str | None:
 
 def claims() -> list[Claim]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]
-    return [Claim(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
+    return [Claim(**{name: frozen(value) for name, value in each.items()}) for each in fields]
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def frozen(value: Any) -> Any:
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def numbers(text: str) -> list[tuple[float, int]]:

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
-from support.claims import CLAIMS, ROOT, numbers, source_of
+from support.claims import CLAIMS, ROOT, frozen, numbers, source_of
 
 __all__ = [
     "DocTable",
@@ -63,7 +63,7 @@ class DocTable:
     @property
     def known(self) -> str:
         """What `heading` of an entry begins: tables with the same header differ in their first row."""
-        return " | ".join([self.head, *self.rows[0]])
+        return " | ".join([self.head, *next(iter(self.rows), ())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Source:
 
 def sources() -> list[Source]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["table"]
-    return [Source(**{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()}) for each in fields]
+    return [Source(**{name: frozen(value) for name, value in each.items()}) for each in fields]
 
 
 def doc_tables(text: str, page: str) -> list[DocTable]:
@@ -140,7 +140,8 @@ def numberless(table: DocTable) -> bool:
 
 def declared(tables: Sequence[DocTable], entries: Sequence[Source]) -> tuple[dict[DocTable, Source], list[str]]:
     """The entry of each table, and what is wrong with them."""
-    wrong, pairs = [], {}
+    wrong: list[str] = []
+    pairs: dict[DocTable, Source] = {}
     for entry in entries:
         found = [each for each in tables if each.page == entry.page and each.known.startswith(entry.heading)]
         if len(found) != 1:
@@ -201,7 +202,7 @@ def wrong_numbers(table: DocTable, entry: Source) -> list[str]:
         pools = [sorted(value for pool in pools for value in pool)]
     wrong = []
     for label, together in _together(table, entry).items():
-        lacking = min((_lacking(together, pool) for pool in pools), key=len)
+        lacking = min((_lacking(together, pool) for pool in pools or [[]]), key=len)
         if lacking:
             wrong.append(f"{table.page}: {table.head[:60]}: {label}: {', '.join(f'{each:g}' for each in lacking)}")
     return wrong
@@ -245,16 +246,13 @@ def _pools(data: str, within: str, titles: tuple[str, ...] = ()) -> list[list[fl
 def _committed(data: str) -> list[tuple[str, str, Cells]]:
     """Title, header and numbers of each table."""
     place = DOCS / data
-    if place.is_dir():
-        found = doc_tables((place / "report.md").read_text("utf-8").replace("\u00a0", " "), data)
-        return [
-            (each.title, each.head, [[_values(cell) for cell in row[1:]] for row in each.rows])
-            for each in found
-            if not each.head.startswith("| session |")
-        ]
     if place.suffix == ".xz":
         return _benched(place)
-    return [("", "", [[_values(line)] for line in place.read_text("utf-8").splitlines()])]
+    text = (place / "report.md" if place.is_dir() else place).read_text("utf-8").replace("\u00a0", " ")
+    found = [each for each in doc_tables(text, data) if not each.head.startswith("| session |")]
+    if not found:
+        return [("", "", [[[value] for value in _values(line)] for line in text.splitlines()])]
+    return [(each.title, each.head, [[_values(cell) for cell in row[1:]] for row in each.rows]) for each in found]
 
 
 def _values(text: str) -> list[float]:
@@ -265,7 +263,7 @@ def _benched(place: Path) -> list[tuple[str, str, Cells]]:
     """A table for each figure: what was asked down, policies across, the mean over seeds in each cell."""
     with lzma.open(place, "rt", encoding="utf-8") as lines:
         runs = [run for line in lines for run in json.loads(line)["runs"]]
-    tables = []
+    tables: list[tuple[str, str, Cells]] = []
     for figure, scale in _FIGURES.items():
         cells: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for run in runs:
