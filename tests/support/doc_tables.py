@@ -44,6 +44,9 @@ _NOT_OURS = re.compile(r"`[^`]*`|!?\[[^]]*\]\([^)]*\)|\(paper[^)]*\)")
 _GRID = ("workload", "engine", "order", "top_k", "capacity_tokens", "waiting", "batch", "max_wait", "load")
 _FIGURES = {"cached_ratio": 100.0, "displacement_mean": 1.0}
 
+# Whether there are data or a test, a reason, and columns that are left out: these alone may have a reason beside data.
+_COMPLETE = ((True, False, False), (True, False, True), (True, True, True), (False, True, False))
+
 Cells = Sequence[Sequence[Sequence[float]]]
 
 
@@ -148,7 +151,8 @@ def declared(tables: Sequence[DocTable], entries: Sequence[Source]) -> tuple[dic
             wrong.append(f"{entry.page}: {len(found)} tables begin with {entry.heading!r}")
         wrong += [f"{entry.page}: {entry.heading!r} is declared twice" for each in found if each in pairs]
         pairs |= dict.fromkeys(found, entry)
-        if bool(entry.data or entry.test) == bool(entry.why) or bool(entry.data) != bool(entry.command):
+        proved = bool(entry.data or entry.test)
+        if (proved, bool(entry.why), bool(entry.besides)) not in _COMPLETE or bool(entry.data) != bool(entry.command):
             wrong.append(f"{entry.page}: {entry.heading!r} needs data and a command, or a test, or else a reason")
         if entry.within not in WITHIN:
             wrong.append(f"{entry.page}: {entry.heading!r} is within {entry.within!r}, which is none of {WITHIN}")
@@ -189,7 +193,7 @@ def _row(entry: Source) -> str:
     links = [f"[{each.removeprefix('results/')}]({each}/report.md)" for each in entry.data if (DOCS / each).is_dir()]
     files = [f"`{each}`" for each in entry.data if not (DOCS / each).is_dir()]
     tests = [f"`{entry.test}`"] if entry.test else []
-    where = entry.why or ", ".join([*links, *files, *tests])
+    where = "; ".join(filter(None, (", ".join([*links, *files, *tests]), entry.why)))
     label = ", ".join(filter(None, map(str.strip, entry.heading.split("|"))))
     command = f"`{entry.command}`" if entry.command else "–"
     return f"| [{entry.page.removesuffix('.md')}]({entry.page}) | {label} | {where} | {command} |"
