@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
-from support.claims import CLAIMS, Bound, Claim, bounds, claims, numbers, page, problems, unproved
+from support.claims import CLAIMS, Bound, Claim, bounds, claims, numbers, page, problems, rounds, unproved
+from support.doc_tables import Source, declared, doc_tables, every_table, numberless, sources, wrong_numbers
 
 ROOT = CLAIMS.parents[1]
 EVERY = claims()
@@ -67,6 +72,120 @@ class TestPages:
         folders = {path.parent.name for path in (ROOT / "docs" / "results").glob("*/results.jsonl.xz")}
         claimed = {Path(claim.data).name for claim in EVERY}
         assert folders <= claimed, "a figure of these results belongs into docs/claims.toml"
+
+
+class TestTables:
+    def test_each_table_with_numbers_is_declared_once_and_none_else(self) -> None:
+        pairs, wrong = declared(every_table(), sources())
+        assert wrong == []
+        assert len(pairs) == len(sources()) > 70
+
+    @pytest.mark.parametrize(
+        "entry", [each for each in sources() if each.data], ids=lambda entry: f"{entry.page} {entry.heading[:30]}"
+    )
+    def test_numbers_stand_together_in_the_data(self, entry: Source) -> None:
+        (table,) = (table for table, its in declared(every_table(), [entry])[0].items() if its is entry)
+        assert wrong_numbers(table, entry) == []
+
+    def test_a_number_changed_by_one_digit_is_found(self) -> None:
+        (entry,) = (each for each in sources() if each.page == "order.md" and each.heading.startswith("| trace | pop"))
+        for row, wrong in [("| ov0.8 | 51.2 | 51.5 |", "| ov0.8 | 51.3 | 51.5 |"), ("[+2.2, +3.3]", "[+2.2, +3.4]")]:
+            assert row in text_of("order.md")
+            tables = doc_tables(text_of("order.md").replace(row, wrong, 1), "order.md")
+            ((changed, _),) = declared(tables, [entry])[0].items()
+            assert len(wrong_numbers(changed, entry)) == 1
+
+    def test_most_changes_of_a_last_digit_are_found_in_any_table(self) -> None:
+        found = []
+        for table, entry in declared(every_table(), sources())[0].items():
+            for at, row in enumerate(table.rows if entry.data else ()):
+                cell = re.sub(r"\d(?=\D*$)", lambda digit: str((int(digit[0]) + 1) % 10), row[1])
+                rows = (*table.rows[:at], (row[0], cell, *row[2:]), *table.rows[at + 1 :])
+                if cell != row[1] and table.headings[1] not in entry.besides:
+                    found.append(wrong_numbers(replace(table, rows=rows), entry) != [])
+        assert len(found) > 200
+        assert sum(found) / len(found) > 0.75, sum(found) / len(found)
+
+    def test_a_row_of_two_places_in_the_data_is_found(self) -> None:
+        (entry,) = (each for each in sources() if each.page == "order.md" and each.heading.startswith("| trace | pop"))
+        mixed = "| trace | popularity | learnt |\n|---|---|---|\n| mix8 | 43.7 | 51.5 |\n"
+        (table,) = doc_tables(mixed, "order.md")
+        assert len(wrong_numbers(table, entry)) == 1
+
+    def test_ranges_of_workflows_are_those_of_the_report(self) -> None:
+        """Least and most of 105 quotients of means, which stand in the report one by one."""
+        under_load = text_of("results/hedra/report.md").split("\n## Workflows under load")[1].split("\n## ")[0]
+        quotients: dict[str, list[float]] = defaultdict(list)
+        for table in doc_tables(under_load.replace("\u00a0", " "), "hedra"):
+            if table.title.startswith("Mean latency, s:"):
+                ms = {name: [numbers(cell)[0][0] for cell in cells] for name, *cells in table.rows}
+                for name, means in ms.items():
+                    quotients[name] += [mean / ours for mean, ours in zip(means, ms["ours"], strict=True)]
+        (table,) = (
+            each for each in every_table() if each.page == "workflows.md" and each.headings == ("", "ours", "paper")
+        )
+        policies = [
+            ["whole searches batched (FlashRAG)"],
+            ["batches stage by stage (LangChain)"],
+            ["Algorithm 2 alone (RAGCache)", "local cache alone (RaLMSpec)"],
+            ["whole searches batched, dealt to all cores"],
+        ]
+        for (_, ours, _), names in zip(table.rows[:4], policies, strict=True):
+            found = [value for name in names for value in (min(quotients[name]), max(quotients[name]))]
+            found += [median(quotients[names[0]])] * ("median" in ours)
+            said = numbers(ours)
+            assert len(said) == len(found) and {len(quotients[name]) for name in names} == {105}
+            assert all(rounds(value, *each) for value, each in zip(found, said, strict=True)), (ours, found)
+
+    def test_printed_text_and_titles_are_data(self, tmp_path: Path) -> None:
+        text = "| trace | a | b |\n|---|---|---|\n| one | 12.5 % | −3 (1.5 s) |\n"
+        (table,) = doc_tables(text, "order.md")
+        printed = tmp_path / "printed.txt"
+        printed.write_text("one 12.48 -3.1 1500\ntwo 17 4 2000\n")
+        entry = Source("order.md", "| trace |", data=(str(printed),), command="x", divide={"b": 1})
+        assert len(wrong_numbers(table, entry)) == 1
+        (table,) = doc_tables(text.replace("(1.5 s)", ""), "order.md")
+        assert wrong_numbers(table, entry) == []
+        (other,) = doc_tables("| trace | a | b |\n|---|---|---|\n| one | 12.5 % | 4 |\n", "order.md")
+        assert len(wrong_numbers(other, entry)) == 1
+        assert len(wrong_numbers(table, replace(entry, tables=("no such title",)))) == 1
+
+    def test_tables_and_entries_that_lack_each_other_are_problems(self) -> None:
+        text = "| a | b |\n|---|---|\n| 1 | 12.5 % |\n\n| c | d |\n|--:|---|\n| 1 | 2 |\n| 12 | `13` |\n"
+        one, other = doc_tables(text, "order.md")
+        assert (numberless(one), numberless(other)) == (False, True)
+        assert declared([one], []) == ({}, ["order.md: '| a | b |' is not declared"])
+        entry = Source("order.md", "| a |", why="none")
+        assert declared([one], [entry]) == ({one: entry}, [])
+        assert "declared twice" in str(declared([one], [entry, entry])[1])
+        assert "0 tables begin with '| e |'" in str(declared([one], [entry, replace(entry, heading="| e |")])[1])
+        assert "or else a reason" in str(declared([one], [replace(entry, data=("results/served",))])[1])
+        assert "there is no" in str(declared([one], [replace(entry, why="", test="tests/conftest.py::nothing")])[1])
+
+    def test_prefill_by_that_of_lru_is_what_the_results_say(self) -> None:
+        """Columns of tiers.md whose quotients no report has."""
+        means: dict[tuple[str, bool, int, str], list[float]] = defaultdict(list)
+        with lzma.open(
+            ROOT / "docs" / "results" / "tiers-forecast" / "results.jsonl.xz", "rt", encoding="utf-8"
+        ) as lines:
+            for run in map(json.loads, lines):
+                if run["type"] == "replacement":
+                    cell = run["cell"]
+                    trace, follows = cell.get("corpus") or cell["workload"], "follow" in cell
+                    waiting = cell.get("waiting", 0) if follows else -1
+                    key = (trace, cell.get("ordered", False), waiting, run["policy"].partition("+")[0])
+                    means[key].append(fmean(run["rows"]["prefill_ms"][run["warmup"] :]))
+        (table,) = (each for each in every_table() if each.page == "tiers.md" and "`forecast`, events" in each.head)
+        for trace, *cells in table.rows:
+            ms = {key[1:]: fmean(each) for key, each in means.items() if key[0] == trace}
+            found = [
+                ms[True, -1, "pgdsf"] / ms[True, -1, "lru"],
+                ms[True, 32, "lru"] / ms[True, 0, "lru"],
+                ms[False, -1, "forecast"] / ms[False, -1, "lru"],
+                ms[False, -1, "pgdsf"] / ms[False, -1, "lru"],
+            ]
+            said = [number for cell in (cells[1], *cells[6:]) for number in numbers(cell)]
+            assert [rounds(*each) for each in zip(found, *zip(*said, strict=True), strict=True)] == [True] * 4, trace
 
 
 @pytest.mark.merge

@@ -25,7 +25,21 @@ import click
 if TYPE_CHECKING:
     from ragorder.eval.report.tables import Table
 
-__all__ = ["CLAIMS", "Bound", "Claim", "bounds", "claims", "numbers", "page", "problems", "unproved"]
+__all__ = [
+    "CLAIMS",
+    "ROOT",
+    "Bound",
+    "Claim",
+    "bounds",
+    "claims",
+    "frozen",
+    "numbers",
+    "page",
+    "problems",
+    "rounds",
+    "source_of",
+    "unproved",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = ROOT / "docs" / "claims.toml"
@@ -73,31 +87,37 @@ class Bound:
 
 def bounds() -> list[Bound]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["bound"]
-    return [Bound(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
+    return [Bound(**{name: frozen(value) for name, value in each.items()}) for each in fields]
 
 
 def unproved(bound: Bound) -> str | None:
     """What the test's source lacks."""
-    file, *names = bound.test.split("::")
-    nodes: list[Any] = [ast.parse((ROOT / file).read_text("utf-8"))]
-    for name in names:
-        nodes = [each for node in nodes for each in node.body if getattr(each, "name", None) == name]
-    if not nodes:
+    source = source_of(bound.test)
+    if source is None:
         return f"{bound.claim}: there is no {bound.test}"
-    if bound.asserts not in ast.unparse(nodes[0]):
+    if bound.asserts not in source:
         return f"{bound.claim}: {bound.test} does not assert {bound.asserts}"
     asserted = {number for value, _ in numbers(bound.asserts) for number in (value, round(100 * value, 9))}
     wrong = [value for value, _ in numbers(bound.figure) if value not in asserted]
     return f"{bound.claim}: {wrong} is not in {bound.asserts}" if wrong else None
 
 
+def source_of(test: str) -> str | None:
+    """That of `file::Class::name`, if it is there."""
+    file, *names = test.split("::")
+    nodes: list[Any] = [ast.parse((ROOT / file).read_text("utf-8"))]
+    for name in names:
+        nodes = [each for node in nodes for each in node.body if getattr(each, "name", None) == name]
+    return ast.unparse(nodes[0]) if nodes else None
+
+
 def claims() -> list[Claim]:
     fields = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]
-    return [Claim(**{name: _frozen(value) for name, value in each.items()}) for each in fields]
+    return [Claim(**{name: frozen(value) for name, value in each.items()}) for each in fields]
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def frozen(value: Any) -> Any:
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def numbers(text: str) -> list[tuple[float, int]]:
@@ -120,7 +140,7 @@ def problems(claim: Claim) -> list[str]:
     wrong = [
         f"{claim.claim}: {value:g} is none of: {text}"
         for value, decimals in numbers(claim.words)
-        if not any(_rounds(other / claim.divide, value, decimals) for other, _ in numbers(text))
+        if not any(rounds(other / claim.divide, value, decimals) for other, _ in numbers(text))
     ]
     if claim.note and not note:
         wrong.append(f"{claim.claim}: the table's note lacks: {claim.note}")
@@ -129,7 +149,7 @@ def problems(claim: Claim) -> list[str]:
     return wrong
 
 
-def _rounds(found: float, claimed: float, decimals: int) -> bool:
+def rounds(found: float, claimed: float, decimals: int) -> bool:
     return abs(found - claimed) <= 0.5 * 10.0**-decimals + 1e-9
 
 
@@ -200,9 +220,12 @@ def _figure(run: Mapping[str, Any], measure: str) -> float:
 
 def page(every: Sequence[Claim]) -> str:
     """docs/claims.md."""
+    from support.doc_tables import section, sources  # which reads with this module
+
     rows = [_row(each) for each in every]
     held = [f"| {each.claim} ({_pages(each.pages)}) | {each.figure} | `{each.test}` |" for each in bounds()]
-    return "\n".join([_INTRO.format(count=len(every)), *_HEAD, *rows, "", _TESTED, *_HELD, *held, ""])
+    tables = section(sources())
+    return "\n".join([_INTRO.format(count=len(every)), *_HEAD, *rows, "", _TESTED, *_HELD, *held, "", *tables, ""])
 
 
 _INTRO = """# Claims
@@ -236,13 +259,16 @@ def _pages(names: Sequence[str]) -> str:
 
 
 def main(write: bool) -> int:
+    from support.doc_tables import sources, table_problems
+
     every = claims()
     if write:
         (ROOT / "docs" / "claims.md").write_text(page(every), "utf-8")
         return 0
     found = [problem for claim in every for problem in problems(claim)]
-    found += filter(None, map(unproved, bounds()))
-    click.echo("\n".join([*found, f"{len(every)} claims, {len(bounds())} bounds, {len(found)} problems"]))
+    found += [*filter(None, map(unproved, bounds())), *table_problems()]
+    counts = f"{len(every)} claims, {len(bounds())} bounds, {len(sources())} tables, {len(found)} problems"
+    click.echo("\n".join([*found, counts]))
     return min(1, len(found))
 
 
