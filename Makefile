@@ -10,8 +10,8 @@ CYCLES ?= 200
 SEED ?= 0
 MUTANTS ?= 20
 MINUTES ?= 30
-# Of 10: the rest is for addresses, which are not known yet (see CONTRIBUTING.md).
-PYROMA ?= 8
+# Of 10. The authors have no address of mail yet (CONTRIBUTING.md), so that is not rated: with it the package has 8.
+PYROMA ?= 9
 CORPORA ?= ../shared/data
 RESULTS ?= results
 BIN := $(VENV)/bin
@@ -92,7 +92,7 @@ dist: $(VENV)-dist/.tools ## sdist and wheel in dist/, checked as an index would
 	$(VENV)-dist/bin/python -m build --outdir dist .
 	$(VENV)-dist/bin/twine check --strict dist/*
 	$(VENV)-dist/bin/check-wheel-contents dist/*.whl
-	$(VENV)-dist/bin/pyroma --min=$(PYROMA) dist/*.tar.gz
+	$(VENV)-dist/bin/pyroma --min=$(PYROMA) --skip-tests AuthorEmail dist/*.tar.gz
 
 mutants: $(VENV)/.dev ## Change MUTANTS random places of the code, and count what the tests notice (MINUTES; call it again to go on)
 	PYTHONPATH=tests $(BIN)/python -m support.mutants --seed $(SEED) --count $(MUTANTS) --minutes $(MINUTES) --results mutants.jsonl

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -32,9 +34,23 @@ def describe_environment() -> dict[str, object]:
         "platform": platform.platform(),
         "processor": processor_name(),
         "cores": os.cpu_count(),
+        "gpu": _gpus(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
     }
+
+
+def _gpus() -> str | None:
+    """Names of the GPUs that NVIDIA's driver reports, without torch, which a simulation does not load."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ", ".join(said.splitlines()) or None
 
 
 def resident_mb() -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from support.results import result_lines
 from support.rings import grid
 
 from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError
@@ -391,6 +393,15 @@ class TestAStore:
             done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
         assert done.returncode != 0
         assert "another process is writing there" in done.stderr
+
+    def test_the_environment_names_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        assert describe_environment()["gpu"] == "NVIDIA H200, NVIDIA H200"
+        tool.write_text("#!/bin/sh\nexit 9\n")
+        assert describe_environment()["gpu"] is None
 
     def test_a_folder_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

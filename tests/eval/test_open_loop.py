@@ -14,6 +14,7 @@ from ragorder.eval.experiments.serving.cells import ServingCell
 from ragorder.eval.experiments.serving.objective import objective_table
 from ragorder.eval.experiments.serving.report import make_part
 from ragorder.eval.report.groups import group_runs
+from ragorder.eval.report.tables import Table
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.reading import Results, read_results
 from ragorder.eval.running.record import RunRecord
@@ -83,6 +84,35 @@ class TestTheReport:
         titles = {table.title for table in part.tables}
         assert {"TTFT p50, ms", "TTFT p99, ms", "TBT p50, ms", "TBT p99, ms"} <= titles
         assert {"Throughput", "Throughput under an objective"} <= titles
+
+
+class TestThroughput:
+    @staticmethod
+    def table(retrieval: list[float], auto: list[float]) -> Table:
+        records = []
+        for policy, rates in (("retrieval", retrieval), ("auto", auto)):
+            for seed, rate in enumerate(rates):
+                run = record(policy, [100.0, 200.0] * 6)
+                throughput = {"requests_per_s": rate, "tokens_per_s": 9.0}
+                records.append(run.model_copy(update={"seed": seed, "throughput": throughput}))
+        part = make_part(Suite.unlisted("s", baseline="retrieval"), Results(Path(), records=[*records]))
+        return next(table for table in part.tables if table.title == "Throughput")
+
+    def test_has_an_interval_over_three_seeds_or_more(self) -> None:
+        table = self.table([1.0, 2.0, 4.0], [2.0, 4.0, 8.1])
+        retrieval, auto = table.rows
+        assert (retrieval[1].text, retrieval[1].note, retrieval[1].verdict) == ("2.33", "1.00 to 4.00", "")
+        assert (auto[1].text, auto[1].verdict) == ("4.70", "better")
+        assert auto[1].note == "+100.8\u00a0% [+97.3, +104.4]"
+        assert "Student's interval over the seeds" in table.note
+
+    def test_decides_nothing_where_seeds_disagree(self) -> None:
+        assert self.table([1.0, 2.0, 4.0], [2.0, 1.0, 5.0]).rows[1][1].verdict == "no difference"
+
+    def test_has_a_range_alone_for_two_seeds(self) -> None:
+        table = self.table([1.0, 2.0], [2.0, 4.0])
+        assert (table.rows[1][1].note, table.rows[1][1].verdict) == ("2.00 to 4.00", "")
+        assert "too few for an interval" in table.note
 
 
 class TestTheSuite:

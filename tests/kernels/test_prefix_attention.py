@@ -504,6 +504,19 @@ class TestTheTable:
         assert count_programs(tile, tokens=8, requests=8, group=4, kv_heads=8) == 8 * 8
 
 
+TRIED = """
+import json, torch
+from ragorder.eval.experiments.attention.measuring import _error, reference
+from ragorder.eval.experiments.attention.shapes import AttentionShape, make_problem
+from ragorder.eval.experiments.attention.tiles import tried
+from ragorder.kernels.attention.table import Tile
+problem = make_problem(AttentionShape(1, 3, 600, 2, 1, 64, "bf16", 16), torch.device("cpu"), 0)
+tiles = (Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(64, 32, 4, 2))
+for line in tried(problem, tiles, lambda call: {"error": _error(call(), reference(problem))}):
+    print(json.dumps(line))
+"""
+
+
 @pytest.mark.slow
 class TestTheBenchmark:
     """Without a GPU: everything but the times."""
@@ -533,6 +546,27 @@ class TestTheBenchmark:
         assert "Nothing was timed" in done.stdout
         assert "flash, flash + gather, cudnn, flex, flex + mask not available: needs a GPU" in done.stdout
         assert "| 2 | 9 | 20 | 6/2 × 64 | triton |" in page.read_text()
+
+    def test_tries_tiles_and_splits_that_the_table_does_not_have(self, python: Any) -> None:
+        pytest.importorskip("triton")
+        done = python("-c", TRIED, timeout=300, TRITON_INTERPRET="1")
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(line["tile"], line["splits"]) for line in lines] == [
+            (tile, splits) for tile in ([16, 16, 4, 2], [16, 32, 4, 2]) for splits in (1, 2)
+        ]
+        assert all(line["error"] < TOLERANCE["bfloat16"] for line in lines)
+        assert {(line["query"], line["context"], line["heads"][0]) for line in lines} == {(3, 600, 2)}
+
+    def test_tiles_need_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.eval.experiments.attention.tiles import main as tiles
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        done = CliRunner().invoke(tiles, ["--query", "1"])
+        assert done.exit_code == 1 and "times need a GPU" in done.output
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        done = CliRunner().invoke(tiles, ["--heads", "6", "--kv-heads", "4"])
+        assert done.exit_code == 2 and "6 query heads are no multiple of 4 KV heads" in done.output
 
     def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         from ragorder.eval.experiments.attention import contenders

@@ -154,7 +154,11 @@ def rounds(found: float, claimed: float, decimals: int) -> bool:
 
 
 def _tables(claim: Claim) -> list[Table]:
-    return [each for each in tables_of(claim.data, claim.suite) if each.title == claim.table] if claim.suite else []
+    if not claim.suite:
+        return []
+    found = [each for each in tables_of(claim.data, claim.suite) if each.title == claim.table]
+    # A suite with several cells has a table of this title for each.
+    return [each for each in found if claim.note in each.note] if len(found) > 1 else found
 
 
 def _found(claim: Claim, row: str, column: str) -> str:

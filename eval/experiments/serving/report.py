@@ -22,7 +22,7 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Summary, summary
+from ragorder.eval.report.statistics import PairedDifference, StatisticsError, Summary, compare_seeds, summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import (
     THIN,
@@ -42,6 +42,7 @@ from ragorder.eval.running.suite import Suite
 __all__ = ["make_part"]
 
 _FEW_CELLS = 3
+_FEW_SEEDS = 3
 _MOVED = (SHARE_MOVED, PLACES)
 _FAST = 0.6
 """Of the median warm-up: RAGCache++ section 4.1."""
@@ -178,7 +179,7 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):
-        tables.append(_throughput(groups))
+        tables.append(_throughput(groups, baseline))
     if (found := objective_table(groups, baseline)) is not None:
         tables.append(found)
     if suite.about("breakdown", "order_us", "build_us"):
@@ -240,23 +241,53 @@ def _spread(found: Summary | None) -> Entry:
     )
 
 
-def _throughput(groups: Sequence[Group]) -> Table:
+def _throughput(groups: Sequence[Group], baseline: str) -> Table:
     names = ("requests_per_s", "tokens_per_s")
+    decided = False
 
     def row(group: Group, policy: str) -> list[Entry] | None:
+        nonlocal decided
         entries = []
         for name in names:
-            values = [
-                float(run.throughput[name]) for run in group.runs(policy) if run.throughput and name in run.throughput
-            ]
+            values = _rates(group, policy, name)
             decimals = 2 if name == "requests_per_s" else 0
-            spread = range_words(values, decimals) if len(values) > 1 else ""
-            mean = sum(values) / len(values) if values else None
+            spread = range_words(values.values(), decimals) if len(values) > 1 else ""
+            mean = sum(values.values()) / len(values) if values else None
             entries.append(Entry(format_number(mean, decimals), spread))
+        found = None if policy == baseline else _change_of_rates(group, policy, baseline)
+        if found is not None:
+            decided = True
+            entries[0] = Entry(entries[0].text, change_words(found), verdict_words(found))
         return entries if any(entry.text != "–" for entry in entries) else None
 
-    note = "Mean of the seeds, below it their range: a seed has one throughput, too few for an interval."
-    return _table("Throughput", groups, ["requests/s", "tokens/s"], _each(groups, row), note)
+    rows = _each(groups, row)
+    note = "Mean of the seeds, below it their range"
+    note += (
+        f", or the change with Student's interval over the seeds, where there are {_FEW_SEEDS} or more."
+        if decided
+        else ": a seed has one throughput, and these are too few for an interval."
+    )
+    return _table("Throughput", groups, ["requests/s", "tokens/s"], rows, note)
+
+
+def _rates(group: Group, policy: str, name: str) -> dict[int, float]:
+    """By seed."""
+    runs = group.policies.get(policy, {})
+    return {
+        seed: float(run.throughput[name]) for seed, run in runs.items() if run.throughput and name in run.throughput
+    }
+
+
+def _change_of_rates(group: Group, policy: str, baseline: str) -> PairedDifference | None:
+    """Seeds are drawn, not requests: those of one run wait for one another."""
+    theirs, ours = (_rates(group, each, "requests_per_s") for each in (baseline, policy))
+    seeds = sorted(theirs.keys() & ours.keys())
+    if len(seeds) < _FEW_SEEDS:
+        return None
+    try:
+        return compare_seeds([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds], relative=True)
+    except StatisticsError:
+        return None
 
 
 def _breakdown(groups: Sequence[Group]) -> Table:
