@@ -32,6 +32,11 @@ class EngineSettings(KVTierSettings):
         "KV as device_tokens or device_share say.",
     )
     disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
+    disk_backlog_bytes: int = Field(
+        default=1 << 28,
+        ge=1,
+        description="Memory for documents that wait to be written to the disk; those beyond are dropped.",
+    )
     profile_budget_s: float = Field(
         default=10.0, gt=0, description="Longest time for measuring prefill times at the first start."
     )

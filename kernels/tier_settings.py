@@ -50,8 +50,10 @@ class KVTierSettings(BaseModel):
         "each token; or a file from `ragorder profile`.",
     )
 
-    # A subclass has `device_bytes`.
-    @field_validator("device_bytes", "host_bytes", "disk_bytes", mode="before", check_fields=False)
+    # A subclass has the others.
+    @field_validator(
+        "device_bytes", "host_bytes", "disk_bytes", "disk_backlog_bytes", mode="before", check_fields=False
+    )
     @classmethod
     def _sizes_as_text(cls, size: object) -> object:
         return parse_size(size) if isinstance(size, str) else size

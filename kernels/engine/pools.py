@@ -23,12 +23,16 @@ def cache_maker(
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape
 
+    disk = None
+    if settings.disk_path is not None:
+        disk = DiskSettings(settings.disk_path, settings.disk_bytes, backlog_bytes=settings.disk_backlog_bytes)
+
     def make(device_blocks: int, host_bytes: int) -> KnowledgeCache:
         return KnowledgeCache(
             shape,
             device_blocks=device_blocks,
             host_blocks=host_bytes // shape.block_bytes,
-            disk=None if settings.disk_path is None else DiskSettings(settings.disk_path, settings.disk_bytes),
+            disk=disk,
             policy=settings.policy,
             history=settings.history,
             profile=profile,

@@ -45,6 +45,7 @@ _SETTINGS = (
     "host_bytes",
     "disk_path",
     "disk_bytes",
+    "disk_backlog_bytes",
     "policy",
     "profile",
     "profile_budget_s",
@@ -121,8 +122,9 @@ def check_engine(context: click.Context) -> str:
         raise click.UsageError(f"{spelling(misplaced[0])} requires --engine {other}, not {engine}")
     if not params[needed]:
         raise click.UsageError(f"--engine {engine} needs {spelling(needed)}")
-    if params["disk_bytes"] is not None and params["disk_path"] is None:
-        raise click.UsageError("--disk-bytes requires --disk-path")
+    sizes = [name for name in ("disk_bytes", "disk_backlog_bytes") if params[name] is not None]
+    if sizes and params["disk_path"] is None:
+        raise click.UsageError(f"{spelling(sizes[0])} requires --disk-path")
     if params["reuse"] != "fused" and (idle := [name for name in _FUSED if params[name] is not None]):
         raise click.UsageError(f"{spelling(idle[0])} requires --reuse fused")
     return engine

@@ -1838,6 +1838,7 @@ class TestOptions:
             (None, ["--connect-timeout", "3"], "--connect-timeout requires --engine upstream"),
             (None, ["--reorder-window", "3"], "--reorder-window requires --max-in-flight"),
             (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
+            (None, ["--disk-backlog-bytes", "1GiB"], "--disk-backlog-bytes requires --disk-path"),
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
             (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),

@@ -619,7 +619,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("size", ["-6GiB", "six", "6 GigaB", "", "0", -1, 0, 1.5])
     def test_sizes_that_are_none(self, size: Any) -> None:
-        for name in ("device_bytes", "disk_bytes"):
+        for name in ("device_bytes", "disk_bytes", "disk_backlog_bytes"):
             with pytest.raises(ValueError, match=f"{name}"):
                 EngineSettings(**{name: size})
 

@@ -240,6 +240,21 @@ class TestTiers:
         assert completion.finish_reason == "length"
         assert completion.cached.total == 0
 
+    @pytest.mark.parametrize(("backlog", "kept"), [("1KiB", False), ("1MiB", True)])
+    def test_what_waits_for_the_disk_is_bounded(
+        self, make: Make, plain: Any, tmp_path: Path, backlog: str, kept: bool
+    ) -> None:
+        tiers = {"device_tokens": 8 * BLOCK, "disk_path": tmp_path / "kv", "disk_bytes": "16MiB"}
+        engine = make(**tiers, disk_backlog_bytes=backlog)
+        request = ask([tokens(90, 1)], tokens(9, 3))
+        engine.generate([request])
+        for seed in range(3):
+            engine.generate([ask([tokens(90, 10 + seed)], tokens(9, 3))])
+        [completion] = engine.generate([request])
+        assert (completion.cached.disk > 0) == kept
+        assert ((engine.stats().cache.disk.refused or {}).get("backlog", 0) > 0) != kept
+        assert difference(completion, plain, request) <= 1e-4
+
     def test_a_full_disk_costs_nothing_but_what_it_would_have_kept(
         self, make: Make, plain: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

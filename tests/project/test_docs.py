@@ -80,6 +80,12 @@ def test_the_readme_fits_a_first_reading_and_says_what_is_not_known() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert text.count("\n") <= 95
     first = text[: text.index("## Would it help me?")]
-    words = ("Where it does not", "Agents", "no figure from a GPU", "quality of answers", "not on the package index")
+    words = (
+        "Where it does not",
+        "Agents",
+        "no figure from vLLM on a GPU",
+        "quality of answers",
+        "not on the package index",
+    )
     for word in words:
         assert word in first

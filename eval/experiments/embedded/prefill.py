@@ -110,7 +110,9 @@ def _serve_tiers(model: TorchModel, cell: EmbeddedCell) -> Iterator[_Serve]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-embedded-")))
         sizes = {"capacity_tokens": device_tokens, "host_tokens": host_tokens}
-        disk = {"disk_path": folder / "disk", "disk_bytes": 16 * layout.tokens * model.bytes_per_token + (1 << 24)}
+        size = layout.tokens * model.bytes_per_token
+        # A slow disk is not to drop what is asked for again.
+        disk = {"disk_path": folder / "disk", "disk_bytes": 16 * size + (1 << 24), "disk_backlog_bytes": 16 * size}
         engine = stack.enter_context(_engine(model, block_size, **sizes, **disk))
 
         def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
