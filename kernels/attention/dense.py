@@ -47,13 +47,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, 
 def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
     """(batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
     if rule.softcap is None:
-        how = {"attn_mask": mask, "is_causal": causal, "scale": rule.scale}
         if not q.is_cuda:
-            found: Tensor = scaled_dot_product_attention(q, k, v, **how)
-            return found
-        how["attn_mask"] = None if mask is None else _aligned(mask)
+            return _sdpa(q, k, v, mask, rule, causal)
         with sdpa_kernel(_ON_GPU):
-            return scaled_dot_product_attention(q, k, v, **how)
+            return _sdpa(q, k, v, None if mask is None else _aligned(mask), rule, causal)
     scores = _scores(q.float(), k.float(), rule)
     if mask is not None:
         scores += mask
@@ -78,6 +75,11 @@ def attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rul
     weight = top + total.log()
     weight = weight.view(heads, new).T
     return found.reshape(new, heads, head_dim).to(q.dtype), weight
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, causal: bool) -> Tensor:
+    found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
+    return found
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -319,6 +319,13 @@ class TestTorch:
         assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
         assert masks[0].untyped_storage().nbytes() == 256 * 700 * 4
 
+    def test_cuts_masks_for_a_gpu_that_can_be_read_in_words(self) -> None:
+        mask = torch.randn(21, 118, dtype=torch.bfloat16)[5:, 31:]
+        assert mask.data_ptr() % 16 and mask.stride(0) * 2 % 16
+        cut = dense._aligned(mask)
+        assert torch.equal(cut, mask)
+        assert cut.data_ptr() % 16 == cut.stride(0) * 2 % 16 == 0
+
     @pytest.mark.parametrize("head_dim", [16, 40])
     def test_takes_any_head_dim_and_block_size(self, head_dim: int) -> None:
         case = Case(head_dim=head_dim, block_size=7)

@@ -1,6 +1,6 @@
 """vLLM with a hybrid model of random weights, in a process of its own: prompts in, cached tokens out.
 
-python hybrid_engine.py FOLDER < prompts.json   # a list of lists of token ids
+python hybrid_engine.py FOLDER ['{"max_num_batched_tokens": 640}'] < prompts.json   # a list of lists of token ids
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 1024
 
@@ -42,7 +43,7 @@ def save_config(folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, changes: dict[str, Any]) -> None:
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -54,17 +55,17 @@ def main(folder: Path) -> None:
     save_config(folder)
     from vllm import LLM, SamplingParams
 
-    engine = LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        kv_cache_memory_bytes=1 << 28,
-        max_model_len=8192,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=True,
-    )
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 28,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": True,
+    }
+    engine = LLM(model=str(folder), **options | changes)
     sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False)
     cached = []
     for ids in prompts:
@@ -76,4 +77,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import click
@@ -69,7 +70,7 @@ def tried(problem: AttentionProblem, tiles: Sequence[Tile], measure: Measure) ->
             continue
         for splits in sorted({1, 2, 4, 8, 16, of_table}):
             if splits <= most:
-                times = measure(lambda tile=tile, splits=splits: triton_attention(*given, tile=tile, splits=splits))
+                times = measure(partial(triton_attention, *given, tile=tile, splits=splits))
                 named = {"query": shape.query, "context": shape.context, "batch": shape.batch, "splits": splits}
                 heads = {"heads": [shape.heads, shape.kv_heads], "head_dim": shape.head_dim}
                 yield {**named, **heads, "tile": astuple(tile), "splits_of_table": of_table, **times}
