@@ -132,7 +132,7 @@ def _parameter(name: str, value: Any) -> str:
     if name == "guards":
         return shown
     if name == "order":
-        return f"{shown} order"
+        return f"{shown} order" if shown else ""
     if name in ("waiting", "concurrency"):
         return f"{shown} {_PARAMETERS[name]}" if value is not None else ""
     return f"{_PARAMETERS.get(name, name.replace('_', ' '))} {shown}".strip() if shown else ""

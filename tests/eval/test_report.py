@@ -735,6 +735,8 @@ class TestWhatIsCommitted:
                     "hedra-locality",
                     "hedra-index",
                     "scheduling",
+                    "embedded-recovery",
+                    "fusion-engine",
                 )
             ]
             * 3

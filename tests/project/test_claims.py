@@ -162,6 +162,26 @@ class TestTables:
         assert "or else a reason" in str(declared([one], [replace(entry, data=("results/served",))])[1])
         assert "there is no" in str(declared([one], [replace(entry, why="", test="tests/conftest.py::nothing")])[1])
 
+    def test_cached_tokens_after_a_failure_are_those_of_the_results(self) -> None:
+        """Of the 20 requests after the device has lost its KV, which no report adds up."""
+        found = {}
+        with lzma.open(
+            ROOT / "docs" / "results" / "embedded-recovery" / "results.jsonl.xz", "rt", encoding="utf-8"
+        ) as lines:
+            for run in map(json.loads, lines):
+                if run["type"] == "embedded" and "pgdsf" in run["policy"]:
+                    after = slice(run["warmup"], run["warmup"] + 20)
+                    cached = sum(sum(run["rows"][tier][after]) for tier in ("device", "host", "disk"))
+                    replicas = (
+                        int(run["policy"].partition("pgdsf, ")[2].split()[0]) if "replicas" in run["policy"] else 0
+                    )
+                    found[str(replicas)] = (cached, sum(run["rows"]["prompt_tokens"][after]))
+        (table,) = (each for each in every_table() if each.page == "embedded.md" and each.head.startswith("| replicas"))
+        assert {number: numbers(cell)[0][0] for number, cell in table.rows} == {
+            number: cached for number, (cached, _) in found.items()
+        }
+        assert {numbers(table.head)[0][0]} == {tokens for _, tokens in found.values()}
+
     def test_prefill_by_that_of_lru_is_what_the_results_say(self) -> None:
         """Columns of tiers.md whose quotients no report has."""
         means: dict[tuple[str, bool, int, str], list[float]] = defaultdict(list)
