@@ -64,6 +64,7 @@ class TestTheCitation:
         assert papers == {"RAGCache++", "RAGCache", "From Prefix Cache to Fusion RAG Cache", "HedraRAG", "RAGDoll"}
 
     def test_no_address_is_invented(self) -> None:
-        """Until the repository's is told."""
-        assert "urls" not in PROJECT
+        """Until the repository's is told: those of the papers alone."""
+        papers = {each["doi"] for each in parsed("CITATION.cff")["references"] if "doi" in each}
+        assert {url.removeprefix("https://doi.org/") for url in PROJECT["urls"].values()} == papers
         assert not re.search(r"https?://", (ROOT / "SECURITY.md").read_text("utf-8"))
