@@ -99,30 +99,42 @@ class TestEvents:
     def test_after_all_events_each_tree_is_what_the_engine_holds(
         self, steps: list[Any], lengths: list[int], blocks: int, max_nodes: int
     ) -> None:
-        tenants = Tenants(blocks * BLOCK, in_flight=4, tell_every=10**6, like="lru", max_nodes=max_nodes)
-        for step in steps:
-            if isinstance(step, tuple):
-                tenants.serve(*step, lengths)
-            else:
-                getattr(tenants, step)()
-            assert tenants.orderer(0).tree_size <= max_nodes
-        tenants.settle()
-        documents = {each.key: each for each in (Document(str(n), "", tokens=lengths[n]) for n in range(8))}
-        scopes = tenants.orderer(0)._scopes
-        pool = scopes.pool
-        assert isinstance(pool, FollowedPool)
-        for name, scope in scopes.items():
-            scope.residency.refresh()
-            in_doubt = {node for pending in pool.pending for _, node in pending.displaced}
-            paths: dict[Node, list[Document]] = {}
-            for node in scope.tree.walk():
-                paths[node] = [] if node.parent is None else [*paths[node.parent], documents[node.key]]
-                if node.parent is None or not node.parent.missing:
-                    held = tenants.cached_tokens(int(str(name)[1:]), paths[node])
-                    claimed = scope.tree.cached_tokens(node)
-                    assert claimed == held or (claimed < held and (node in in_doubt or max_nodes < 10**6))
-        in_trees = sum(node.blocks - node.missing for scope in scopes.values() for node in scope.tree.walk())
-        assert pool.used_blocks == in_trees + sum(use.suffix_blocks for use in pool.log)
+        follow_and_compare(steps, lengths, blocks, max_nodes)
+
+    @pytest.mark.xfail(strict=True, reason="a tenant's own prefix counts as evicted although the engine kept it")
+    def test_a_prefix_that_room_was_expected_of_and_not_taken_is_known_again(self) -> None:
+        """Found by the test above, with other examples than those of `make test`: 96 tokens that stay unknown until the
+        tenant asks again."""
+        others = (0, [0, 1, 2, 3, 4]), (0, [1, 2]), (2, [0, 1, 2, 3, 4]), (0, [0]), (0, [0, 2])
+        follow_and_compare([(0, [0]), (1, [2, 3]), "tell", *others], [1, 1, 56, 52, 60, 1, 1, 1], 60, 10**6)
+
+
+def follow_and_compare(steps: Sequence[Any], lengths: list[int], blocks: int, max_nodes: int) -> None:
+    """Requests (tenant, documents), and what happens between them; then all trees beside the engine."""
+    tenants = Tenants(blocks * BLOCK, in_flight=4, tell_every=10**6, like="lru", max_nodes=max_nodes)
+    for step in steps:
+        if isinstance(step, tuple):
+            tenants.serve(*step, lengths)
+        else:
+            getattr(tenants, step)()
+        assert tenants.orderer(0).tree_size <= max_nodes
+    tenants.settle()
+    documents = {each.key: each for each in (Document(str(n), "", tokens=lengths[n]) for n in range(8))}
+    scopes = tenants.orderer(0)._scopes
+    pool = scopes.pool
+    assert isinstance(pool, FollowedPool)
+    for name, scope in scopes.items():
+        scope.residency.refresh()
+        in_doubt = {node for pending in pool.pending for _, node in pending.displaced}
+        paths: dict[Node, list[Document]] = {}
+        for node in scope.tree.walk():
+            paths[node] = [] if node.parent is None else [*paths[node.parent], documents[node.key]]
+            if node.parent is None or not node.parent.missing:
+                held = tenants.cached_tokens(int(str(name)[1:]), paths[node])
+                claimed = scope.tree.cached_tokens(node)
+                assert claimed == held or (claimed < held and (node in in_doubt or max_nodes < 10**6))
+    in_trees = sum(node.blocks - node.missing for scope in scopes.values() for node in scope.tree.walk())
+    assert pool.used_blocks == in_trees + sum(use.suffix_blocks for use in pool.log)
 
 
 def renamed(tenant: int, document: int) -> int:
