@@ -226,3 +226,10 @@ def test_type_checkers_see_every_setting_as_an_option(function: Any) -> None:
     assert typing.get_type_hints(OrdererOptions) == declared
     options = [each for each in typing.get_type_hints(function).values() if typing.get_origin(each) is typing.Unpack]
     assert options == [typing.Unpack[OrdererOptions]]
+
+
+def test_tokens_of_tiers_are_counted_once() -> None:
+    tiers = {"capacity_tokens": 1_000, "host_tokens": 5_000, "disk_tokens": 3_000}
+    assert Settings(**tiers, tier_copies="computed").held_tokens == 5_000
+    assert Settings(**tiers, tier_copies="evicted").held_tokens == 9_000
+    assert Settings(capacity_tokens=None, tier_copies="evicted").held_tokens is None
