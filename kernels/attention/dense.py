@@ -14,10 +14,10 @@ __all__ = ["Rule", "attend", "attend_with_weight", "product"]
 
 
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's, which takes masks at any address and then reads them in whole words: an error that ends the process."""
+"""Not cuDNN's, which reads a mask in words of 16 bytes wherever it begins: a CUDA error that stays with the process."""
 
 _MASK_ALIGNMENT = 8
-"""Numbers: the rows of a mask on a GPU begin at multiples of as many, or torch copies it for each layer."""
+"""Numbers: rows of a mask on a GPU begin at multiples of as many, for backends that read words and do not all check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, caus
 
 
 def _aligned(mask: Tensor) -> Tensor:
+    """A copy in rows that are aligned: masks are cut out of one of the whole step."""
     width = mask.shape[-1]
     padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
     return padded[..., :width].copy_(mask)

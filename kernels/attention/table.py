@@ -48,8 +48,8 @@ class Tile:
     stages: int
 
 
-# By family, head dim and bytes of a number: a tile for each class of ROWS, the last one for all further ones. Those of
-# sm_90 with head dims 64 and 128 were timed, on an H200: docs/kernels-h200.md.
+# By family, head dim and bytes of a number: a tile for each class of ROWS, the last one for all further ones. Timed, on
+# an H200, are those of sm_90 with head dim 128, and with 64 up to 16 rows and from 65 on: docs/kernels-h200.md.
 _TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
     ("sm_90", 64, 2): (
         *(Tile(16, 128, 4, 4), Tile(32, 128, 4, 4), Tile(64, 128, 4, 3)),

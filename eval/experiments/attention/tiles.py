@@ -36,12 +36,16 @@ Measure = Callable[[Callable[[], Any]], dict[str, float]]
 
 
 @click.command()
-@click.option("--query", "queries", multiple=True, type=click.IntRange(min=1), help="[default: 1, 32, 256, 1024]")
-@click.option("--context", "contexts", multiple=True, type=click.IntRange(min=0), help="[default: 2048, 8192]")
+@click.option(
+    "--query", "queries", multiple=True, type=click.IntRange(min=1), help="New tokens. [default: 1, 32, 256, 1024]"
+)
+@click.option(
+    "--context", "contexts", multiple=True, type=click.IntRange(min=0), help="Cached tokens. [default: 2048, 8192]"
+)
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Requests.")
 @click.option("--heads", type=int, default=32, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=int, default=8, show_default=True, help="KV heads, a divisor of the others.")
-@click.option("--head-dim", type=click.Choice([64, 128]), default=128, show_default=True)
+@click.option("--head-dim", type=click.Choice([64, 128]), default=128, show_default=True, help="Of a head.")
 def main(queries: Sequence[int], contexts: Sequence[int], batch: int, heads: int, kv_heads: int, head_dim: int) -> None:
     """Time tiles and splits of the attention kernel, a line of JSON each: on the device alone, and of one call."""
     if not torch.cuda.is_available():

@@ -243,10 +243,8 @@ def _spread(found: Summary | None) -> Entry:
 
 def _throughput(groups: Sequence[Group], baseline: str) -> Table:
     names = ("requests_per_s", "tokens_per_s")
-    decided = False
 
     def row(group: Group, policy: str) -> list[Entry] | None:
-        nonlocal decided
         entries = []
         for name in names:
             values = _rates(group, policy, name)
@@ -256,7 +254,6 @@ def _throughput(groups: Sequence[Group], baseline: str) -> Table:
             entries.append(Entry(format_number(mean, decimals), spread))
         found = None if policy == baseline else _change_of_rates(group, policy, baseline)
         if found is not None:
-            decided = True
             entries[0] = Entry(entries[0].text, change_words(found), verdict_words(found))
         return entries if any(entry.text != "–" for entry in entries) else None
 
@@ -264,7 +261,7 @@ def _throughput(groups: Sequence[Group], baseline: str) -> Table:
     note = "Mean of the seeds, below it their range"
     note += (
         f", or the change with Student's interval over the seeds, where there are {_FEW_SEEDS} or more."
-        if decided
+        if any(entry.verdict for entries in rows for entry in entries)
         else ": a seed has one throughput, and these are too few for an interval."
     )
     return _table("Throughput", groups, ["requests/s", "tokens/s"], rows, note)
