@@ -83,7 +83,7 @@ class TestFiftyTenants:
 
 
 class TestEvents:
-    @settings(max_examples=examples(200))
+    @settings(max_examples=examples(1_000))
     @given(
         st.lists(
             st.one_of(
@@ -92,8 +92,8 @@ class TestEvents:
             ),
             max_size=60,
         ),
-        st.lists(st.integers(1, 60), min_size=8, max_size=8),
-        st.integers(60, 200),
+        st.lists(st.just(1) | st.integers(1, 60), min_size=8, max_size=8),
+        st.just(60) | st.integers(60, 200),
         st.sampled_from([6, 10**6]),
     )
     def test_after_all_events_each_tree_is_what_the_engine_holds(
@@ -101,10 +101,8 @@ class TestEvents:
     ) -> None:
         follow_and_compare(steps, lengths, blocks, max_nodes)
 
-    @pytest.mark.xfail(strict=True, reason="a tenant's own prefix counts as evicted although the engine kept it")
     def test_a_prefix_that_room_was_expected_of_and_not_taken_is_known_again(self) -> None:
-        """Found by the test above, with other examples than those of `make test`: 96 tokens that stay unknown until the
-        tenant asks again."""
+        """Found by the test above: 96 tokens that stayed unknown until the tenant asked again."""
         others = (0, [0, 1, 2, 3, 4]), (0, [1, 2]), (2, [0, 1, 2, 3, 4]), (0, [0]), (0, [0, 2])
         follow_and_compare([(0, [0]), (1, [2, 3]), "tell", *others], [1, 1, 56, 52, 60, 1, 1, 1], 60, 10**6)
 
@@ -129,7 +127,10 @@ def follow_and_compare(steps: Sequence[Any], lengths: list[int], blocks: int, ma
         paths: dict[Node, list[Document]] = {}
         for node in scope.tree.walk():
             paths[node] = [] if node.parent is None else [*paths[node.parent], documents[node.key]]
-            if node.parent is None or not node.parent.missing:
+            above = node.parent
+            while above is not None and not above.missing:
+                above = above.parent
+            if above is None:
                 held = tenants.cached_tokens(int(str(name)[1:]), paths[node])
                 claimed = scope.tree.cached_tokens(node)
                 assert claimed == held or (claimed < held and (node in in_doubt or max_nodes < 10**6))

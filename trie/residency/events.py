@@ -174,6 +174,11 @@ class EventsResidency(LRUResidency):
             count += 1
         return count
 
+    def _follows_held(self, node: Node) -> bool:
+        """Nothing is missing before it; a doomed parent without blocks of its own says nothing about that."""
+        parent = node.parent
+        return parent is None or not (parent.missing or parent in self.pool.doomed)
+
     def settle(self, node: Node, content: Content) -> None:
         if not self._blocks.holds(content):
             position = self._contents[node].blocks.index(content)
@@ -183,7 +188,7 @@ class EventsResidency(LRUResidency):
                 self.truncate(node, position)
                 pool = self.pool
                 pool.capacity_blocks = max(0, pool.capacity_blocks - used_blocks + self.used_blocks)
-        elif node.missing and (node.parent is None or not node.parent.missing):
+        elif node.missing and self._follows_held(node):
             self.mark_held(node, self._held_blocks(node))
             if node.parent is None:
                 # Another client computed the system prompt: it ages like anything else.
@@ -203,15 +208,22 @@ class EventsResidency(LRUResidency):
             for each in reversed(list(self.tree.walk(node))):
                 self._remove(each)
 
+    def _evict_root(self, root: Node) -> None:
+        # Not doomed: it stays where it is, and another client's events about it count at once.
+        super()._evict_root(root)
+        self.pool.displaced.append((self, root))
+
     def reconsider(self, node: Node) -> None:
-        if node not in self._contents or node.leases or (node.parent is not None and node.parent.missing):
+        if node not in self._contents or node.leases or not self._follows_held(node):
             return
         pool = self.pool
         held = self._held_blocks(node)
         found = held - node.blocks + node.missing
         if found > 0:
+            if node.parent is None and node.missing == node.blocks:
+                pool.log.appendleft(UseEntry(self, node, node.stamp, 0))
             self.mark_held(node, held)
-            pool.capacity_blocks += found
+            pool.capacity_blocks = max(pool.capacity_blocks, pool.used_blocks + found)
         if node in pool.doomed and (held or not node.blocks):
             _, stamp = pool.doomed.pop(node)
             node.stamp = stamp

@@ -248,6 +248,9 @@ class LRUResidency:
         self._remove(node)
         return True
 
+    def _evict_root(self, root: Node) -> None:
+        root.missing = root.blocks
+
     def evict(self, use: UseEntry, blocks: int) -> bool:
         """At most `blocks` of what `use` was the last to use; False if nothing of that is left."""
         node = use.skip_evicted()
@@ -270,7 +273,7 @@ class LRUResidency:
             left -= held
             parent = node.parent
             if parent is None:
-                node.missing = node.blocks
+                self._evict_root(node)
                 break
             evict(node)
             node = parent
