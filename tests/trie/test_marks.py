@@ -511,6 +511,13 @@ class TestChoice:
         choice = self.choice(replace(RULES, write=1.0))
         assert self.choose(choice, "abc")[-1] == 3
 
+    @pytest.mark.parametrize(("read", "written"), [(0.8, False), (0.1, True)])
+    def test_what_reading_saves_less_than_writing_costs_is_not_written(self, read: float, written: bool) -> None:
+        choice = self.choice(replace(RULES, read=read))
+        for number in range(9):
+            self.choose(choice, "abc", 3 if number else -1, 290.0 * number)
+        assert (4 in self.choose(choice, "abcd", 3, 9 * 290.0)) == written
+
     def test_ten_thousand_documents(self) -> None:
         choice = self.choice()
         keys, ends = range(10_000), list(range(100, 10_101))

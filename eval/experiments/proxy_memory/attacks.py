@@ -1,0 +1,207 @@
+"""Attacks on the memory of a server of chat completions, and a server behind it whose answers never end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+__all__ = ["ATTACKS", "EVERYTHING", "Attack", "attack", "attack_with_everything", "endless_server"]
+
+MIB = 1 << 20
+EVERYTHING = "everything"
+
+_CHAT = "/v1/chat/completions"
+_ENDLESS = "/v1/endless"
+_TOGETHER = 32
+_EACH = 3
+_WAIT_S = 10.0
+
+
+class Target(NamedTuple):
+    """A port, and what stays open until the attack is over."""
+
+    port: int
+    kept: ExitStack
+
+    def connect(self, sent: bytes) -> socket.socket:
+        connection = socket.socket()
+        # Of an answer that is not read little is taken.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(_WAIT_S)
+        try:
+            connection.connect(("127.0.0.1", self.port))
+            connection.sendall(sent)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def hold(self, sent: bytes) -> None:
+        self.kept.callback(self.connect(sent).close)
+
+    def post(self, body: bytes) -> None:
+        with closing(self.connect(_head(_CHAT, len(body)) + body)) as connection:
+            while connection.recv(65536):
+                pass
+
+
+class Attack(NamedTuple):
+    """What so many clients do, once each."""
+
+    says: str
+    clients: int
+    step: Callable[[Target], None]
+
+
+def attack(port: int, chosen: Attack, clients: int, kept: ExitStack) -> None:
+    """Returns when each of the clients has done its step; connections that they hold are in `kept`."""
+    target = Target(port, kept)
+
+    def once(_: int) -> None:
+        # Refused, or closed in the middle: that is an answer to an attack.
+        with suppress(OSError):
+            chosen.step(target)
+
+    with ThreadPoolExecutor(min(clients, _TOGETHER)) as pool:
+        list(pool.map(once, range(clients)))
+
+
+def attack_with_everything(port: int, seconds: float) -> int:
+    """All attacks and bodies at once, by three clients each that try again as soon as they are refused; returns the
+    number of steps done."""
+    stop, done = threading.Event(), [0]
+
+    def repeat(target: Target, step: Callable[[Target], None]) -> None:
+        while not stop.is_set():
+            with suppress(OSError):
+                step(target)
+                done.append(1)
+
+    steps = [_unread, _half_body, _whole_body_but_one, _unfinished_headers, _endless_headers, *map(_posting, _bodies())]
+    # Closed before the memory is read: that takes an open file as well.
+    with ExitStack() as kept:
+        target = Target(port, kept)
+        threads = [threading.Thread(target=repeat, args=(target, step)) for step in steps for _ in range(_EACH)]
+        for thread in threads:
+            thread.start()
+        try:
+            stop.wait(seconds)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(6 * _WAIT_S)
+    return sum(done)
+
+
+@contextmanager
+def endless_server() -> Iterator[int]:
+    """The port of a server that answers each question at once, and one path without end."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        left = int(self.headers["content-length"])
+        while left:
+            left -= len(self.rfile.read(min(left, MIB)))
+        self.send_response(200)
+        if self.path != _ENDLESS:
+            answer = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+            return
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b"x" * 65536)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _head(path: str, length: int) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def _unread(target: Target) -> None:
+    target.hold(_head(_ENDLESS, 2) + b"{}")
+
+
+def _half_body(target: Target) -> None:
+    target.hold(_head(_CHAT, MIB) + b"x" * (MIB // 2))
+
+
+def _whole_body_but_one(target: Target) -> None:
+    target.hold(_head(_CHAT, 32 * MIB) + b"x" * (31 * MIB))
+
+
+def _no_body(target: Target) -> None:
+    target.hold(_head(_CHAT, MIB))
+
+
+def _unfinished_headers(target: Target) -> None:
+    target.hold(f"POST {_CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode())
+
+
+def _endless_headers(target: Target) -> None:
+    with closing(target.connect(f"POST {_CHAT} HTTP/1.1\r\n".encode())) as connection:
+        for number in range(100_000):
+            connection.sendall(f"X-{number}: {'y' * 1000}\r\n".encode())
+
+
+def _posting(body: bytes) -> Callable[[Target], None]:
+    return lambda target: target.post(body)
+
+
+def _wide_characters(target: Target) -> None:
+    target.post(_bodies()[0])
+
+
+@cache
+def _bodies() -> list[bytes]:
+    """Expensive ones: wide characters, three documents, 200,000 documents, unknown fields, brackets."""
+    many = [{"id": f"{number}", "text": "t"} for number in range(200_000)]
+    fields = ",".join(f'"f{number}":[{{}}]' for number in range(MIB // 2))
+    return [
+        _tagged("\U0001f600", 29 * MIB),
+        _tagged("a word ", 31 * MIB),
+        json.dumps({"messages": [], "ragorder": {"documents": many, "query": "?"}}).encode(),
+        f'{{"messages":[],{fields}}}'.encode(),
+        b'{"messages":[],"x":' + b"[" * (8 * MIB),
+    ]
+
+
+def _tagged(text: str, length: int) -> bytes:
+    """A body of about `length` bytes with three documents of this text."""
+    documents = [{"id": f"{number}", "text": text * (length // 3 // len(text.encode()))} for number in range(3)]
+    body = {"messages": [], "ragorder": {"documents": documents, "query": "why?"}}
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "endless headers": Attack("connections, 100 MiB of header lines each, never ended", 5, _endless_headers),
+    "unfinished headers": Attack("incomplete headers", 2000, _unfinished_headers),
+    "no bodies": Attack("bodies that never arrive", 200, _no_body),
+    "long bodies": Attack("clients with 31 of 32 MiB each", 20, _whole_body_but_one),
+    "half bodies": Attack("clients with half a body of 1 MiB", 2000, _half_body),
+    "unread answers": Attack("clients that do not read an endless answer", 2000, _unread),
+    "wide characters": Attack("bodies of 29 MiB, of characters that take four bytes each", 12, _wide_characters),
+}

@@ -1,0 +1,110 @@
+"""The peak memory of `ragorder serve` under attack: the suites of kind "proxy-memory"."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ragorder.eval.data.machine import load_average, peak_mb, resident_mb
+from ragorder.eval.experiments.proxy_load.load import ServerProcess, proxy_server
+from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections
+from ragorder.eval.experiments.proxy_memory.attacks import (
+    ATTACKS,
+    EVERYTHING,
+    attack,
+    attack_with_everything,
+    endless_server,
+)
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.record import Record
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["ProxyMemory", "ProxyMemoryCell", "ProxyMemoryRecord", "measure_peak"]
+
+NOTHING = "nothing"
+
+_SETTLED_S = 3.0
+_LONGEST_S = 60.0
+
+
+class ProxyMemoryCell(SuiteCell):
+    """Each attack by this `share` of its clients; all together for so many `seconds`."""
+
+    share: float = Field(1.0, gt=0, le=1)
+    seconds: float = Field(90.0, ge=0)
+
+
+class ProxyMemoryRecord(Record):
+    """The most memory, in MB, that a proxy of its own had under one attack (`peak_mb`), the clients, and under all
+    attacks at once the steps that they did."""
+
+    called: ClassVar[str] = "an attack"
+    is_run: ClassVar[bool] = False
+
+    type: Literal["proxy-memory"] = "proxy-memory"
+
+    @property
+    def columns_needed(self) -> tuple[str, ...]:
+        return ("peak_mb",)
+
+
+class ProxyMemory(Experiment):
+    kind = "proxy-memory"
+    record = ProxyMemoryRecord
+    cell = ProxyMemoryCell
+    policies: ClassVar[Any] = (NOTHING, *ATTACKS, EVERYTHING)
+    packages: ClassVar[Any] = {"uvicorn": "proxy"}
+    unit = "attacks"
+
+    def obstacle(self, suite: Suite, cell: ProxyMemoryCell, policy: str) -> str | None:
+        if resident_mb() is None:
+            return "the peak memory of a process is read from /proc, which this system lacks"
+        return super().obstacle(suite, cell, policy)
+
+    def requests(self, suite: Suite, cell: ProxyMemoryCell) -> int:
+        return 1
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: ProxyMemoryCell = job.cell
+        load = load_average()
+        for policy in job.policies:
+            with endless_server() as upstream, proxy_server(upstream, "--capacity-tokens", "100000") as proxy:
+                rows = measure_peak(proxy, policy, cell)
+            yield {"policy": policy, "load_average": load, "rows": rows}
+            advance()
+
+
+def measure_peak(proxy: ServerProcess, policy: str, cell: ProxyMemoryCell) -> dict[str, list[Any]]:
+    """Figures of `ProxyMemoryRecord`. Raises OSError if the system allows too few open files, or the proxy ends."""
+    allow_many_connections(max(each.clients for each in ATTACKS.values()))
+    clients, done = 0, 0
+    with ExitStack() as kept:
+        if policy in ATTACKS:
+            chosen = ATTACKS[policy]
+            clients = max(1, round(chosen.clients * cell.share))
+            attack(proxy.port, chosen, clients, kept)
+        elif policy == EVERYTHING:
+            done = attack_with_everything(proxy.port, cell.seconds)
+        peak = _settled_peak(proxy.pid)
+    return {"peak_mb": [peak], "clients": [clients], "steps": [done]}
+
+
+def _settled_peak(process: int) -> float:
+    """The peak once it has not risen for some seconds, in a minute at the latest."""
+    began = rose = time.monotonic()
+    peak = 0.0
+    while (now := time.monotonic()) < min(rose + _SETTLED_S, began + _LONGEST_S):
+        found = peak_mb(process)
+        if found is None:
+            raise OSError("the proxy has ended under attack")
+        if found > peak:
+            peak, rose = found, now
+        time.sleep(0.1)
+    return peak
