@@ -69,7 +69,7 @@ class JSONLines:
         self.name = str(source) if isinstance(source, str | Path) else name_of(source)
         self._source = source
         self._error = error
-        self._example = f": a line looks like {example}" if example else ""
+        self._example = f"a line looks like {example}" if example else ""
         self._max_line_bytes = -1 if max_line_bytes is None else max_line_bytes
         self._progress = progress
 
@@ -111,12 +111,16 @@ class JSONLines:
         try:
             value = decode(line)
         except ValueError as error:
-            raise self.error(number, f"{error}{self._example}") from None
+            raise self.error(number, self._with_example(str(error))) from None
         try:
             return model.model_validate(value)
         except ValidationError as error:
             said = problem_of(error, value)
-            raise self.error(number, said if isinstance(value, dict) else said + self._example) from None
+            like_a_line = isinstance(value, dict) and not _missing_fields(error)
+            raise self.error(number, said if like_a_line else self._with_example(said)) from None
+
+    def _with_example(self, problem: str) -> str:
+        return f"{problem}: {self._example}" if self._example else problem
 
     def error(self, number: int, problem: str) -> Exception:
         """The exception for a problem of a line."""
@@ -235,6 +239,11 @@ def problem_of(error: ValidationError, value: Any, *, missing: str = "is missing
             return f"{subject}must be at most {context['le']:,}"
         case _:
             return f"{subject}{told['msg'].removeprefix('Value error, ')}"
+
+
+def _missing_fields(error: ValidationError) -> bool:
+    """Whether the object itself lacks one."""
+    return any(each["type"] == "missing" and len(each["loc"]) == 1 for each in error.errors(include_url=False))
 
 
 def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> str:

@@ -162,9 +162,12 @@ def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], 
         if alive is None or (events.counters.batches and events.synchronised) or not alive.tree_size:
             last_event = now
         elif now - last_event > _PATIENCE_S:
-            alive.degrade(
-                "no KV events: the server has published none; compare events_endpoint, "
-                "replay_endpoint and events_topic with its --kv-events-config, or run ragorder doctor"
-            )
+            if events.counters.other_topics:
+                alive.degrade("no KV events of this topic: leave events_topic empty, which means any, or correct it")
+            else:
+                alive.degrade(
+                    "no KV events: the server has published none; compare events_endpoint, "
+                    "replay_endpoint and events_topic with its --kv-events-config, or run ragorder doctor"
+                )
 
     return look

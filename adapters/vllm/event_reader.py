@@ -39,7 +39,7 @@ _BELOW = (Place.HOST, Place.DISK)
 class EventCounters:
     """Counts: `gaps` (losses of batches), `replays` (requested repetitions), `start_overs` (the engine's first events
     were no longer available), `restarts` (new engines), `silences` (no answer), `garbage` (unreadable messages and
-    events), `orphans` (stored blocks with an unknown parent)."""
+    events), `other_topics` (messages under another topic), `orphans` (stored blocks with an unknown parent)."""
 
     batches: int = 0
     stored: int = 0
@@ -51,6 +51,7 @@ class EventCounters:
     restarts: int = 0
     silences: int = 0
     garbage: int = 0
+    other_topics: int = 0
     orphans: int = 0
 
 

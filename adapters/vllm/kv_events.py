@@ -288,9 +288,12 @@ class KVEventSubscriber:
                 raise TimeoutError
 
     def _read(self, frames: list[bytes]) -> _EventBatch | None:
-        if len(frames) == 3 and len(frames[1]) == 8 and (not self._topic or frames[0] == self._topic):
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self.counters.garbage += 1
+        elif self._topic and frames[0] != self._topic:
+            self.counters.other_topics += 1
+        else:
             return _EventBatch(int.from_bytes(frames[1], "big"), frames[2])
-        self.counters.garbage += 1
         return None
 
     def _is_repeated(self, batch: _EventBatch) -> bool:

@@ -126,10 +126,11 @@ def replay(
       log.write(json.dumps(line) + "\\n")
 
     "time" is in seconds, from any origin, or ISO 8601; lines may be out of order. "documents" are ids, best first, or
-    objects {"id", "tokens"}. Only these two must be there. "tokens" may also be one number for all documents; the same
-    id with another length is another document. "tenant": tenants share the cache, but none of its blocks. Also known
-    are "prefix_tokens", "suffix_tokens" and "output_tokens", as in the options below, and "prompt_tokens" in place of
-    "suffix_tokens". Other fields are ignored, with one warning.
+    objects {"id", "tokens"}; without "tokens" an object's "text" gives its length. Only "time" and "documents" must be
+    there. "tokens" may also be one number for all documents; the same id with another length is another document.
+    "tenant": tenants share the cache, but none of its blocks. Also known are "prefix_tokens", "suffix_tokens" and
+    "output_tokens", as in the options below, and "prompt_tokens" in place of "suffix_tokens". Other fields are ignored,
+    with one warning.
 
     In exports (--format) each retrieval with documents is a request; all other lines are passed over. A document is
     known by its id or, without one, by its text, from which its length is estimated.
@@ -147,7 +148,10 @@ def replay(
     from ragorder.eval.running.policies import PolicyError
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
-        raise click.UsageError("--plot draws a PNG: give FILE.png in a folder that can be written to")
+        raise click.UsageError(
+            "--plot draws a PNG: give FILE.png in a folder that can be written to; a page is made by --json FILE, and "
+            "then ragorder report FILE --html PAGE"
+        )
     block_size = block_size or 16
     unlogged = build(DefaultLengths, lengths)
     given = click.get_current_context().params | unlogged.model_dump() | {"block_size": block_size}

@@ -37,6 +37,9 @@ class Log:
     out_of_order: int = 0
     passed_over: Mapping[str, int] = field(default_factory=dict)
     """Fields that a replay has no use for, and in how many lines each stood."""
+    estimated_lengths: int = 0
+    """Retrieved documents whose length was estimated from their text, `assumed_lengths` without even that."""
+    assumed_lengths: int = 0
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -127,7 +130,14 @@ class LogBuilder:
         self._suffix_tokens.append(suffix_tokens)
         self._output_tokens.append(output_tokens)
 
-    def build(self, name: str, passed_over: Mapping[str, int] | None = None) -> Log:
+    def build(
+        self,
+        name: str,
+        passed_over: Mapping[str, int] | None = None,
+        *,
+        estimated_lengths: int = 0,
+        assumed_lengths: int = 0,
+    ) -> Log:
         """The log in order of time; requests of one time in order of addition."""
         times, starts = self._times, self._starts
         first = min(times, default=0.0)
@@ -158,6 +168,8 @@ class LogBuilder:
             len({tenant for tenant, _ in self._scopes}),
             out_of_order,
             dict(passed_over or {}),
+            estimated_lengths,
+            assumed_lengths,
         )
 
     def _version(self, scope: int, id: Hashable, length: int) -> int:

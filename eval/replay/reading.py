@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.adapters.http_client import printable
+from ragorder.document import estimate_tokens
 from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.formats.base import Length, LogDocument, LogLine, PositiveLength
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
@@ -69,13 +70,19 @@ def read_log(
             break
     if not len(reader.builder):
         raise LogError(f"{lines.name}: no requests in it: a line looks like {exported.EXAMPLE}")
-    return reader.builder.build(Path(lines.name).name, reader.passed_over)
+    return reader.builder.build(
+        Path(lines.name).name,
+        reader.passed_over,
+        estimated_lengths=reader.estimated_lengths,
+        assumed_lengths=reader.assumed_lengths,
+    )
 
 
 class _Reader:
     def __init__(self, lengths: DefaultLengths, top_k: int | None) -> None:
         self.builder = LogBuilder()
         self.passed_over: dict[str, int] = {}
+        self.estimated_lengths = self.assumed_lengths = 0
         # Attributes of a pydantic model are read slowly, and these at every line.
         self._lengths = lengths.model_dump()
         self._top_k = top_k
@@ -118,6 +125,7 @@ class _Reader:
             lengths = tokens
         else:
             lengths = [self._lengths["document_tokens"] if tokens is None else tokens] * len(documents)
+        unknown = len(documents) if tokens is None else 0
         ids: list[Hashable] = []
         others: dict[str, None] = {}
         for place, document in enumerate(documents):
@@ -126,10 +134,16 @@ class _Reader:
                     raise ValueError('give the lengths in "tokens" or in the documents, not in both')
                 if document.tokens is not None:
                     lengths[place] = document.tokens
+                    unknown -= 1
+                elif document.text is not None:
+                    lengths[place] = int(estimate_tokens(document.text))
+                    self.estimated_lengths += 1
+                    unknown -= 1
                 others |= dict.fromkeys(document.model_extra or ())
                 ids.append(document.id)
             else:
                 ids.append(document)
+        self.assumed_lengths += unknown
         for name in others:
             self._pass_over(f"documents[].{name}")
         return ids, lengths

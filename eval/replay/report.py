@@ -38,6 +38,8 @@ class LogInfo:
     longest_tokens: int
     out_of_order: int
     passed_over: Mapping[str, int] = field(default_factory=dict)
+    estimated_lengths: int = 0
+    assumed_lengths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ class ReplayReport:
         log, notes = self.log, []
         if log.out_of_order:
             notes.append(f"lines earlier than the line before them: {log.out_of_order:,}; sorted by time")
+        if log.estimated_lengths:
+            notes.append(f"documents whose length is estimated from their text: {log.estimated_lengths:,}")
+        if log.assumed_lengths:
+            assumed = "each counts with the tokens of --document-tokens"
+            notes.append(f"documents without a length in the log: {log.assumed_lengths:,}; {assumed}")
         if log.passed_over:
             shown = [_field(name, count) for name, count in list(log.passed_over.items())[:_SHOWN_FIELDS]]
             more = len(log.passed_over) - len(shown)

@@ -128,4 +128,6 @@ def _describe(log: Log, prompt_tokens: int) -> LogInfo:
         longest_tokens=log.longest_tokens,
         out_of_order=log.out_of_order,
         passed_over=log.passed_over,
+        estimated_lengths=log.estimated_lengths,
+        assumed_lengths=log.assumed_lengths,
     )

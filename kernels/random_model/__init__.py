@@ -10,7 +10,7 @@ from ragorder.extras import needs
 from ragorder.kernels.random_model.documentation import chunks_of, library_modules, read_entries
 from ragorder.kernels.random_model.model import make_model
 
-__all__ = ["has_fast_bfloat16", "make_model", "random_model"]
+__all__ = ["has_fast_bfloat16", "make_model", "random_model", "standard_texts"]
 
 
 def random_model(texts: Iterable[str] | None = None) -> Path:
@@ -21,7 +21,8 @@ def random_model(texts: Iterable[str] | None = None) -> Path:
     with needs("torch", "making a model"):
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     folder = cache_folder() / f"random-{layers}x{hidden_size}"
-    return make_model(folder, texts=_texts() if texts is None else texts, layers=layers, hidden_size=hidden_size)
+    texts = standard_texts() if texts is None else texts
+    return make_model(folder, texts=texts, layers=layers, hidden_size=hidden_size)
 
 
 def has_fast_bfloat16() -> bool:
@@ -32,6 +33,7 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.cuda.is_available() or cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
-def _texts() -> list[str]:
+def standard_texts() -> list[str]:
+    """The documentation of Python's standard library, in parts."""
     modules = {module: read_entries(module, path) for module, path in library_modules().items()}
     return [chunk.text for module, entries in modules.items() for chunk in chunks_of(module, entries)]

@@ -238,6 +238,17 @@ class TestALog:
         log = read(line("abc", tokens=10, prefix_tokens=5, prompt_tokens=40), top_k=1)
         assert log.prompt_tokens(0) == 5 + 10 + 5
 
+    def test_lengths_that_are_not_given_are_estimated_from_texts_or_assumed_and_the_report_says_so(
+        self, tmp_path: Path
+    ) -> None:
+        texts = [{"id": "a", "text": "x" * 40}, {"id": "b", "text": "x" * 40, "tokens": 7}, {"id": "c"}, "d"]
+        log = read(line(texts), line("e", tokens=5))
+        assert list(log.document_tokens) == [10, 7, 256, 256, 5]
+        assert (log.estimated_lengths, log.assumed_lengths) == (1, 2)
+        said = " ".join(invoke(written(tmp_path, line(texts)), "--no-sweep", "--capacity-tokens", "10k").output.split())
+        assert "documents whose length is estimated from their text: 1" in said
+        assert "documents without a length in the log: 2; each counts with the tokens of --document-tokens" in said
+
     @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz", "log.txt"])
     def test_is_a_file_plain_or_gzipped(self, tmp_path: Path, name: str) -> None:
         path = written(tmp_path, line("ab"), line("b", 1), name=name)
@@ -277,9 +288,9 @@ class TestFieldsOfOtherPrograms:
     """Real logs say more than a replay asks for."""
 
     def test_d10_are_passed_over_and_named_once(self) -> None:
-        logged = [line(user="u1", model="m", documents=[{"id": "a", "tokens": 3, "text": "x"}, {"id": "b"}])] * 3
+        logged = [line(user="u1", model="m", documents=[{"id": "a", "tokens": 3, "page": 4}, {"id": "b"}])] * 3
         log = read(*logged, line(user="u2"))
-        assert dict(log.passed_over) == {"user": 4, "model": 3, "documents[].text": 3}
+        assert dict(log.passed_over) == {"user": 4, "model": 3, "documents[].page": 3}
         assert list(log.documents[:2]) == [0, 1] and len(log) == 4
 
     def test_d10_a_report_says_so_and_what_may_have_been_meant(self, tmp_path: Path) -> None:
@@ -317,8 +328,9 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "a date that is none": (line(time=SECRET), "not an ISO 8601 date and time"),
     "a date that does not exist": (line(time="2025-02-30T12:00:00"), "not an ISO 8601 date and time"),
     "a tenant that is a number": (line(tenant=7), '"tenant" must be a string, not an integer'),
-    "no documents": ({"time": 1}, '"documents" is missing'),
+    "no documents": ({"time": 1}, '"documents" is missing: add it: a line looks like {"time": 12.5, "documents"'),
     "documents that are a string": ({"time": 1, "documents": SECRET}, '"documents" must be a list'),
+    "a document's text that is none": (line([{"id": "a", "text": 5}]), '"documents[0].text" must be a string'),
     "a document that is nothing": (line([None]), '"documents[0]" must be a string, an integer or an object, not null'),
     "a document that is true": (line(["a", True]), '"documents[1]" must be a string, an integer or an object'),
     "a document that is a fraction": (line([1.5]), '"documents[0]" must be a string, an integer or an object'),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-__all__ = ["ATTACKS", "EVERYTHING", "Attack", "attack", "attack_with_everything", "endless_server"]
+__all__ = ["ATTACKS", "EVERYTHING", "HELD", "Attack", "Target", "attack", "attack_with_everything", "endless_server"]
 
 MIB = 1 << 20
 EVERYTHING = "everything"
@@ -21,14 +22,24 @@ _CHAT = "/v1/chat/completions"
 _ENDLESS = "/v1/endless"
 _TOGETHER = 32
 _EACH = 3
+# More than the server keeps open, and fewer than the system's limit of open files.
+HELD = 2500
 _WAIT_S = 10.0
 
 
-class Target(NamedTuple):
-    """A port, and what stays open until the attack is over."""
+class Target:
+    """A port; a context manager that at its end closes the connections that are held, the last `HELD` of them."""
 
-    port: int
-    kept: ExitStack
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._held: deque[socket.socket] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._held:
+            self._held.popleft().close()
 
     def connect(self, sent: bytes) -> socket.socket:
         connection = socket.socket()
@@ -44,7 +55,9 @@ class Target(NamedTuple):
         return connection
 
     def hold(self, sent: bytes) -> None:
-        self.kept.callback(self.connect(sent).close)
+        self._held.append(self.connect(sent))
+        if len(self._held) > HELD:
+            self._held.popleft().close()
 
     def post(self, body: bytes) -> None:
         with closing(self.connect(_head(_CHAT, len(body)) + body)) as connection:
@@ -60,9 +73,8 @@ class Attack(NamedTuple):
     step: Callable[[Target], None]
 
 
-def attack(port: int, chosen: Attack, clients: int, kept: ExitStack) -> None:
-    """Returns when each of the clients has done its step; connections that they hold are in `kept`."""
-    target = Target(port, kept)
+def attack(target: Target, chosen: Attack, clients: int) -> None:
+    """Returns when each of the clients has done its step."""
 
     def once(_: int) -> None:
         # Refused, or closed in the middle: that is an answer to an attack.
@@ -73,30 +85,27 @@ def attack(port: int, chosen: Attack, clients: int, kept: ExitStack) -> None:
         list(pool.map(once, range(clients)))
 
 
-def attack_with_everything(port: int, seconds: float) -> int:
+def attack_with_everything(target: Target, seconds: float) -> int:
     """All attacks and bodies at once, by three clients each that try again as soon as they are refused; returns the
     number of steps done."""
     stop, done = threading.Event(), [0]
 
-    def repeat(target: Target, step: Callable[[Target], None]) -> None:
+    def repeat(step: Callable[[Target], None]) -> None:
         while not stop.is_set():
             with suppress(OSError):
                 step(target)
                 done.append(1)
 
     steps = [_unread, _half_body, _whole_body_but_one, _unfinished_headers, _endless_headers, *map(_posting, _bodies())]
-    # Closed before the memory is read: that takes an open file as well.
-    with ExitStack() as kept:
-        target = Target(port, kept)
-        threads = [threading.Thread(target=repeat, args=(target, step)) for step in steps for _ in range(_EACH)]
+    threads = [threading.Thread(target=repeat, args=(step,)) for step in steps for _ in range(_EACH)]
+    for thread in threads:
+        thread.start()
+    try:
+        stop.wait(seconds)
+    finally:
+        stop.set()
         for thread in threads:
-            thread.start()
-        try:
-            stop.wait(seconds)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(6 * _WAIT_S)
+            thread.join(6 * _WAIT_S)
     return sum(done)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -15,6 +14,8 @@ from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections
 from ragorder.eval.experiments.proxy_memory.attacks import (
     ATTACKS,
     EVERYTHING,
+    HELD,
+    Target,
     attack,
     attack_with_everything,
     endless_server,
@@ -83,15 +84,15 @@ class ProxyMemory(Experiment):
 
 def measure_peak(proxy: ServerProcess, policy: str, cell: ProxyMemoryCell) -> dict[str, list[Any]]:
     """Figures of `ProxyMemoryRecord`. Raises OSError if the system allows too few open files, or the proxy ends."""
-    allow_many_connections(max(each.clients for each in ATTACKS.values()))
+    allow_many_connections(HELD)
     clients, done = 0, 0
-    with ExitStack() as kept:
+    with Target(proxy.port) as target:
         if policy in ATTACKS:
             chosen = ATTACKS[policy]
             clients = max(1, round(chosen.clients * cell.share))
-            attack(proxy.port, chosen, clients, kept)
+            attack(target, chosen, clients)
         elif policy == EVERYTHING:
-            done = attack_with_everything(proxy.port, cell.seconds)
+            done = attack_with_everything(target, cell.seconds)
         peak = _settled_peak(proxy.pid)
     return {"peak_mb": [peak], "clients": [clients], "steps": [done]}
 

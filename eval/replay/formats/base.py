@@ -37,10 +37,13 @@ Time = Annotated[int | float | str, AfterValidator(_seconds)]
 
 
 class LogDocument(BaseModel):
+    """Without `tokens`, its length is estimated from its `text`, if there is one."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
     id: str | int
     tokens: Length | None = None
+    text: str | None = None
 
 
 class ExportLine(BaseModel):
