@@ -14,9 +14,8 @@ pytest.importorskip("uvicorn")
 import httpx2
 
 from ragorder.eval.cli.eval import eval as evaluate
-from ragorder.eval.experiments.proxy_load.load import proxy_server
-from ragorder.eval.experiments.proxy_memory.attacks import ATTACKS, EVERYTHING, endless_server
-from ragorder.eval.experiments.proxy_memory.experiment import ProxyMemoryCell, measure_peak
+from ragorder.eval.experiments.proxy_memory.attacks import ATTACKS, EVERYTHING
+from ragorder.eval.experiments.proxy_memory.experiment import ProxyMemoryCell, attacked_proxy, measure_peak
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +25,7 @@ pytestmark = [
 
 
 def test_memory_stays_below_a_gigabyte_under_all_attacks_together() -> None:
-    with endless_server() as upstream, proxy_server(upstream, "--capacity-tokens", "100000") as proxy:
+    with attacked_proxy() as proxy:
         rows = measure_peak(proxy, EVERYTHING, ProxyMemoryCell(seconds=40))
         assert rows["steps"][0] > 100 and rows["peak_mb"][0] < 1000
         health = httpx2.get(f"http://127.0.0.1:{proxy.port}/ragorder/health", timeout=60)

@@ -42,9 +42,8 @@ class ServerProcess(NamedTuple):
 
 
 @contextmanager
-def instant_server() -> Iterator[ServerProcess]:
-    """A server that answers at once."""
-    module = "ragorder.eval.experiments.proxy_load.upstream"
+def instant_server(module: str = "ragorder.eval.experiments.proxy_load.upstream") -> Iterator[ServerProcess]:
+    """A server that answers at once, or another module that prints its address when it is run."""
     with _process([sys.executable, "-m", module], "stdout", r"http://127.0.0.1:(\d+)") as server:
         yield server
 

@@ -1,25 +1,26 @@
-"""Attacks on the memory of a server of chat completions, and a server behind it whose answers never end."""
+"""Attacks on the memory of a proxy of chat completions."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple, Self
 
-__all__ = ["ATTACKS", "EVERYTHING", "HELD", "Attack", "Target", "attack", "attack_with_everything", "endless_server"]
+from ragorder.eval.experiments.proxy_memory.upstream import ENDLESS
+
+__all__ = ["ATTACKS", "EVERYTHING", "HELD", "Attack", "Target", "attack", "attack_with_everything"]
 
 MIB = 1 << 20
 EVERYTHING = "everything"
 
 _CHAT = "/v1/chat/completions"
-_ENDLESS = "/v1/endless"
 _TOGETHER = 32
 _EACH = 3
 # More than the server keeps open, and fewer than the system's limit of open files.
@@ -97,53 +98,17 @@ def attack_with_everything(target: Target, seconds: float) -> int:
                 done.append(1)
 
     steps = [_unread, _half_body, _whole_body_but_one, _unfinished_headers, _endless_headers, *map(_posting, _bodies())]
-    threads = [threading.Thread(target=repeat, args=(step,)) for step in steps for _ in range(_EACH)]
+    threads = [threading.Thread(target=repeat, args=(step,), daemon=True) for step in steps for _ in range(_EACH)]
     for thread in threads:
         thread.start()
     try:
         stop.wait(seconds)
     finally:
         stop.set()
+        until = time.monotonic() + 3 * _WAIT_S
         for thread in threads:
-            thread.join(6 * _WAIT_S)
+            thread.join(max(0.0, until - time.monotonic()))
     return sum(done)
-
-
-@contextmanager
-def endless_server() -> Iterator[int]:
-    """The port of a server that answers each question at once, and one path without end."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-class _Answers(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        left = int(self.headers["content-length"])
-        while left:
-            left -= len(self.rfile.read(min(left, MIB)))
-        self.send_response(200)
-        if self.path != _ENDLESS:
-            answer = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-            return
-        self.end_headers()
-        self.close_connection = True
-        with suppress(OSError):
-            while True:
-                self.wfile.write(b"x" * 65536)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def _head(path: str, length: int) -> bytes:
@@ -151,7 +116,7 @@ def _head(path: str, length: int) -> bytes:
 
 
 def _unread(target: Target) -> None:
-    target.hold(_head(_ENDLESS, 2) + b"{}")
+    target.hold(_head(ENDLESS, 2) + b"{}")
 
 
 def _half_body(target: Target) -> None:

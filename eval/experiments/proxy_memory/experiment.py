@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ragorder.eval.data.machine import load_average, peak_mb, resident_mb
-from ragorder.eval.experiments.proxy_load.load import ServerProcess, proxy_server
+from ragorder.eval.experiments.proxy_load.load import ServerProcess, instant_server, proxy_server
 from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections
 from ragorder.eval.experiments.proxy_memory.attacks import (
     ATTACKS,
@@ -18,7 +19,6 @@ from ragorder.eval.experiments.proxy_memory.attacks import (
     Target,
     attack,
     attack_with_everything,
-    endless_server,
 )
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.experiment import Experiment, Job, Line
@@ -27,19 +27,21 @@ from ragorder.eval.running.record import Record
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
 
-__all__ = ["ProxyMemory", "ProxyMemoryCell", "ProxyMemoryRecord", "measure_peak"]
+__all__ = ["ProxyMemory", "ProxyMemoryCell", "ProxyMemoryRecord", "attacked_proxy", "measure_peak"]
 
 NOTHING = "nothing"
+_UPSTREAM = "ragorder.eval.experiments.proxy_memory.upstream"
 
-_SETTLED_S = 3.0
-_LONGEST_S = 60.0
+_LONGEST_S = 120.0
 
 
 class ProxyMemoryCell(SuiteCell):
-    """Each attack by this `share` of its clients; all together for so many `seconds`."""
+    """Each attack by this `share` of its clients; all together for so many `seconds`. A peak counts once it has not
+    risen for `settled` seconds."""
 
     share: float = Field(1.0, gt=0, le=1)
     seconds: float = Field(90.0, ge=0)
+    settled: float = Field(10.0, gt=0)
 
 
 class ProxyMemoryRecord(Record):
@@ -76,10 +78,17 @@ class ProxyMemory(Experiment):
         cell: ProxyMemoryCell = job.cell
         load = load_average()
         for policy in job.policies:
-            with endless_server() as upstream, proxy_server(upstream, "--capacity-tokens", "100000") as proxy:
+            with attacked_proxy() as proxy:
                 rows = measure_peak(proxy, policy, cell)
             yield {"policy": policy, "load_average": load, "rows": rows}
             advance()
+
+
+@contextmanager
+def attacked_proxy() -> Iterator[ServerProcess]:
+    """`ragorder serve`, with its defaults, in front of a server one path of which never ends its answer."""
+    with instant_server(_UPSTREAM) as upstream, proxy_server(upstream.port, "--capacity-tokens", "100000") as proxy:
+        yield proxy
 
 
 def measure_peak(proxy: ServerProcess, policy: str, cell: ProxyMemoryCell) -> dict[str, list[Any]]:
@@ -93,15 +102,15 @@ def measure_peak(proxy: ServerProcess, policy: str, cell: ProxyMemoryCell) -> di
             attack(target, chosen, clients)
         elif policy == EVERYTHING:
             done = attack_with_everything(target, cell.seconds)
-        peak = _settled_peak(proxy.pid)
+        peak = _settled_peak(proxy.pid, cell.settled)
     return {"peak_mb": [peak], "clients": [clients], "steps": [done]}
 
 
-def _settled_peak(process: int) -> float:
-    """The peak once it has not risen for some seconds, in a minute at the latest."""
+def _settled_peak(process: int, settled_s: float) -> float:
+    """The peak once it has not risen for so long, after two minutes at the latest."""
     began = rose = time.monotonic()
     peak = 0.0
-    while (now := time.monotonic()) < min(rose + _SETTLED_S, began + _LONGEST_S):
+    while (now := time.monotonic()) < min(rose + settled_s, began + _LONGEST_S):
         found = peak_mb(process)
         if found is None:
             raise OSError("the proxy has ended under attack")
