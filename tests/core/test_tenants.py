@@ -106,6 +106,22 @@ class TestEvents:
         others = (0, [0, 1, 2, 3, 4]), (0, [1, 2]), (2, [0, 1, 2, 3, 4]), (0, [0]), (0, [0, 2])
         follow_and_compare([(0, [0]), (1, [2, 3]), "tell", *others], [1, 1, 56, 52, 60, 1, 1, 1], 60, 10**6)
 
+    def test_what_was_in_doubt_when_the_cache_was_cleared_is_gone(self) -> None:
+        tenants = Tenants(70 * BLOCK, in_flight=4, tell_every=10**6, like="lru")
+        lengths = [60] * 8
+        tenants.serve(0, [0, 1, 2], lengths)
+        tenants.settle()
+        for tenant in (1, 2, 3):
+            tenants.serve(tenant, [0, 1, 2, 3], lengths)
+        scopes = tenants.orderer(0)._scopes
+        pool, tree = scopes.pool, scopes["t0"].tree
+        assert isinstance(pool, FollowedPool) and tree.root.missing
+        assert set(pool.doomed) == {*tree.walk()} - {tree.root}
+        tenants.engine.reset()
+        tenants._blocks.clear()
+        scopes["t0"].residency.refresh()
+        assert not pool.doomed and not tree.size
+
 
 def follow_and_compare(steps: Sequence[Any], lengths: list[int], blocks: int, max_nodes: int) -> None:
     """Requests (tenant, documents), and what happens between them; then all trees beside the engine."""

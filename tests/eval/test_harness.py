@@ -385,6 +385,15 @@ class TestAStore:
         with Store.reading(tmp_path) as store:
             assert store.has("check", name="a")
 
+    def test_only_runs_that_name_a_measurement_stand_in_for_those_of_another_suite(self, tmp_path: Path) -> None:
+        run = {"type": "run", "suite": "a", "session": "s", "policy": "auto"}
+        with Store(tmp_path) as store:
+            store.append(run)
+            store.append({"type": "check", "name": "n", "measurement": "m"})
+            assert store.measured("m", ("auto",)) is None
+            store.append(run | {"measurement": "m"})
+            assert store.measured("m", ("auto",)) == [run | {"measurement": "m"}]
+
     def test_only_one_writes_at_a_time(self, tmp_path: Path) -> None:
         with Store(tmp_path):
             script = (
