@@ -827,6 +827,9 @@ class TestTheSaving:
         assert report_of(0, 8_000, 16_000).answer == (
             "Yes: auto saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
         )
+        assert report_of(8_000, 16_000, 2_000).answer == (
+            "Yes: auto saves 2.5 to 20.0 % of the prefill tokens at all capacities."
+        )
         assert report_of(16_000).answer == "Yes: auto saves 20.0 % of the prefill tokens at all capacities."
         assert (
             report_of(0, 2_000).answer == "A little: auto saves 2.5 % of the prefill tokens at 1 of the 2 capacities."

@@ -334,6 +334,17 @@ class TestExactness:
         predicted, reported = live.begin([0, 1])
         assert predicted == reported == 0
 
+    def test_lengths_that_others_have_learned_move_no_node(self) -> None:
+        """With events tokens are known, and lengths are of all orderers of an engine."""
+        live = Live([20, 20], 100)
+        live.serve([0, 1])
+        scope = live.orderer._scopes[None]
+        ends = [node.end for node in live.residency.tree.walk()]
+        scope.residency.lengths.engine.ratio = 2.0
+        scope.residency.lengths.version += 1
+        scope.residency.refresh()
+        assert [node.end for node in live.residency.tree.walk()] == ends
+
     def test_what_the_events_say_is_held_no_report_takes_away(self) -> None:
         live = Live([20, 20, 20, 20], 40, suffix_tokens=3)
         live.serve([0])
