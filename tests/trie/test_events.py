@@ -340,7 +340,7 @@ class TestExactness:
         live.serve([0, 1])
         scope = live.orderer._scopes[None]
         ends = [node.end for node in live.residency.tree.walk()]
-        scope.residency.lengths.engine.ratio = 2.0
+        scope.residency.lengths.prefix_tokens = 99
         scope.residency.lengths.version += 1
         scope.residency.refresh()
         assert [node.end for node in live.residency.tree.walk()] == ends
