@@ -729,6 +729,7 @@ class TestWhatIsCommitted:
                     "hedra-live",
                     "proxy-throughput",
                     "proxy-load",
+                    "proxy-memory",
                     "fusion-deviation",
                     "embedded-prefill",
                     "hedra-pieces",
