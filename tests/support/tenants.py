@@ -46,7 +46,7 @@ class Tenants:
 
     An answer is generated just before its request ends, and takes blocks only then; its last token takes none (vLLM).
     With `tell_every` an orderer follows the engine's events, told after so many requests. `apart` gives each tenant an
-    orderer of its own. `name` gives the id of a tenant's document.
+    orderer of its own. `name` gives the id of a tenant's document. Orderers are told a `told_capacity` times as large.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Tenants:
         tell_every: int | None = None,
         apart: bool = False,
         like: Like = "vllm-0.32",
+        told_capacity: float = 1.0,
         name: Callable[[int, int], int] = lambda tenant, document: document,
         **options: Any,
     ) -> None:
@@ -71,7 +72,7 @@ class Tenants:
         self._untold: deque[tuple[Any, ...]] = deque()
         self._running: deque[tuple[Any, int, int, int, int]] = deque()
         self._options = {
-            "capacity_tokens": capacity_tokens,
+            "capacity_tokens": capacity_tokens and round(told_capacity * capacity_tokens),
             "block_size": BLOCK,
             "prefix_tokens": PREFIX,
             "suffix_tokens": QUESTION + ANSWER - 1,

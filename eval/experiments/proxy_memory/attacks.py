@@ -17,15 +17,15 @@ from ragorder.eval.experiments.proxy_memory.upstream import ENDLESS
 
 __all__ = ["ATTACKS", "EVERYTHING", "HELD", "Attack", "Target", "attack", "attack_with_everything"]
 
-MIB = 1 << 20
 EVERYTHING = "everything"
+HELD = 2500
+"""Connections that an attack keeps: more than the server does, and fewer than the system's limit of open files."""
 
 _CHAT = "/v1/chat/completions"
 _TOGETHER = 32
 _EACH = 3
-# More than the server keeps open, and fewer than the system's limit of open files.
-HELD = 2500
 _WAIT_S = 10.0
+_MIB = 1 << 20
 
 
 class Target:
@@ -120,15 +120,15 @@ def _unread(target: Target) -> None:
 
 
 def _half_body(target: Target) -> None:
-    target.hold(_head(_CHAT, MIB) + b"x" * (MIB // 2))
+    target.hold(_head(_CHAT, _MIB) + b"x" * (_MIB // 2))
 
 
 def _whole_body_but_one(target: Target) -> None:
-    target.hold(_head(_CHAT, 32 * MIB) + b"x" * (31 * MIB))
+    target.hold(_head(_CHAT, 32 * _MIB) + b"x" * (31 * _MIB))
 
 
 def _no_body(target: Target) -> None:
-    target.hold(_head(_CHAT, MIB))
+    target.hold(_head(_CHAT, _MIB))
 
 
 def _unfinished_headers(target: Target) -> None:
@@ -153,13 +153,13 @@ def _wide_characters(target: Target) -> None:
 def _bodies() -> list[bytes]:
     """Expensive ones: wide characters, three documents, 200,000 documents, unknown fields, brackets."""
     many = [{"id": f"{number}", "text": "t"} for number in range(200_000)]
-    fields = ",".join(f'"f{number}":[{{}}]' for number in range(MIB // 2))
+    fields = ",".join(f'"f{number}":[{{}}]' for number in range(_MIB // 2))
     return [
-        _tagged("\U0001f600", 29 * MIB),
-        _tagged("a word ", 31 * MIB),
+        _tagged("\U0001f600", 29 * _MIB),
+        _tagged("a word ", 31 * _MIB),
         json.dumps({"messages": [], "ragorder": {"documents": many, "query": "?"}}).encode(),
         f'{{"messages":[],{fields}}}'.encode(),
-        b'{"messages":[],"x":' + b"[" * (8 * MIB),
+        b'{"messages":[],"x":' + b"[" * (8 * _MIB),
     ]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProxyMemory", "ProxyMemoryCell", "ProxyMemoryRecord", "attacked_proxy", "measure_peak"]
 
-NOTHING = "nothing"
+_NOTHING = "nothing"
 _UPSTREAM = "ragorder.eval.experiments.proxy_memory.upstream"
 
 _LONGEST_S = 120.0
@@ -62,7 +62,7 @@ class ProxyMemory(Experiment):
     kind = "proxy-memory"
     record = ProxyMemoryRecord
     cell = ProxyMemoryCell
-    policies: ClassVar[Any] = (NOTHING, *ATTACKS, EVERYTHING)
+    policies: ClassVar[Any] = (_NOTHING, *ATTACKS, EVERYTHING)
     packages: ClassVar[Any] = {"uvicorn": "proxy"}
     unit = "attacks"
 
