@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import getpass
 import json
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,7 +39,11 @@ ENVIRONMENT = {
 }
 """What every server finds beside this process's own variables."""
 
+_logger = logging.getLogger(__name__)
 _TOPIC = "kv-events"
+_ENGINE_ENDED = "Engine core initialization failed"
+_ERROR = re.compile(r"\w(?:Error|Exception): ")
+_MOST_ERRORS, _LONGEST_LINE, _LOG_END = 10, 300, 3000
 _SHARED = "/dev/shm/"  # noqa: S108
 
 
@@ -148,8 +154,18 @@ class VLLMServer:
         self.stop()
 
     def start(self, timeout_s: float = 240) -> None:
-        """Returns once it answers. SIGTERM to this process ends it, too."""
+        """Returns once it answers. SIGTERM to this process ends it, too. One whose engine ends by itself meanwhile is
+        started once more: some ports of its own are free when it chooses them, and taken when it binds them."""
         end_on_sigterm()
+        try:
+            self._start(timeout_s)
+        except EngineError as error:
+            if _ENGINE_ENDED not in str(error):
+                raise
+            _logger.warning("vLLM's engine ended while it started; once more. %s", error)
+            self._start(timeout_s)
+
+    def _start(self, timeout_s: float) -> None:
         self._folder.take()
         self._process = self._launch(self._options, self._environment, self._log)
         deadline = time.monotonic() + timeout_s
@@ -158,13 +174,18 @@ class VLLMServer:
                 ended = self._process.poll()
                 if ended is not None or time.monotonic() > deadline:
                     how = f"did not answer in {timeout_s:g} s" if ended is None else f"ended with {ended}"
-                    log = self._log.read_text("utf-8", "replace")[-3000:]
-                    raise EngineError(f"vLLM did not come up: it {how}\n{log}")
+                    raise EngineError(f"vLLM did not come up: it {how}\n{self._said()}")
                 time.sleep(0.1)
         except BaseException:
             self.kill()
             self._folder.remove()
             raise
+
+    def _said(self) -> str:
+        """Lines of the log that name an error, the first of which is the cause, and its end."""
+        log = self._log.read_text("utf-8", "replace")
+        errors = dict.fromkeys(line[-_LONGEST_LINE:] for line in log[:-_LOG_END].splitlines() if _ERROR.search(line))
+        return "\n".join([*list(errors)[:_MOST_ERRORS], log[-_LOG_END:]])
 
     @property
     def alive(self) -> bool:

@@ -260,9 +260,11 @@ class Relief:
             try:
                 self._cache.resize(host_blocks=host_bytes // shape.block_bytes)
             except (OutOfBlocksError, MemoryError):
-                # Without the memory for it the device's pool grows for the next request that needs more.
-                with suppress(MemoryError):
-                    self._cache.resize(device_blocks=before)
+                # Without the memory for it the device's pool grows for the next request that needs more. One that had
+                # lost all its blocks keeps the new ones.
+                if before:
+                    with suppress(MemoryError):
+                        self._cache.resize(device_blocks=before)
                 raise
         if blocks is not None:
             self._blocks = blocks

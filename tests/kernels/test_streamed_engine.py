@@ -30,7 +30,7 @@ from ragorder.kernels.engine import (
 )
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.offload import BudgetError, Place, Residency
-from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.pipelining.batching import Placement, Spread
 
 pytestmark = pytest.mark.merge
@@ -514,6 +514,27 @@ class TestPoolsAndRelief:
             check_same(engine.generate(requests()), expected[0])
             [long] = engine.generate([ask([], tokens(500, 9))])
             assert long.finish_reason == "length", long.error
+
+    def test_a_resize_that_fails_where_the_pool_was_lost_names_the_memory(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its ValueError about the pool of nothing that there was before concealed what was missing."""
+        with TieredEngine.load(folder, whole(host_bytes=1 << 20)) as engine:
+            pool, make = engine._cache.pool, BlockPool._make
+
+            def none(each: BlockPool, blocks: int) -> Any:
+                if blocks:
+                    raise MemoryError("taken")
+                return make(each, blocks)
+
+            with monkeypatch.context() as short, pytest.raises(MemoryError, match="taken"):
+                short.setattr(BlockPool, "_make", none)
+                engine._cache.replace_device(4)
+            assert pool.blocks == 0
+            with pytest.raises(MemoryError, match="no room"):
+                engine.resize(device_tokens=128, host_bytes=1 << 60)
+            [found] = engine.generate([ask([], tokens(500, 1))])
+            assert found.finish_reason == "length", found.error
 
     def test_a_host_that_changes_while_memory_is_short_keeps_the_planned_pool(self, folder: Path) -> None:
         with TieredEngine.load(folder, streaming(folder, 5)) as engine:
