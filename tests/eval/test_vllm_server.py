@@ -69,6 +69,40 @@ class TestWhatAServerLeaves:
         assert not folder.exists()
 
 
+class TestAnEngineThatEndsWhileItStarts:
+    """Its own ports were free when it chose them, and taken when it bound them."""
+
+    LOG = "ValueError: a port was taken\n" + "x" * 5000 + "\nEngine core initialization failed"
+
+    def server(self, folder: Path, failures: int) -> tuple[VLLMServer, list[int]]:
+        starts: list[int] = []
+
+        def fail_first(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+            starts.append(len(starts))
+            if len(starts) > failures:
+                return launch(options, environment, log)
+            command = [sys.executable, "-c", f"print({self.LOG!r}); raise SystemExit(1)"]
+            with log.open("ab") as file:
+                return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+        return VLLMServer(folder / "model", blocks=4, dtype="float32", launch=fail_first), starts
+
+    def test_is_started_once_more_which_is_logged_with_the_cause(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server, starts = self.server(tmp_path, 1)
+        with server:
+            assert server.alive and starts == [0, 1]
+        assert "once more" in caplog.text and "ValueError: a port was taken" in caplog.text
+
+    def test_that_ends_again_is_an_error_with_the_cause(self, tmp_path: Path) -> None:
+        server, starts = self.server(tmp_path, 9)
+        folder = Path(server.events_endpoint.removeprefix("ipc://")).parent
+        with pytest.raises(EngineError, match=r"did not come up: it ended with 1\nValueError: a port was taken\n"):
+            server.start()
+        assert starts == [0, 1] and not folder.exists()
+
+
 class TestAnOwnFolder:
     @pytest.fixture(autouse=True)
     def temporary(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
