@@ -155,7 +155,7 @@ class VLLMServer:
 
     def start(self, timeout_s: float = 240) -> None:
         """Returns once it answers. SIGTERM to this process ends it, too. One whose engine ends by itself meanwhile is
-        started once more: some ports of its own are free when it chooses them, and taken when it binds them."""
+        started once more, with a warning: that was seen, rarely, and why is not known."""
         end_on_sigterm()
         try:
             self._start(timeout_s)

@@ -243,8 +243,9 @@ class Relief:
             pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had;
-        ValueError for less than a block on the device, or less than nothing."""
+        """Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had
+        (a device's pool that had lost all its blocks keeps the new ones); ValueError for less than a block on the
+        device, or less than nothing."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         if device_tokens is not None and device_tokens < shape.block_size:
             raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} or more, a block")

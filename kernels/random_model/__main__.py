@@ -13,9 +13,13 @@ __all__ = ["main"]
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--layers", type=click.IntRange(1), default=2, show_default=True, help="Layers.")
+@click.option("--layers", type=click.IntRange(1), default=2, show_default=True, help="Number of layers.")
 @click.option(
-    "--hidden-size", type=click.IntRange(64), default=256, show_default=True, help="Their width, a multiple of 64."
+    "--hidden-size",
+    type=click.IntRange(64),
+    default=256,
+    show_default=True,
+    help="Width of the layers, a multiple of 64.",
 )
 def main(folder: Path, layers: int, hidden_size: int) -> None:
     """Make a language model with random weights, to try an engine without a download.

@@ -70,7 +70,7 @@ class TestWhatAServerLeaves:
 
 
 class TestAnEngineThatEndsWhileItStarts:
-    """Its own ports were free when it chose them, and taken when it bound them."""
+    """Seen, rarely, with real vLLM; the cause here is made up."""
 
     LOG = "ValueError: a port was taken\n" + "x" * 5000 + "\nEngine core initialization failed"
 
