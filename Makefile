@@ -31,7 +31,7 @@ APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
 TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
-# Tests start dozens of Pythons: without bytecode each compiles all of ragorder, and pytest rewrites all tests, anew.
+# Tests start dozens of Pythons: without bytecode each compiles all of ragorder, and pytest rewrites all tests, again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

@@ -90,7 +90,7 @@ class EngineSettings(KVTierSettings):
         "model's; fused: wherever they stand, and answers are approximately the model's (FusionRAG).",
     )
     recompute: float = Field(
-        default=0.15, ge=0, le=1, description="With fused: share of the tokens reused off the prefix computed anew."
+        default=0.15, ge=0, le=1, description="With fused: share of the tokens reused off the prefix recomputed."
     )
     select: Annotated[str, AfterValidator(check_engine_selection)] = Field(
         default="query",

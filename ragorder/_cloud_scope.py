@@ -133,7 +133,7 @@ class CloudScope(TurnScope):
         return self._at_cloud(super().order_turn(*arguments, **options))
 
     def has_lost(self, behind: Behind) -> bool:
-        """Nothing is laid out anew: marks of documents stand in a turn's last message alone."""
+        """Nothing is laid out again: marks of documents stand in a turn's last message alone."""
         return False
 
     def _lease_turn(

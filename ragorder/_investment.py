@@ -14,7 +14,7 @@ from ragorder.trie.tree import Node, RequestedDocuments
 
 __all__ = ["Invested", "Investment"]
 
-# Of the tokens that requests compute anew, how many may be spent before they have come back.
+# Of the tokens that requests recompute, how many may be spent before they have come back.
 _CREDIT = 0.01
 # Uses that forecasts have promised and kept before there were any, and the share of later ones that a request forgets.
 _PRIOR = 50.0
@@ -38,7 +38,7 @@ class Investment:
 
     Such a request computes all tokens of the document instead of the share `recompute`; each later one with this
     prefix, as `tail` forecasts them, computes none instead of that share. A forecast counts as far as former ones have
-    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests compute anew
+    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests recompute
     is spent before it comes back: so many tokens more are computed at worst.
     """
 

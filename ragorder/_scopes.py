@@ -69,7 +69,7 @@ class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
         super().clear()
 
     def stop_following(self) -> None:
-        """No more events: everything starts anew."""
+        """No more events: everything starts over."""
         self.clear()
         self.blocks = None
         evicted_blocks, self.pool = self.pool.evicted_blocks, self.make_pool()

@@ -79,7 +79,7 @@ class _TurnMaker:
 
     def make(self, text: str, given: list[Document], earlier: list[Document] | None, *, names: bool) -> Turn:
         """`text` is the question, `given` the turn's documents, `earlier` those of former turns, if these may be laid
-        out anew."""
+        out again."""
         form = self.form
         named: list[Document] = self._standing(given) if names and self.messages else []
         held = set(map(id, named))
@@ -88,7 +88,7 @@ class _TurnMaker:
         if new:
             question = Segment(digest_of(asked), self._length(asked))
         else:
-            # As in a conversation that was laid out anew.
+            # As in a conversation that was laid out again.
             (question,) = segments_of([self._message(form.escape(asked))], form)
         place = _Place(new, segments_of(self.messages, form), question)
         if earlier is not None and self.orderer.has_lost(place.behind, scope=self.options.get("scope")):

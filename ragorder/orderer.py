@@ -37,7 +37,7 @@ _UNSALTED = (
     "with KV events a scope must be a string, the cache_salt of its requests, or None: others are followed by a mirror"
 )
 _FUSED_HISTORY = (
-    "reuse='fused' follows no conversations: what stands behind a history counts as computed anew (reuse='exact' does)"
+    "reuse='fused' follows no conversations: what stands behind a history counts as recomputed (reuse='exact' does)"
 )
 _logger = logging.getLogger("ragorder")
 
@@ -299,7 +299,7 @@ class Orderer:
 
         In a conversation (docs/conversations.md) the documents stand `behind` the segments of its history, as ranked,
         and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Of a conversation that is
-        laid out anew `question` has all segments behind its documents, the question last. Raises TypeError for other
+        laid out again `question` has all segments behind its documents, the question last. Raises TypeError for other
         segments.
         """
         turn = _read_turn(behind, question)

@@ -1,4 +1,4 @@
-"""Conversations laid out anew: all their documents in front of the first question, the words of all turns as they
+"""Conversations laid out again: all their documents in front of the first question, the words of all turns as they
 were."""
 
 from __future__ import annotations

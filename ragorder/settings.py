@@ -74,7 +74,7 @@ class Settings(BaseSettings):
         "has computed them (fused: the embedded engine, see docs/fusion.md).",
     )
     recompute: float = Field(
-        0.15, ge=0, le=1, description="Share of the tokens taken over that a fused request computes anew."
+        0.15, ge=0, le=1, description="Share of the tokens taken over that a fused request recomputes."
     )
     copies: Literal["served", "all"] = Field(
         "served",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries ragorder at one end of the versions that pyproject.toml allows, in environments of its own that are made anew:
+# Tries ragorder at one end of the versions that pyproject.toml allows, in environments of its own that are made from scratch:
 # try.sh PYTHON FOLDER lowest|newest [core|langchain|langchain-agents|llama-index …]
 #
 # core: commands, proxy, clients and events with requirements/lowest.txt. The frameworks have an environment each: their

@@ -51,7 +51,7 @@ class Segment:
 
 
 Question = Segment | Sequence[Segment]
-"""What stands behind a request's documents: a question, or the rest of a conversation that is laid out anew."""
+"""What stands behind a request's documents: a question, or the rest of a conversation that is laid out again."""
 
 
 class Behind:
@@ -121,7 +121,7 @@ class TurnEnd:
             return None
         if self._behind.question is None:
             return AnswerKey(_link(_link(b"answer", self.message), self.answer))
-        # As behind the documents of a conversation that is laid out anew.
+        # As behind the documents of a conversation that is laid out again.
         return AnswerKey(_link(b"question", self.answer))
 
     def keep(self, path: Sequence[Node], answer: Node | None) -> None:

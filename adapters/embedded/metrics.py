@@ -67,7 +67,7 @@ class EngineMetrics:
         fused = {name: getattr(stats.fused, name) for name in _TIER_NAMES}
         description = "Prompt tokens taken over from where they were computed, approximately, by tier."
         yield _counters(f"{_ENGINE}fused_tokens", description, "tier", fused)
-        description = "Of these, tokens computed anew."
+        description = "Of these, tokens recomputed."
         yield _counter(f"{_ENGINE}recomputed_tokens", description, stats.recomputed)
         questions = {"kept": stats.questions_kept, "used": stats.questions_used}
         description = "Questions computed ahead by warm-ups, and used by fused requests."

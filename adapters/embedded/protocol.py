@@ -114,7 +114,7 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     # Ours: seconds for the whole answer, at most those of the server.
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
-    # Ours: how documents behind the cached prefix are reused, the share of their tokens computed anew at most, and how
+    # Ours: how documents behind the cached prefix are reused, the share of their tokens recomputed at most, and how
     # much of what the selection measures is enough.
     reuse: Literal["exact", "fused"] | None = None
     recompute: Annotated[float, Meta(ge=0, le=1)] | None = None

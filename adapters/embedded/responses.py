@@ -33,7 +33,7 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
     completion_tokens = sum(len(each.token_ids) for each in completions)
     details = {"cached_tokens": sum(each.cached.total for each in completions)}
     if fused := sum(each.fused.total for each in completions):
-        # Ours: taken over approximately, and how many of them were computed anew.
+        # Ours: taken over approximately, and how many of them were recomputed.
         details |= {"fused_tokens": fused, "recomputed_tokens": sum(each.recomputed for each in completions)}
     return {
         "prompt_tokens": prompt_tokens,

@@ -37,7 +37,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
 
     - `retriever`: documents for each question of the user's, which stand behind the history, in front of the question.
     - `repeat="name"`: a tool's documents that still stand in the messages which are really sent are named instead of
-      sent again. The tool's message is written anew then, before its first use, and replaced in the agent's state;
+      sent again. The tool's message is rewritten then, before its first use, and replaced in the agent's state;
       what else the tool wrote stays in it. One that does not hold all of its documents whole is sent as it is. By
       default all results stay as the tools wrote them.
     - `documents`: those of a tool's message; default its artifact, as `create_retriever_tool(…,

@@ -200,7 +200,7 @@ class ObservedOrderer:
         return self._orderer.holds_prefix(scope=scope)
 
     def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool:
-        """In shadow mode nothing is laid out anew."""
+        """In shadow mode nothing is laid out again."""
         return not self.shadow and self._orderer.has_lost(behind, scope=scope)
 
     def topic(self, documents: Iterable[Any], *, scope: Hashable = None) -> str | None:

@@ -65,7 +65,7 @@ class Conversation(Generic[A, S]):
 
     - `messages`: all that were sent and answered, an application's to store; a failed turn leaves them as they were
     - `turn`: the last one answered: its documents `new` and `repeated`
-    - `rebase`: documents of stored messages, if a conversation that the engine has lost may be laid out anew
+    - `rebase`: documents of stored messages, if a conversation that the engine has lost may be laid out again
       (`PromptBuilder.turn`); those of its own turns are known
     """
 
@@ -139,12 +139,12 @@ class Conversation(Generic[A, S]):
         self._answered = True
         if self.rebase is not None:
             content = turn.bearer["content"]
-            # Parts are for clouds, where nothing is laid out anew.
+            # Parts are for clouds, where nothing is laid out again.
             known = self._sent | ({content: turn.new} if isinstance(content, str) else {})
             self._sent = {content: known[content] for content in _contents(messages) if known.get(content)}
 
     def earlier(self, history: Sequence[Message]) -> list[Document] | None:
-        """Documents that may be laid out anew: those given, and those of the turns in the history."""
+        """Documents that may be laid out again: those given, and those of the turns in the history."""
         if self.rebase is None:
             return None
         sent = (self._sent.get(content, ()) for content in _contents(history))

@@ -169,7 +169,7 @@ class OrderedPrompts:
         )
 
     def lengths(self, question: Question, documents: Sequence[Document], /) -> Callable[[], CachedLengths]:
-        """Predicts the cached and computed tokens of a request, anew at each call."""
+        """Predicts the cached and computed tokens of a request, again at each call."""
         return partial(
             predict_lengths, self._orderer, documents, question.scope, self._builder.suffix_tokens(question.query)
         )

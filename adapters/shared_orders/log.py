@@ -39,7 +39,7 @@ class OrderLog:
     """Appends orders, and gives those of other processes to `apply`, which must not raise.
 
     Nothing waits for the server: while it is lost, up to `LENGTH` orders are kept, and `lost` is called. Afterwards the
-    stream is read from its start, as it is if it begins anew, and no order is applied twice: a server that takes over
+    stream is read from its start, as it is if it starts over, and no order is applied twice: a server that takes over
     may lack the last entries, and its clock may be slow. Threads start with `start`, or the first order. Raises
     ValueError for a malformed URL, ImportError without ragorder[shared].
     """
@@ -97,7 +97,7 @@ class OrderLog:
         self._stopped = True
 
     def _again(self, work: Callable[[Any], None]) -> None:
-        """Connect anew until closed."""
+        """Connect again until closed."""
         while not self._stopped:
             client = self._connect()
             try:
@@ -149,7 +149,7 @@ class OrderLog:
             self._take(*entry)
 
     def _ends_before(self, client: Any) -> bool:
-        """Whether the stream's last entry lies before the one that was read last, as one that began anew may do."""
+        """Whether the stream's last entry lies before the one that was read last, as one that started over may do."""
         newest = client.xrevrange(self._stream, count=1)
         return _place(newest[0][0] if newest else _START) < _place(self._last)
 

@@ -72,14 +72,14 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "--fusion",
         type=Shares(),
         metavar="SHARE,...",
-        help="Answer in each order also with documents' KV that was computed alone, and these shares of it computed "
-        "anew, such as 0,.05,.15 (see docs/fusion.md); requires --engine torch. Without --policy in retrieval order "
-        "only.",
+        help="Answer in each order also with documents' KV that was computed alone, and these shares of it "
+        "recomputed, such as 0,.05,.15 (see docs/fusion.md); requires --engine torch. Without --policy in retrieval "
+        "order only.",
     ),
     option(
         "--select",
         metavar="NAME,...",
-        help="Which tokens --fusion computes anew: query, deviation, head, random. [default: query]",
+        help="Which tokens --fusion recomputes: query, deviation, head, random. [default: query]",
     ),
 )
 @section(

@@ -52,7 +52,7 @@ class SimulatedCloud:
         cloud.first_token(answer)
 
     `count` has the tokens of a text. An entry is a mark with all texts up to it. A mark within what is read costs
-    nothing; what is read lives anew from the request's start, what is marked again from its first token.
+    nothing; what is read lives again from the request's start, what is marked again from its first token.
     """
 
     def __init__(self, rules: CacheRules, count: Callable[[str], int] | None = None) -> None:

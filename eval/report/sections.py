@@ -188,7 +188,7 @@ def _measured(results: Results) -> str:
     if not runs:
         return f"Measured {when}"
     copies = len(every) - len(runs)
-    again = f" ({copies:,} results in other suites are copies of these runs, and decide nothing anew)" if copies else ""
+    again = f" ({copies:,} results in other suites are copies of these runs, and add no evidence)" if copies else ""
     return f"{len(runs):,} runs, {requests:,} requests after warm-up{again}, measured {when}"
 
 

@@ -99,7 +99,7 @@ class Experiment(ABC):
         self.resources.close()
 
     def kept(self, key: object, start: Callable[[], T]) -> T:
-        """What `start` made for this key, such as a server; another key closes `resources`, and makes it anew."""
+        """What `start` made for this key, such as a server; another key closes `resources`, and makes it again."""
         if self._kept is None or self._kept[0] != key:
             self._kept = None
             self.resources.close()

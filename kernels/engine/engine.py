@@ -66,8 +66,8 @@ class TieredEngine:
     mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. `profile`: the prefill times by
     which its tiers evict.
 
-    With `reuse="fused"` a request with marked documents also takes over KV that was computed elsewhere, and computes a
-    share of its tokens anew: its answer is approximately the model's (FusionRAG). No other request sees such KV.
+    With `reuse="fused"` a request with marked documents also takes over KV that was computed elsewhere, and recomputes
+    a share of its tokens: its answer is approximately the model's (FusionRAG). No other request sees such KV.
 
     A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
     `max_retries` times for a request, and until its deadline (RAGCache section 6).

@@ -118,7 +118,7 @@ class Completion:
     token's, fp32 on the CPU. `tbt_s`: the mean time between its tokens (RAGCache 5.4).
 
     Of the prompt's tokens `cached` are an exact prefix, `fused` were taken over from elsewhere, and `recomputed` of
-    these were computed anew (FusionRAG). `fault`: what an `error` came from; None: the request.
+    these were recomputed (FusionRAG). `fault`: what an `error` came from; None: the request.
     """
 
     request_id: int

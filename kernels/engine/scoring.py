@@ -108,7 +108,7 @@ class Scorer:
         self, scene: Scene, chosen: Positions, documents: Documents, most_tokens: int
     ) -> Generator[int, None, Tensor]:
         """fp32, in steps: attention of the `chosen` tokens to each in front of the question, summed over them, mean
-        over heads and layers. They are computed anew, which is written; as though their document, one of `documents`,
+        over heads and layers. They are recomputed, which is written; as though their document, one of `documents`,
         came last, if there are any."""
         found = torch.zeros(scene.question[0], device=self._device)
         # As if last they share a step: they see each other.

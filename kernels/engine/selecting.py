@@ -29,7 +29,7 @@ class TokenSelecting:
     """The selection among a sequence's tokens in `spans`, which were taken over, or with `anywhere` in all documents.
 
     `pending`: tokens of the next forward, of at most `most_tokens` where it can be cut; 0 in the end. Then `chosen` are
-    the positions to compute anew, ascending; or if it has failed, the request is to be computed `in_full`, and `chosen`
+    the positions to recompute, ascending; or if it has failed, the request is to be computed `in_full`, and `chosen`
     may have been overwritten.
     """
 

@@ -31,7 +31,7 @@ __all__ = ["Selecting", "Sequence"]
 class Selecting(Protocol):
     """A selection under way; `pending`: tokens of its next forward, 0 in the end.
 
-    Then `chosen` positions are computed anew; or the request `in_full`, after these may have been overwritten.
+    Then `chosen` positions are recomputed; or the request `in_full`, after these may have been overwritten.
     """
 
     pending: int
@@ -86,7 +86,7 @@ class Sequence:
         # Nodes that the cache keeps while it waits.
         self.expected: tuple[Key, ...] = ()
         self.cached: TierTokens | None = None
-        # Of its prompt, taken over from elsewhere, and how many of these were computed anew.
+        # Of its prompt, taken over from elsewhere, and how many of these were recomputed.
         self.fused: TierTokens | None = None
         self.recomputed = 0
         # While it is computed around what it took over, and while this is selected.

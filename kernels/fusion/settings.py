@@ -11,7 +11,7 @@ __all__ = ["Fusion"]
 class Fusion:
     """How a request reuses documents off its cached prefix.
 
-    - `recompute`: share of their tokens computed anew, 0 to 1; `select`: which ones (`kernels.fusion.selection`).
+    - `recompute`: share of their tokens recomputed, 0 to 1; `select`: which ones (`kernels.fusion.selection`).
     - `as_if_last`: as though their document came last (`kernels.fusion.as_if_last`); `anywhere`: also tokens of the
       exact prefix, as many in all.
     - `rounds` of selection: in the first by `select`, then by what the tokens chosen so far attend to.

@@ -84,7 +84,7 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """The tiers know what follows the documents as room alone: an answer counts as computed anew."""
+        """The tiers know what follows the documents as room alone: an answer counts as recomputed."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
         """Everything that the tiers evict before the last node that should have been there is gone, too."""

@@ -31,7 +31,7 @@ class LayerRing:
     """Layers in the order of their use, read ahead as far as there are slots.
 
     The order has no end: behind the last layer comes the first one, of the next step. A layer that is taken out of turn
-    (a forward that ended early, or began anew) drops what is ahead of it. `fill(slot, stale)` brings `slot.layer` on
+    (a forward that ended early, or started over) drops what is ahead of it. `fill(slot, stale)` brings `slot.layer` on
     the ring's thread, and may give up once `stale()`. One thread makes all calls.
 
         ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])

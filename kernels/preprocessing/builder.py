@@ -193,7 +193,7 @@ class FusionBuilder:
         return [planned.id for planned, known in self._replanned() if planned.neighbours != known.neighbours]
 
     def refresh(self) -> int:
-        """Plan the stale documents anew, and remove their KV. Returns their number."""
+        """Plan the stale documents again, and remove their KV. Returns their number."""
         pairs = [(planned, known) for planned, known in self._replanned() if planned.neighbours != known.neighbours]
         drop_copies(self._copies.store, {known.content for _, known in pairs})
         self._manifest.put(planned for planned, _ in pairs)

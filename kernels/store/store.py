@@ -230,7 +230,7 @@ class ChunkStore:
                 self.counters.hits += 1
                 return False
             if self._index.chunks.get(key) is not chunk:
-                # It was evicted, and maybe written anew, while this thread read.
+                # It was evicted, and maybe rewritten, while this thread read.
                 self.counters.misses += 1
                 return False
             if isinstance(failed, BadHeaderError):

@@ -149,7 +149,7 @@ class _Outcome(NamedTuple):
 
 
 class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine that lets requests join between two steps. How many may run is chosen anew whenever one comes or
+    """For an engine that lets requests join between two steps. How many may run is chosen again whenever one comes or
     ends: in the steps between, nothing has changed by which it is chosen."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -19,7 +19,7 @@ _NO_LIMIT = 1 << 30
 
 
 class AnswerChangedError(RuntimeError):
-    """An answer that was streamed in part, and failed, was generated anew, and began otherwise."""
+    """An answer that was streamed in part, and failed, was generated again, and began otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class BatchedRequest(Generic[Q, D]):
             return
         if len(text := "".join(self._text)) <= len(self._streamed):
             if not self._streamed.startswith(text):
-                raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated anew")
+                raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated again")
             return
         if not text.startswith(self._streamed):
-            raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated anew")
+            raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated again")
         self.chunks.put_nowait(text[len(self._streamed) :])
         self._streamed = text
 
@@ -91,7 +91,7 @@ class BatchedRequest(Generic[Q, D]):
             return
         text = "".join(self._text)
         if len(text) < len(self._streamed):
-            self.fail(AnswerChangedError("the answer failed in the middle, and was shorter when generated anew"), now_s)
+            self.fail(AnswerChangedError("the answer failed in the middle, and was shorter when generated again"), now_s)
             return
         usage = self._usage
         self.trace.outcome, self.trace.ended_s = "answered", now_s

@@ -12,9 +12,9 @@ from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["RunningTrie"]
 
-# Of fewer requests all are planned anew: that takes a millisecond, and finds what they share best.
+# Of fewer requests all are planned again: that takes a millisecond, and finds what they share best.
 _PLANNED = 8
-# All are planned anew once so large a share of them has come or gone: a trie that is only extended grows by some 5 %.
+# All are planned again once so large a share of them has come or gone: a trie that is only extended grows by some 5 %.
 _CHANGED = 0.25
 _BUDGET = 256
 

@@ -47,7 +47,7 @@ class ServingPlacement(Protocol):
 
 
 class DecoupledServer(Generic[Q, D, R]):
-    """Retrieval and generation of many requests on one machine, in batches that are formed anew from either queue. For
+    """Retrieval and generation of many requests on one machine, in batches that are formed again from either queue. For
     one event loop.
 
         retrieval = PartitionedRetrieval(PartitionedSearch("index.faiss"), embed, documents.__getitem__, top_k=5)

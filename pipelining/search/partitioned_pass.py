@@ -66,7 +66,7 @@ class PartitionedPass(Iterator[Stage]):
         self._over = False
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with these queries alone, whose rows are numbered anew."""
+        """Go on with these queries alone, whose rows are renumbered."""
         self._rows = self.rows.part(chosen)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class PartitionWalk:
             self._partition = partition
 
     def take(self, partition: int) -> PartitionLists:
-        """Raises what reading has raised; the next call reads anew."""
+        """Raises what reading has raised; the next call reads again."""
         if self._partition != partition or self._reading is None:
             self.drop()
             return self._search._read(partition)

@@ -158,7 +158,7 @@ class IndexTiers:
         self._held = np.zeros(len(sizes), bool)
 
     def reset(self) -> None:
-        """Load what is used anew. Not during a search."""
+        """Load what has come into use. Not during a search."""
         for cluster in np.flatnonzero(self._held).tolist():
             self._drop(cluster)
         self._to_load.clear()

@@ -30,7 +30,7 @@ class StagedHNSW:
     - `schedule`: growing efSearch of each stage instead
 
     FAISS searches with at least k candidates: stages below that become one. It cannot resume a traversal, as RAGCache
-    does; starting anew costs at most 1/4 + 1/16 of the last stage for three stages. Raises TypeError for another index,
+    does; starting over costs at most 1/4 + 1/16 of the last stage for three stages. Raises TypeError for another index,
     ValueError for a schedule that does not grow.
     """
 

@@ -154,6 +154,6 @@ class SearchAhead:
                     if stage.final:
                         return
         except Exception:
-            # The due search begins anew, and meets the error itself.
+            # The due search starts over, and meets the error itself.
             handle.cancel()
             self._handle = None

@@ -157,7 +157,7 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
 @_folder
 @_corpus
 @option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS. [default: as the build]"})
-@option("--refresh", is_flag=True, help="Also compute documents anew whose neighbours are others now.")
+@option("--refresh", is_flag=True, help="Also recompute documents whose neighbours are others now.")
 @_moved_model
 @_engine_options("device_tokens", "device")
 def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
@@ -174,7 +174,7 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
         click.echo(f"{changed:,} of {len(documents):,} documents are new or changed", err=True)
         if stale:
             click.echo(
-                f"{stale:,} documents have other neighbours now{'' if refresh else ': --refresh computes them anew'}",
+                f"{stale:,} documents have other neighbours now{'' if refresh else ': --refresh recomputes them'}",
                 err=True,
             )
         compute(builder, (1, 1))

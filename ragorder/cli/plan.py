@@ -57,7 +57,7 @@ __all__ = ["plan"]
         "--resume/--no-resume",
         default=True,
         show_default=True,
-        help="Continue what an interrupted run has left in DIR, or plan anew.",
+        help="Continue what an interrupted run has left in DIR, or plan again.",
     ),
 )
 def plan(

@@ -579,7 +579,7 @@ class TestAServerThatFails:
         warm_up, question = far_end.requests[sent:]
         assert warm_up["max_tokens"] == 1 and question["max_tokens"] == 256
         assert not (await one.answer("What is kept?")).trace.warmed_up
-        # Another tenant's system prompt is another, on an engine that may have been started anew.
+        # Another tenant's system prompt is another, on an engine that may have been restarted.
         assert (await one.answer("What is kept?", scope="red")).trace.warmed_up
         assert ledger.open == 0
 

@@ -80,7 +80,7 @@ def test_a_build_is_made_shown_extended_and_reduced(corpus: Path, options: list[
     done = fuse("add", kv, write(tmp_path / "more.jsonl", changed))
     assert done.exit_code == 0, done.output
     assert "2 of 3 documents are new or changed" in done.stderr
-    assert "other neighbours now: --refresh computes them anew" in done.stderr
+    assert "other neighbours now: --refresh recomputes them" in done.stderr
     assert figures(kv)["documents"] == figures(kv)["stored"] == 5
     done = fuse("add", kv, tmp_path / "more.jsonl", "--refresh")
     assert done.exit_code == 0 and "0 of 3 documents are new" in done.stderr

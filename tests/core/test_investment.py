@@ -108,11 +108,11 @@ class TestADocumentIsComputed:
 
 
 class TestMeans:
-    """At most 1 % of what requests compute anew is spent before it comes back."""
+    """At most 1 % of what requests recompute is spent before it comes back."""
 
     def test_are_earned_by_what_requests_compute_anew(self) -> None:
         tail = Foreseen({"a": 100, "ab": 100})
-        # A document costs 80 tokens; 20 % are computed anew, and 1 % of that may be spent.
+        # A document costs 80 tokens; 20 % are recomputed, and 1 % of that may be spent.
         for taken_over, chosen in ((39_999, []), (40_000, [0]), (79_999, [0]), (80_000, [0, 1])):
             found = investment(tail, taken_over)
             assert choose(found, [], [0, 1, 2]) == chosen

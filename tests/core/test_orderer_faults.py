@@ -188,7 +188,7 @@ class TestL2Fork:
             return not ordering.fallback and ordering.cached_tokens == 0 and orderer.tree_size == 3
 
         try:
-            assert in_child(work), "what the other thread was changing starts anew"
+            assert in_child(work), "what the other thread was changing starts over"
         finally:
             leave.set()
             holder.join()

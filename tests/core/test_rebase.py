@@ -1,4 +1,4 @@
-"""Conversations that the engine has lost are laid out anew, if that is allowed: all documents in front, in the tree's
+"""Conversations that the engine has lost are laid out again, if that is allowed: all documents in front, in the tree's
 order, and no other word changed."""
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def fusing(make: Make) -> Make:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The positions that each fused request computes anew."""
+    """The positions that each fused request recomputes."""
     chosen: list[list[int]] = []
     choose = requests_under_way.Sequence.choose
 
@@ -507,7 +507,7 @@ class TestTheTree:
     def test_gets_a_document_that_is_new_behind_copies_by_itself(
         self, fusing: Make, plain: Any, max_batch_tokens: int, max_requests: int
     ) -> None:
-        """It would have to be computed for each request anew."""
+        """It would have to be computed again for each request."""
         engine = fusing(max_batch_tokens=max_batch_tokens, max_requests=max_requests)
         warm(engine, [A], [B])
         computed = engine.stats().computed_tokens

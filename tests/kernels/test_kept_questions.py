@@ -43,7 +43,7 @@ def fusing(make: Make) -> Make:
 
 @pytest.fixture
 def selected(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The positions that each fused request computes anew."""
+    """The positions that each fused request recomputes."""
     found: list[list[int]] = []
     choose = requests_under_way.Sequence.choose
 

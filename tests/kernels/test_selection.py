@@ -1,4 +1,4 @@
-"""Selections: which of the tokens taken over are computed anew."""
+"""Selections: which of the tokens taken over are recomputed."""
 
 from __future__ import annotations
 

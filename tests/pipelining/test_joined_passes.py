@@ -375,5 +375,5 @@ class TestServer:
                 gate.let_through(100)
                 assert [(await run).text for run in (first, second)] == [expected(index, 0), expected(index, 1)]
                 assert (await first).trace.failures == (await second).trace.failures == 1
-            # The failed batch of two is taken up by one request after another, or by joining: none begins anew.
+            # The failed batch of two is taken up by one request after another, or by joining: none starts over.
             assert gate.asked[:4] == [0, 1, 2, 3] and len(gate.asked) <= 4 + 2 + 5

@@ -1,6 +1,6 @@
 """Claims of README and docs/, held to committed data: `python -m support.claims` (`--write`: render docs/claims.md).
 
-docs/claims.toml names for each claim the entries of the report that it is read from. They are computed anew from the
+docs/claims.toml names for each claim the entries of the report that it is read from. They are recomputed from the
 raw results, by the code that makes reports, and every number of the claim must be one of theirs, rounded. A bound that
 a test asserts is claimed with the test, and must stand in its source.
 """
@@ -236,7 +236,7 @@ _INTRO = """# Claims
 
 Each number of the README and the headline numbers of these pages, with the raw results that they are read from, the
 command that measures them again, and the interval. `PYTHONPATH=tests python -m support.claims` computes all {count}
-anew from the committed results and names those that differ; `make test` does the same, and holds every number of the
+again from the committed results and names those that differ; `make test` does the same, and holds every number of the
 README to this table. The source is `claims.toml`; `python -m support.claims --write` renders it.
 
 Intervals are 95 % intervals of the paired difference, requests in blocks, within seeds, or over seeds where the page

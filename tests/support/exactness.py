@@ -239,7 +239,7 @@ def _repeats(draw: _Draw) -> list[Ask]:
 
 def _answers(draw: _Draw) -> list[Ask]:
     """Conversations: answers of many tokens, some of them aborted, and prompts that go on where the last one ended or
-    begin anew."""
+    start over."""
     prompts = [draw.ids(draw.rng.randint(1, 4 * draw.block_size)) for _ in range(draw.requests)]
     blocks = [len(prompt) // draw.block_size for prompt in prompts]
     last: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What a fused request must compute, by transformers alone: stale keys and values with some rows computed anew."""
+"""What a fused request must compute, by transformers alone: stale keys and values with some rows recomputed."""
 
 from __future__ import annotations
 

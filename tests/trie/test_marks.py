@@ -341,7 +341,7 @@ class TestJunctions:
         for documents in ("abc", "abd"):
             serve(residency, documents)
         feedback.release(start(residency, "abc"), 0)
-        assert start(residency, "abc").cached_tokens == 1536, "it has computed it anew"
+        assert start(residency, "abc").cached_tokens == 1536, "it has computed it again"
         assert start(residency, "abx").cached_tokens == 0
 
     def test_a_copy_has_its_own(self) -> None:

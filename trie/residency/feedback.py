@@ -106,7 +106,7 @@ class FeedbackResidency:
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
             self._confirmed = self._confirmed or last is not root
             return
-        # A template may show an answer otherwise than it was generated: it is computed anew, and nothing was lost.
+        # A template may show an answer otherwise than it was generated: it is recomputed, and nothing was lost.
         if last is not root and cached_tokens >= _history_sent(lease) - 2 * size:
             return
         # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.

@@ -88,7 +88,7 @@ class FollowedPool(Pool):
         changed = self.changed
         if not (changed or self._ended):
             return
-        # An interrupt may lose news of another scope: then all are looked up anew.
+        # An interrupt may lose news of another scope: then all are looked up again.
         generation, self._generation = self._generation, -1
         while changed:
             content, _ = changed.popitem()

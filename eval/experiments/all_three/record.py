@@ -14,7 +14,7 @@ __all__ = ["AllThreeCell", "AllThreeRecord"]
 
 class AllThreeCell(SuiteCell):
     """Requests at `rate` a second on a corpus of 40 documents and others that are never found, `vectors` in all, in
-    `clusters` of which a search scans `nprobe`. Of copies a share `recompute` is computed anew. `idle_layers` give the
+    `clusters` of which a search scans `nprobe`. Of copies a share `recompute` is recomputed. `idle_layers` give the
     model the bytes and times of a larger one; what does not fit into `device_bytes` is read at `bytes_per_s`."""
 
     requests: int = Field(120, ge=1)

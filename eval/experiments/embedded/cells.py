@@ -32,7 +32,7 @@ __all__ = [
 PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
 PREFIX = "exact prefix"
 FUSED = {f"fused, {share:.0%} anew": share for share in (0.0, 0.05, 0.15, 0.3, 1.0)}
-"""Shares of the reused tokens computed anew, by arm."""
+"""Shares of the reused tokens recomputed, by arm."""
 BLOCKING = ", blocking loads"
 """An arm's end: the engine waits for each request's loads."""
 HALF = ", half of the documents exact"
@@ -89,7 +89,7 @@ class EmbeddedCell(SuiteCell):
     """`shape` is a model's, with random weights.
 
     cached, overhead, tiers, fused: a prompt of `documents`, by how many of them are cached; against transformers; by
-    the tier that holds all of them; by the share computed anew of those that have KV behind the system prompt alone,
+    the tier that holds all of them; by the share recomputed of those that have KV behind the system prompt alone,
     which is `stored` in one tier, with a `batch` of such prompts at once (times of a prompt).
     serving: a `workload` without a cache, with the `device`, and with each `host` memory behind it by each
     `replacement` policy, with so many `replicas` of the most used nodes, in each `order`. Sizes: "4GiB", or a share of

@@ -29,7 +29,7 @@ _TITLES = {
     "cached": "Time to the first token, by how many documents are cached",
     "overhead": "Time to the first token with nothing cached, and that of plain transformers",
     "tiers": "Time to the first token, by where all documents are cached",
-    "fused": "Time to the first token, by how much of documents computed elsewhere is computed anew",
+    "fused": "Time to the first token, by how much of documents computed elsewhere is recomputed",
 }
 _STORED = {"device": "on the device", "host": "in host memory", "disk": "on the disk"}
 _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}

@@ -16,7 +16,7 @@ class FusedOrdersCell(SuiteCell):
     """Requests of a `corpus`, one after the other, at an engine with room for `device_tokens`, unlimited by default.
 
     `copies`: of the documents that the engine holds (served), or of all, on a disk, as after `ragorder fuse build`; the
-    share `recompute` of their tokens is computed anew.
+    share `recompute` of their tokens is recomputed.
     """
 
     corpus: str = "covidqa"

@@ -31,7 +31,7 @@ class SimulatedFusion:
 
     As on the engine: behind the longest cached path come documents that are computed in place, exactly, and stay; from
     the first one on that is taken over, all are copied. A document without KV among these is computed by itself, which
-    stays, too. Of what is copied the share `recompute` is computed anew. With `copied` all documents have a copy that
+    stays, too. Of what is copied the share `recompute` is recomputed. With `copied` all documents have a copy that
     takes no room; else those that stand on a path. One that does not fuse computes all behind the longest cached path.
     """
 

@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-"""Shares of the reused tokens that are computed anew."""
+"""Shares of the reused tokens that are recomputed."""
 
 COVERAGES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-"""Shares of what a selection measures, of which the tokens computed anew have so much."""
+"""Shares of what a selection measures, of which the tokens recomputed have so much."""
 
 _DEVIATING = (0.0, 0.05)
 
@@ -45,7 +45,7 @@ Select = Literal["query", "deviation", "inter", "head", "random"]
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
-    computed anew, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are taken that
+    recomputed, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are taken that
     the critical tokens so far attend to. With `coverage` as many tokens are computed as have the ratio of what was
     measured; the engine alone does that. `on_engine`: whether the engine can do it."""
 

@@ -31,7 +31,7 @@ def copies_table(groups: Sequence[Group]) -> Table:
         "behind the first document, %",
         "EM",
     ]
-    table = Table("KV deviation of the second layer removed, and EM with nothing computed anew", headings, labels=2)
+    table = Table("KV deviation of the second layer removed, and EM with nothing recomputed", headings, labels=2)
     said: set[tuple[int, str]] = set()
     for group in groups:
         cell = group.runs()[0].setting

@@ -1,4 +1,4 @@
-"""Right answers by the share of tokens that are computed anew."""
+"""Right answers by the share of tokens that are recomputed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def coverage_table(group: Group, setting: str) -> Table | None:
         return None
     headings = [""]
     for coverage in COVERAGES:
-        headings += [f"EM at {100 * coverage:g} %", "computed anew, %", "least to most"]
+        headings += [f"EM at {100 * coverage:g} %", "recomputed, %", "least to most"]
     table = Table(f"As many tokens as have a share of the question's attention: {setting}", headings)
     for arm in arms:
         row = [arm]
@@ -60,7 +60,7 @@ def coverage_table(group: Group, setting: str) -> Table | None:
             row += [format_number(fmean(right), 3), format_number(100 * fmean(anew)), f"{low} to {high}"]
         table.add(*row)
     table.note = (
-        "Of the attention to the documents that are taken over. Computed anew: of these documents' tokens, by question."
+        "Of the attention to the documents that are taken over. Recomputed: of these documents' tokens, by question."
     )
     return table
 
@@ -90,7 +90,7 @@ def seconds_table(group: Group, setting: str) -> Table | None:
         table.rows.append(row)
     table.note = (
         f"Times sooner than {ALONE}: ratio of medians of the same questions, with 95 % intervals, at the same share "
-        f"computed anew, and each at the least share from which on {100 * ENOUGH:g} % of the way from full reuse to "
+        f"recomputed, and each at the least share from which on {100 * ENOUGH:g} % of the way from full reuse to "
         f"full attention are reached. Arms take turns; each finds its documents cached. {_idle(group.runs())}"
     )
     return table

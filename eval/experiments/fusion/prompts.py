@@ -47,7 +47,7 @@ class Prompts:
         return self._once(key, lambda: (self.answer(arm, count).argmax(-1) == self.questions.values).float())
 
     def answer(self, arm: Arm, count: int) -> Tensor:
-        """Logits (questions, vocabulary) with so many of the reused tokens computed anew."""
+        """Logits (questions, vocabulary) with so many of the reused tokens recomputed."""
         slots = self.selected(arm, count) if count else None
         return self.model.logits(self._compute(arm, slots).hidden[:, -1])
 
@@ -122,7 +122,7 @@ class Prompts:
         )
 
     def _reused(self, arm: Arm) -> ReferenceKV:
-        """All documents' KV before anything is computed anew."""
+        """All documents' KV before anything is recomputed."""
 
         def put_together() -> ReferenceKV:
             first = self._first_reused(arm)

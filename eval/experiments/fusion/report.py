@@ -74,7 +74,7 @@ def _setting(group: Group) -> str:
 
 
 def _curves(group: Group) -> Table:
-    table = Table(f"EM by share computed anew: {_setting(group)}", ["", *(_percent(ratio) for ratio in RATIOS)])
+    table = Table(f"EM by share recomputed: {_setting(group)}", ["", *(_percent(ratio) for ratio in RATIOS)])
     for arm in _by_share(group):
         found = _known(group, arm)
         table.add(arm, *(format_number(found.at(ratio), 3) for ratio in RATIOS))
@@ -163,7 +163,7 @@ def _picture(group: Group) -> Picture:
             axes.axhline(level, color=style("retrieval").colour, linewidth=0.9, linestyle=":")
         axes.set_xticks(range(len(RATIOS)), [f"{100 * ratio:g}" for ratio in RATIOS])
         axes.set_ylim(-0.03, 1.05)
-        axes.set_xlabel("computed anew, % of the reused tokens")
+        axes.set_xlabel("recomputed, % of the reused tokens")
         axes.set_ylabel("exact match")
         # All of them end in one point.
         axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False, handlelength=2.4)

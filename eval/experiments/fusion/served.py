@@ -33,7 +33,7 @@ _SYSTEM = [BOS]
 @dataclass(slots=True)
 class ServedCurve(Measured):
     """`rows` also has columns of wall and CPU times in ms for each ratio, and of an arm with `coverage` of the share of
-    the tokens computed anew. Of `compared` answers `others` are not the reference's; `apart`: the largest difference of
+    the tokens recomputed. Of `compared` answers `others` are not the reference's; `apart`: the largest difference of
     a logit."""
 
     compared: int = 0
@@ -82,7 +82,7 @@ def measure_on_engine(
             prompts = Prompts(model, questions.part(number, number + 1), neighbours=0, seed=0)
             for name in rotated(list(arms), number):
                 arm, like = arms[name], reference_arm(arms[name], questions)
-                # What is computed anew as a whole is exact, and the next arm would find it.
+                # What is recomputed as a whole is exact, and the next arm would find it.
                 prepare(engine, questions, number, arm)
                 for ratio in arm.ratios:
                     ask = partial(answer_on_engine, engine, questions, number, arm, ratio, keep_logits=True)

@@ -2,7 +2,7 @@
 
 A document has lines of three tokens: definitions `alias value ;`, links `name alias ;` whose alias another document
 defines, for three hops relays `alias alias ;` between them, and a line of filler. `ASK name` asks for the value. Names,
-aliases and values are drawn anew for each corpus, so no answer can be memorised.
+aliases and values are drawn for each corpus, so no answer can be memorised.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def plan_search(
     kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
 ) -> SearchPlan:
     """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric".
-    "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts anew. Raises ImportError."""
+    "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts over. Raises ImportError."""
     faiss = _faiss()
     if kind == "hnsw":
         target = max(top_k, round(ratio * _EF_FULL))

@@ -16,7 +16,7 @@ from ragorder.eval.running.suite import Suite
 __all__ = ["make_part"]
 
 _NOTE = (
-    "The most memory of the proxy's process, started anew for each attack: median of {seeds} runs, in brackets their "
+    "The most memory of the proxy's process, restarted for each attack: median of {seeds} runs, in brackets their "
     "range."
 )
 

@@ -30,7 +30,7 @@ _DEFAULT_CAPACITY_TOKENS = 262_144
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
     """Of the prompt's tokens `cached_tokens` were an exact prefix, `fused_tokens` taken over, and `recomputed_tokens`
-    of these computed anew. None: not reported."""
+    of these recomputed. None: not reported."""
 
     text: str
     cached_tokens: int | None

@@ -24,7 +24,7 @@ _LEAST_GAP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FusedReuse:
-    """The share of the tokens taken over that is computed anew, and which ones (`--select` of the engine)."""
+    """The share of the tokens taken over that is recomputed, and which ones (`--select` of the engine)."""
 
     recompute: float
     select: str
@@ -43,7 +43,7 @@ class FusedReuse:
         if not 0 <= found.recompute <= 1:
             raise QualityError(f"{FUSED}={text}: give a share of the tokens, from 0 to 1")
         if found.recompute and not select:
-            raise QualityError(f"{FUSED}={text}: say which tokens are computed anew, such as {FUSED}={text}:query")
+            raise QualityError(f"{FUSED}={text}: say which tokens are recomputed, such as {FUSED}={text}:query")
         return found
 
 

@@ -40,7 +40,7 @@ class QualityPositions(Experiment):
             except QualityError as error:
                 raise SuiteError(f"{where}: {error}") from None
             if order.fused or order.state_ranking:
-                raise SuiteError(f"{where}: {policy!r}: the model reads documents alone, and all of them anew")
+                raise SuiteError(f"{where}: {policy!r}: the model reads documents alone, and all of them again")
 
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
         for cell in suite.cells:

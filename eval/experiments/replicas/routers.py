@@ -106,7 +106,7 @@ class BoundedBy1Quarter(BoundedOwner):
 
 
 class TableOwner(TopicOwner):
-    """The replica that was least busy when the topic was new, as routers with a table of sessions choose it; anew once
+    """The replica that was least busy when the topic was new, as routers with a table of sessions choose it; again once
     that has `bound` times the mean number in flight."""
 
     bound: ClassVar[float] = inf

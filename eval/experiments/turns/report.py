@@ -21,7 +21,7 @@ _PREDICTED = "Turns whose cached tokens were predicted to within a block of thos
 def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(TurnRecord, suite.name))
     by_turn = Table("By turn", ["", *suite.policies], note=_NOTE)
-    headings = ["", "within a block, %", "documents named", "turns that compute more than appended", "laid out anew"]
+    headings = ["", "within a block, %", "documents named", "turns that compute more than appended", "laid out again"]
     predicted = Table("Predicted", headings, note=_PREDICTED)
     for group in groups:
         label = group.label or suite.title

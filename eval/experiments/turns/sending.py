@@ -78,7 +78,7 @@ class TurnChat(Chat):
 
     turn: Turn
     earlier: list[Document] | None = None
-    """Documents of former turns, if they may be laid out anew."""
+    """Documents of former turns, if they may be laid out again."""
 
     def ask(self, question: str, documents: Sequence[Document]) -> list[Message]:
         options: dict[str, Any] = {"orderer": self.orderer, "rebase": self.earlier}

@@ -46,7 +46,7 @@ async def serve_live(
     system: System, workflow: str, top_k: int, materials: LiveMaterials, at_s: Sequence[float]
 ) -> Mapping[str, Any]:
     """`rows` and `facts` of requests that arrive at these times. Each system begins with an empty cache, and embeds
-    every query anew."""
+    every query again."""
     tokenizer = WordTokenizer()
     builder = PromptBuilder(" ".join(["rule"] * SYSTEM_PROMPT_WORDS), tokenizer=tokenizer)
     graph, state = compiled(workflow, top_k)

@@ -1,4 +1,4 @@
-"""Selections of critical tokens: which of the tokens taken over are computed anew. Importing it needs no torch."""
+"""Selections of critical tokens: which of the tokens taken over are recomputed. Importing it needs no torch."""
 
 from ragorder.kernels.fusion.selection.base import Needs, Selection, SelectionFacts, selections
 

@@ -1,4 +1,4 @@
-"""Full attention: everything is computed anew."""
+"""Full attention: everything is recomputed."""
 
 from __future__ import annotations
 

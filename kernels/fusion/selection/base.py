@@ -57,7 +57,7 @@ class SelectionFacts:
 
 
 class Selection(Protocol):
-    """Which of the tokens taken over are computed anew (FusionRAG 3.2)."""
+    """Which of the tokens taken over are recomputed (FusionRAG 3.2)."""
 
     needs: Needs
 

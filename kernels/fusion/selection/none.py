@@ -1,4 +1,4 @@
-"""Full reuse: nothing is computed anew."""
+"""Full reuse: nothing is recomputed."""
 
 from __future__ import annotations
 

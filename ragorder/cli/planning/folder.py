@@ -100,7 +100,7 @@ class PlanFolder:
     def _checked(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
         if found is not None and found.get("format") != _FORMAT:
             raise PlanError(
-                f"{self.path} was written by another version of ragorder: name another folder, or plan anew with "
+                f"{self.path} was written by another version of ragorder: name another folder, or plan again with "
                 "--no-resume"
             )
         return found
@@ -124,5 +124,5 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise PlanError(f"{path} cannot be read: plan anew with --no-resume, or name another folder")
+        raise PlanError(f"{path} cannot be read: plan again with --no-resume, or name another folder")
     return found

@@ -168,7 +168,7 @@ def _as_given(options: PlanOptions) -> dict[str, Any]:
 
 
 def _refuse_another(known: Mapping[str, Any], options: PlanOptions, input: Mapping[str, Any], path: Path) -> None:
-    advice = "name another folder, or plan anew with --no-resume"
+    advice = "name another folder, or plan again with --no-resume"
     if known["input"] != input:
         raise PlanError(f"the plan in {path} is of another input: {advice}")
     given = _as_given(options)

@@ -92,7 +92,7 @@ def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """End at once if the process that asks was killed: its successor plans this shard anew."""
+    """End at once if the process that asks was killed: its successor plans this shard again."""
     parent = parent_process()
     if parent is not None:
         parent.join()

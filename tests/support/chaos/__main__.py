@@ -46,7 +46,7 @@ __all__ = ["main"]
     show_default=True,
     callback=lambda context, option, value: _seconds(value),
     metavar="MIN:MAX",
-    help="Seconds from the first answer of a cycle to the kill, drawn anew each time.",
+    help="Seconds from the first answer of a cycle to the kill, drawn again each time.",
 )
 @click.option(
     "--fresh-every",

@@ -56,7 +56,7 @@ def run_cycles(
     """So many lives of one server on one folder, each ended by SIGKILL under load, with damage done before the next.
 
     One in `fresh_every` begins in a fresh process, the others as the site launches its servers. From its first answer a
-    server lives for a time between those of `load_s`, drawn anew. Raises EngineError if one does not come up.
+    server lives for a time between those of `load_s`, drawn again. Raises EngineError if one does not come up.
     """
     rng = random.Random(seed)
     fresh_server, usual_server = site.server(disk, launch_process), site.server(disk)
