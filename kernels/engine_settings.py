@@ -38,7 +38,7 @@ class EngineSettings(KVTierSettings):
         description="Memory for documents that wait to be written to the disk; those beyond are dropped.",
     )
     profile_budget_s: float = Field(
-        default=10.0, gt=0, description="Longest time for measuring prefill times at the first start."
+        default=10.0, gt=0, description="Maximum time for measuring prefill times at the first start."
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
     device_tokens: int | None = Field(
@@ -50,12 +50,13 @@ class EngineSettings(KVTierSettings):
     replicate_nodes: int = Field(
         default=32,
         ge=0,
-        description="Most used documents with a copy in host memory, at most half of it, in case the device fails.",
+        description="Number of most used documents with a copy in host memory, which take at most half of it, in case the "
+        "device fails.",
     )
     max_batch_tokens: int = Field(
-        default=8192, ge=1, description="Most tokens that one step computes for all requests."
+        default=8192, ge=1, description="Maximum number of tokens that one step computes for all requests."
     )
-    max_requests: int = Field(default=64, ge=1, description="Most requests computed at the same time.")
+    max_requests: int = Field(default=64, ge=1, description="Maximum number of requests computed at the same time.")
     schedule: Literal["cached-first", "fcfs"] = Field(
         default="cached-first",
         description="Which waiting request is next: that with the largest ratio of cached to uncached tokens, or the "
@@ -68,13 +69,13 @@ class EngineSettings(KVTierSettings):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Longest time from a request's arrival to its last token; none: no limit.",
+        description="Maximum time from a request's arrival to its last token; none: no limit.",
     )
     max_retries: int = Field(
         default=3, ge=0, description="How often a request is computed again after steps in which the device failed."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Most tokens of prompt and answer; none: the model's limit."
+        default=None, ge=2, description="Maximum number of tokens of prompt and answer; none: the model's limit."
     )
     device: str | None = Field(
         default=None, description="cpu, cuda or cuda:N; none: the model's, or a GPU if there is one."
@@ -123,8 +124,8 @@ class EngineSettings(KVTierSettings):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="With fused: while no request is due, compute documents that were asked for in the sight of those "
-        "asked for with them (FusionRAG 3.1), at most so many tokens for each that requests compute; 0: none.",
+        description="With fused: while no request is due, compute documents that were asked for behind those "
+        "asked for with them (FusionRAG 3.1), at most this many tokens for each token that requests compute; 0: none.",
     )
 
     @property

@@ -72,7 +72,7 @@ class EngineMetrics:
         questions = {"kept": stats.questions_kept, "used": stats.questions_used}
         description = "Questions computed ahead by warm-ups, and used by fused requests."
         yield _counters(f"{_ENGINE}questions", description, "event", questions)
-        description = "Documents computed in idle steps in the sight of others, and those ended for due work."
+        description = "Documents computed in idle steps behind others, and those ended for due work."
         idle = {"built": stats.idle_documents, "aborted": stats.idle_aborted}
         yield _counters(f"{_ENGINE}idle_documents", description, "event", idle)
         yield _counter(f"{_ENGINE}idle_tokens", "Tokens computed in idle steps.", stats.idle_tokens)

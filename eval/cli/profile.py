@@ -92,7 +92,7 @@ __all__ = ["profile"]
         default="10m",
         show_default=True,
         metavar="TIME",
-        help="End this measurement after so long, with what it has found.",
+        help="Stop measuring after this time, and use what was measured until then.",
     ),
 )
 @placement_options()

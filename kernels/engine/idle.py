@@ -1,4 +1,4 @@
-"""Documents computed in the sight of those that were asked for with them, while no request is due (FusionRAG 3.1)."""
+"""Documents computed behind those that were asked for with them, while no request is due (FusionRAG 3.1)."""
 
 from __future__ import annotations
 

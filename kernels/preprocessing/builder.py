@@ -1,4 +1,4 @@
-"""Builds: a corpus' documents, each computed in the sight of its neighbours, in the folder of a disk tier."""
+"""Builds: a corpus' documents, each computed behind its neighbours, in the folder of a disk tier."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class FusionBuilder:
         return len(changed)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove documents and their KV. Others that were computed in the sight of them stay (`stale`). Raises
+        """Remove documents and their KV. Others that were computed behind them stay (`stale`). Raises
         BuildError for unknown ids, changing nothing."""
         remove_documents(self._manifest, self._copies.store, ids)
 
@@ -269,7 +269,7 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Documents whose neighbours are all known, each content once. What was computed in the sight of others that
+        """Documents whose neighbours are all known, each content once. What was computed behind others that
         are gone stays as it is; if it is lost, it gets other neighbours."""
         documents = list(self._manifest)
         known = {each.content for each in documents}

@@ -52,7 +52,7 @@ class PlannedDocument:
 
     @property
     def key(self) -> bytes:
-        """Of its KV, computed in the sight of the neighbours."""
+        """Of its KV, computed behind the neighbours."""
         if not self.neighbours:
             return self.content
         return variant_key(self.content, b"neighbours:" + b"".join(self.neighbours))

@@ -1,4 +1,4 @@
-"""Prefill of documents behind a system prompt, alone or in the sight of others."""
+"""Prefill of documents behind a system prompt, alone or behind others."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
         default="30s",
         show_default=True,
         metavar="TIME",
-        help="Longest time for one request.",
+        help="Maximum time for one request.",
     ),
 )
 @section("KV events", kv_events(environment=True))

@@ -88,7 +88,7 @@ _shard = option("--shard", type=Shard(), metavar="i/n", default=(1, 1), help="Co
 
 @click.group(cls=CommandGroup, context_settings=_HELP)
 def fuse() -> None:
-    """Compute documents' KV before it is asked for, each in the sight of similar documents.
+    """Compute documents' KV before it is asked for, each behind similar documents.
 
     FusionRAG, section 3.1. `ragorder serve --engine torch --reuse fused` takes documents from such a folder.
     """
@@ -104,7 +104,7 @@ def fuse() -> None:
     help="The build's folder.",
 )
 @_shard
-@option("--resume", is_flag=True, help="Go on with a build that was interrupted.")
+@option("--resume", is_flag=True, help="Continue a build that was interrupted.")
 @section(
     "Neighbours",
     options_from(PreprocessingSettings, "neighbours"),
@@ -157,7 +157,7 @@ def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool,
 @_folder
 @_corpus
 @option("--neighbours-by", **_source | {"help": "For vectors: the file with those of CORPUS. [default: as the build]"})
-@option("--refresh", is_flag=True, help="Also recompute documents whose neighbours are others now.")
+@option("--refresh", is_flag=True, help="Also recompute documents whose neighbours have changed.")
 @_moved_model
 @_engine_options("device_tokens", "device")
 def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
@@ -187,7 +187,7 @@ def add(folder: Path, corpus: Path, refresh: bool, **options: Any) -> None:
 def remove(folder: Path, ids: Sequence[str]) -> None:
     """Remove documents and their KV from the build in FOLDER.
 
-    Documents that were computed in the sight of them stay, and so does what a server has added to the folder: its KV of
+    Documents that were computed behind them stay, and so does what a server has added to the folder: its KV of
     prompts that contain them.
     """
     with errors():

@@ -37,7 +37,7 @@ _COMMANDS = {
     ),
     "fuse": LazyCommand(
         "ragorder.cli.fuse:fuse",
-        "Compute documents' KV before it is asked for, each in the sight of similar documents.",
+        "Compute documents' KV before it is asked for, each behind similar documents.",
     ),
     "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),

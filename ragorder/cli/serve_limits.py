@@ -34,10 +34,10 @@ class ServeLimits(BaseModel):
         "answered with 503; none: 1000.",
     )
     connect_timeout_s: float = Field(
-        default=10.0, gt=0, description="Longest time until the server accepts a connection."
+        default=10.0, gt=0, description="Maximum time until the server accepts a connection."
     )
     read_timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest time from one byte of an answer to the next."
+        default=600.0, gt=0, description="Maximum time from one byte of an answer to the next."
     )
     tries_timeout_s: float | None = Field(
         default=None,
@@ -48,10 +48,12 @@ class ServeLimits(BaseModel):
     client_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Longest time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
+        description="Maximum time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
         "the answer.",
     )
-    body_limit: int = Field(default=32 << 20, ge=1, description="Longest body of a request; a plain number is in MiB.")
+    body_limit: int = Field(
+        default=32 << 20, ge=1, description="Maximum size of a request's body; a plain number is in MiB."
+    )
     bodies_limit: int = Field(
         default=256 << 20,
         ge=1,
@@ -60,7 +62,7 @@ class ServeLimits(BaseModel):
     max_connections: int = Field(
         default=1024,
         ge=1,
-        description="Most client connections at a time; a new one replaces an idle one.",
+        description="Maximum number of client connections at a time; a new one replaces an idle one.",
     )
     grace_s: float = Field(
         default=30.0,

@@ -98,8 +98,8 @@ serve_options = together(
             metavar="TEXT",
             envvar=SECRET_VARIABLE,
             show_envvar=True,
-            help="The secret of topics, which all processes share that are to have the same ones. [default: one of "
-            "this process alone]",
+            help="The secret of topics: processes with the same secret have the same topics. [default: one of this "
+            "process alone]",
         ),
         option(
             "--route",

@@ -300,7 +300,7 @@ class TestALease:
 
 
 def adopted(cache: KnowledgeCache, document: list[int], value: float = 7.0) -> tuple[bytes, bool]:
-    """A document's KV of this value, taken up as made in the sight of others; its key, and whether there was room."""
+    """A document's KV of this value, taken up as made behind others; its key, and whether there was room."""
     system, segment = path_of(document)
     key = variant_key(segment.content, b"neighbours:x")
     kv = BlockPool(SHAPE, len(SHAPE.covering(5, len(document))))

@@ -1,4 +1,4 @@
-"""Documents computed in the sight of those that were asked for with them, while the engine has nothing due."""
+"""Documents computed behind those that were asked for with them, while the engine has nothing due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FusionRAG's offline stage: each document's KV in the sight of its neighbours, in a folder that a disk tier opens."""
+"""FusionRAG's offline stage: each document's KV behind its neighbours, in a folder that a disk tier opens."""
 
 from __future__ import annotations
 
