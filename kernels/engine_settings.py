@@ -50,7 +50,7 @@ class EngineSettings(KVTierSettings):
     replicate_nodes: int = Field(
         default=32,
         ge=0,
-        description="Number of most used documents with a copy in host memory, which take at most half of it, in case the "
+        description="Number of most used documents with a copy in host memory (at most half of it), in case the "
         "device fails.",
     )
     max_batch_tokens: int = Field(
@@ -91,7 +91,10 @@ class EngineSettings(KVTierSettings):
         "model's; fused: wherever they stand, and answers are approximately the model's (FusionRAG).",
     )
     recompute: float = Field(
-        default=0.15, ge=0, le=1, description="With fused: share of the tokens reused off the prefix recomputed."
+        default=0.15,
+        ge=0,
+        le=1,
+        description="With fused: share of the tokens reused off the prefix that is recomputed.",
     )
     select: Annotated[str, AfterValidator(check_engine_selection)] = Field(
         default="query",

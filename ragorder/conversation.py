@@ -101,8 +101,8 @@ class Turn:
       parts, one a document; `anthropic()`, `openai()` and `bedrock()` are arguments of its client, with the marks
     - `ordering`: of the documents `new`, those that are sent, in prompt order
     - `repeated`: documents named instead, best first
-    - `rebased`: the engine had lost the conversation, and it is laid out again (`rebase`): `new` are its documents, also
-      of earlier turns, in front of the first question, and all of this turn are `repeated`
+    - `rebased`: the engine had lost the conversation, and it is laid out again (`rebase`): `new` are its documents,
+      also of earlier turns, in front of the first question, and all of this turn are `repeated`
     """
 
     messages: list[dict[str, Any]]

@@ -91,7 +91,9 @@ class BatchedRequest(Generic[Q, D]):
             return
         text = "".join(self._text)
         if len(text) < len(self._streamed):
-            self.fail(AnswerChangedError("the answer failed in the middle, and was shorter when generated again"), now_s)
+            self.fail(
+                AnswerChangedError("the answer failed in the middle, and was shorter when generated again"), now_s
+            )
             return
         usage = self._usage
         self.trace.outcome, self.trace.ended_s = "answered", now_s

@@ -36,7 +36,9 @@ class Running(BaseModel):
         description="Processes that serve on the port, each with limits of its own. More than one require --route or "
         "--shared-orders: orders that others do not know lose hits.",
     )
-    log_level: Literal["error", "warning", "info"] = Field(default="warning", description="Lowest level that is logged.")
+    log_level: Literal["error", "warning", "info"] = Field(
+        default="warning", description="Lowest level that is logged."
+    )
     access_log: bool = Field(
         default=False,
         description="Log a line for each answer: method, path, status and seconds, nothing of a prompt.",

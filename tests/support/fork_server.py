@@ -57,8 +57,8 @@ class ForkServer:
     """Launches servers for `VLLMServer`. Use it in a `with` block, and end them before it ends.
 
     A server of it is the real one, in a session of its own: vLLM's main function from its first line, with an engine
-    and a worker in processes of their own, which are forked as well. What it shares with others is what comes with importing:
-    modules, and the seed of Python's string hashes. It computes with one thread.
+    and a worker in processes of their own, which are forked as well. What it shares with others is what comes with
+    importing: modules, and the seed of Python's string hashes. It computes with one thread.
 
     Raises EngineError, with the end of what the process said, if it does not come up.
     """
