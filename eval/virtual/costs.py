@@ -1,4 +1,4 @@
-"""Costs of hardware that is not at hand."""
+"""Costs of hardware that is not here."""
 
 from __future__ import annotations
 

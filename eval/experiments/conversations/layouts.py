@@ -114,8 +114,8 @@ LAYOUTS = {
 
 
 def conversations(count: int, turns: int, seed: int = 0) -> list[list[ChatTurn]]:
-    """Conversations on 25 topics of the standard library, drawn by a power law. Each turn is worded differently: five of
-    the topic's eight nearest documents are found, in another order."""
+    """Conversations on 25 topics of the standard library, drawn by a power law. Each turn is worded differently: five
+    of the topic's eight nearest documents are found, in another order."""
     corpus = _corpus()
     rng = random.Random(seed)
     topics = rng.sample(range(len(corpus.questions)), _TOPICS)
