@@ -130,7 +130,7 @@ def test_a_killed_server_loses_no_request_that_had_not_begun_to_answer(
             server.stop()
     lost, kept = [[each for each in long if each.replica == replica] for replica in "01"]
     assert lost and kept
-    assert all(each.text and each.broke and not each.done for each in lost)
+    assert all(each.text and each.broke and not each.done for each in lost), lost
     assert [(each.done, each.error, each.broke) for each in kept] == [(True, None, False)] * len(kept)
     assert [(each.status, each.replica, each.done, each.error) for each in short] == [(200, "1", True, None)] * 8
 
