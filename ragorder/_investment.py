@@ -38,8 +38,8 @@ class Investment:
 
     Such a request computes all tokens of the document instead of the share `recompute`; each later one with this
     prefix, as `tail` forecasts them, computes none instead of that share. A forecast counts as far as former ones have
-    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests compute
-    is spent before it comes back: so many tokens more are computed at worst.
+    come true: paths are evicted, and of two that fit a request it uses one. At most 1 % of what requests recompute is
+    spent before it comes back: at worst that many tokens more are computed.
     """
 
     def __init__(self, settings: Settings, tail: Tail) -> None:
