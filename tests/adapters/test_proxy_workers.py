@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,9 @@ class TestWorkers:
         def kill_one() -> bool:
             pids = process.pids
             if len(pids) == 2:
-                os.kill(pids[0], signal.SIGKILL)
+                # One that was killed before may be gone by now.
+                with suppress(ProcessLookupError):
+                    os.kill(pids[0], signal.SIGKILL)
             return process.popen.poll() is not None
 
         assert eventually(kill_one)

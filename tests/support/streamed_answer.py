@@ -30,7 +30,8 @@ def stream(url: str, body: dict[str, Any], into: StreamedAnswer) -> StreamedAnsw
     """Send the chat to the server at this URL, and read its answer."""
     try:
         with (
-            httpx2.Client(trust_env=False, timeout=60, verify=CERTIFICATES) as client,
+            # Real engines on a busy machine take their time.
+            httpx2.Client(trust_env=False, timeout=300, verify=CERTIFICATES) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}) as response,
         ):
             into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
