@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.structs import readable_by_threads
 
 __all__ = [
     "ChatCompletionRequest",
@@ -96,11 +97,13 @@ _HARMLESS = frozenset(
 )
 
 
+@readable_by_threads
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
+@readable_by_threads
 class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool = False
@@ -123,22 +126,26 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_transfer_params: Any = None
 
 
+@readable_by_threads
 class CompletionRequest(CommonRequest):
     prompt: str | Annotated[list[int | str | list[int]], Meta(min_length=1)]
     logprobs: _Alternatives | None = None
     add_special_tokens: bool = True
 
 
+@readable_by_threads
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+@readable_by_threads
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[TextPart] = ""
     name: str | None = None
 
 
+@readable_by_threads
 class ChatCompletionRequest(CommonRequest):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: _Limit | None = None
@@ -149,6 +156,7 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] = {}
 
 
+@readable_by_threads
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of vLLM's /tokenize: a prompt, or a chat."""
 

@@ -24,6 +24,7 @@ from ragorder.adapters.proxy.body import (
 )
 from ragorder.adapters.proxy.marked_messages import chunk_part, mark_last, takes_mark, turn_ends
 from ragorder.adapters.proxy.marks import Chunk, MarkForm
+from ragorder.adapters.structs import readable_by_threads
 
 __all__ = ["ChatBody", "MessagesBody", "ResponsesBody"]
 
@@ -31,6 +32,7 @@ _NULL = Raw(b"null")
 _INSTRUCTIONS = ("system", "developer")
 
 
+@readable_by_threads
 class _Message(Struct):
     role: Raw = _NULL
     content: Raw = _NULL
@@ -39,6 +41,7 @@ class _Message(Struct):
     """Of a tool, in OpenAI's responses."""
 
 
+@readable_by_threads
 class _ContentPart(Struct):
     text: Raw = _NULL
     content: Raw = _NULL

@@ -48,10 +48,12 @@ class UnorderedRequests:
         with suppress(Exception):
             if self._on_passed is not None:
                 self._on_passed(reason)
-        if self._without is None or reason == "other_route":
+        # Another thread may find documents meanwhile.
+        without = self._without
+        if without is None or reason == "other_route":
             return
-        self._without += 1
-        if self._without == _ENOUGH:
+        self._without = without = without + 1
+        if without == _ENOUGH:
             self._without = None
             self._warn(_NEVER_FOUND if self._template else _NEVER_TAGGED)
 

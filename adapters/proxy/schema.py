@@ -11,6 +11,7 @@ from msgspec import Meta, Raw, Struct
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.body import TooManyError, decode_items
+from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document
 
 __all__ = [
@@ -67,6 +68,7 @@ _HEADERS = {
 }
 
 
+@readable_by_threads
 class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     """A retrieved document."""
 
@@ -88,6 +90,7 @@ class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
         return Document(self.id, self.text, tokens, metadata=metadata)
 
 
+@readable_by_threads
 class Tagged(Struct, frozen=True, forbid_unknown_fields=True):
     """Documents and question. The proxy orders the documents, makes a prompt of both, and removes this field."""
 
@@ -101,6 +104,7 @@ class Tagged(Struct, frozen=True, forbid_unknown_fields=True):
     )
 
 
+@readable_by_threads
 class _Counted(Struct):
     documents: Raw = Raw(b"[]")
 

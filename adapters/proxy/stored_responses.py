@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from ragorder.adapters.proxy.body import decode
 from ragorder.adapters.proxy.replica import Replica
+from ragorder.adapters.structs import readable_by_threads
 from ragorder.lru_cache import LRUCache
 
 __all__ = ["StoredResponses"]
@@ -22,14 +23,17 @@ _OF_ONE = re.compile(rb"/v1/responses/([^/?]+)")
 _LONGEST_ID = 512
 
 
+@readable_by_threads
 class _Response(Struct):
     id: str
 
 
+@readable_by_threads
 class _Event(Struct):
     response: _Response
 
 
+@readable_by_threads
 class _Body(Struct):
     previous_response_id: str
 

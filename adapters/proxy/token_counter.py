@@ -17,6 +17,7 @@ from ragorder.adapters.proxy.body import (
     decode_items,
 )
 from ragorder.adapters.proxy.digest import digest_of
+from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document, estimate_tokens
 from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
@@ -30,6 +31,7 @@ _NULL = Raw(b"null")
 _AROUND = 2
 
 
+@readable_by_threads
 class _Shown(Struct):
     content: Raw = _NULL
     text: Raw = _NULL
@@ -41,7 +43,7 @@ class _Shown(Struct):
 
 class TokenCounter:
     """Exact with the served model's `tokenizer` (transformers), else four characters a token unless the client gives a
-    count. Not thread-safe. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing reveals
+    count. Thread-safe. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing reveals
     nothing of others."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ragorder.adapters.structs import readable_by_threads
+
 __all__ = ["SharedOrder", "UnreadableError", "is_shareable", "read_order"]
 
 _MOST_DOCUMENTS = 4096
@@ -16,6 +18,7 @@ class UnreadableError(ValueError):
     """Not an order of this version."""
 
 
+@readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     """Keys and lengths of a request's documents by rank, and the rank at each place of the prompt. `process` is the
     writer. Keys and scopes are texts, bytes or whole numbers, a scope also None."""

@@ -1,0 +1,21 @@
+"""msgspec structs that several threads may read at once."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+__all__ = ["readable_by_threads"]
+
+T = TypeVar("T")
+
+
+def readable_by_threads(kind: type[T]) -> type[T]:
+    """The same struct, with its fields resolved.
+
+    msgspec (0.22) resolves the fields of a struct when it first reads one, and two threads that do so at once crash or
+    hang the process.
+    """
+    msgspec.json.Decoder(kind)
+    return kind
