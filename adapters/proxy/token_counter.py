@@ -43,8 +43,8 @@ class _Shown(Struct):
 
 class TokenCounter:
     """Exact with the served model's `tokenizer` (transformers), else four characters a token unless the client gives a
-    count. Thread-safe. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing reveals
-    nothing of others."""
+    count. Thread-safe with fast tokenizers. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that
+    timing reveals nothing of others."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
         self.exact = tokenizer is not None

@@ -102,8 +102,10 @@ def test_a_killed_server_loses_no_request_that_had_not_begun_to_answer(
     vllm_model: Path, texts: list[str], proxy: Callable[..., ServeProcess]
 ) -> None:
     """Each computes two requests at a time: the others wait for their first token."""
-    # So long that none ends before the kill, on a busy machine either.
-    servers = [VLLMServer(vllm_model, blocks=256, block_size=BLOCK, max_model_len=4096, max_num_seqs=2) for _ in "01"]
+    # Room for answers so long that none ends before the kill, on a busy machine either.
+    servers = [
+        VLLMServer(vllm_model, blocks=256, block_size=BLOCK, max_model_len=4096, max_num_seqs=2) for _ in range(2)
+    ]
     rng = random.Random(1)
     long, short = [[StreamedAnswer() for _ in range(count)] for count in (4, 8)]
     try:
@@ -117,13 +119,13 @@ def test_a_killed_server_loses_no_request_that_had_not_begun_to_answer(
 
         with ThreadPoolExecutor(12) as pool:
             sent = [
-                pool.submit(stream, url, body(texts, rng, f"long {number}", 3500), each)
+                pool.submit(stream, url, body(texts, rng, f"long {number}", 3500), each, 300)
                 for number, each in enumerate(long)
             ]
             began = eventually(lambda: all(each.began.is_set() for each in long) or any(map(Future.done, sent)), 120)
             assert began and not any(map(Future.done, sent)), long
             sent += [
-                pool.submit(stream, url, body(texts, rng, f"short {number}", 4), each)
+                pool.submit(stream, url, body(texts, rng, f"short {number}", 4), each, 300)
                 for number, each in enumerate(short)
             ]
             assert eventually(lambda: sum(in_flight()) == 12), [*long, *short]

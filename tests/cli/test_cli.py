@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_command
 from support.rings import examples
+from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder, Settings
 from ragorder.cli import main
@@ -664,6 +664,12 @@ class TestOrderSettings:
         assert next(answer for answer in answers if answer["scope"] == "two")["cached_tokens"] == 0
 
 
+def is_asleep(pid: int) -> bool:
+    """Whether a process waits, as for its next line; True where that cannot be told."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text("ascii").rpartition(")")[2].split()[0] == "S"
+
+
 class TestOrderAsAProcess:
     def test_answers_each_line_as_it_comes(self) -> None:
         script = Path(sys.executable).with_name("ragorder")
@@ -685,13 +691,10 @@ class TestOrderAsAProcess:
             process.stdin.write(lines(request("abc")))
             process.stdin.flush()
             process.stdout.readline()
-            # Python heeds a signal that comes just before a read only when the read returns: the next one ends it.
-            for _ in range(12):
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-                    break
-            assert process.returncode == 128 + signal.SIGTERM
+            # Python acts on a signal that comes just before a read only when the read returns.
+            assert eventually(lambda: is_asleep(process.pid))
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
 
     def test_needs_none_of_the_extras(self, python: Any) -> None:
         done = python(*COMMAND, "order", input=lines(request("ab")), blocked=MISSING)

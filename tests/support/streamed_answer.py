@@ -26,12 +26,11 @@ class StreamedAnswer:
     began: threading.Event = field(default_factory=threading.Event)
 
 
-def stream(url: str, body: dict[str, Any], into: StreamedAnswer) -> StreamedAnswer:
-    """Send the chat to the server at this URL, and read its answer."""
+def stream(url: str, body: dict[str, Any], into: StreamedAnswer, timeout_s: float = 60) -> StreamedAnswer:
+    """Send the chat to the server at this URL, and read its answer, of which each piece may take `timeout_s`."""
     try:
         with (
-            # Real engines on a busy machine take their time.
-            httpx2.Client(trust_env=False, timeout=300, verify=CERTIFICATES) as client,
+            httpx2.Client(trust_env=False, timeout=timeout_s, verify=CERTIFICATES) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}) as response,
         ):
             into.status, into.replica = response.status_code, response.headers.get("x-ragorder-replica")
