@@ -6,6 +6,8 @@ import ast
 import importlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,14 +80,17 @@ def test_commands_have_the_options_that_are_shown(page: Path) -> None:
 
 def test_the_readme_fits_a_first_reading_and_says_what_is_not_known() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
-    assert text.count("\n") <= 95
-    first = text[: text.index("## Would it help me?")]
-    words = (
-        "Where it does not",
-        "Agents",
-        "no figure from vLLM on a GPU",
-        "quality of answers",
-        "not on the package index",
-    )
-    for word in words:
-        assert word in first
+    assert text.count("\n") <= 100
+    first = text[: text.index("## Results")]
+    for command in ("git clone", "make demo", "ragorder replay --example", "make test"):
+        assert command in first
+    for words in ("Where it does not", "Agents", "no figure from vLLM on a GPU", "quality of answers"):
+        assert words in first
+    assert "not on the package index" in text
+
+
+def test_the_readme_shows_what_its_python_prints() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    program, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)[0]
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == printed
