@@ -14,7 +14,7 @@ from ragorder.pipelining.workflow.nodes import END, START, Generation, Node, Nod
 from ragorder.pipelining.workflow.state import State
 from ragorder.pipelining.workflow.topology import Topology
 
-__all__ = ["CompiledGraph", "RAGraph"]
+__all__ = ["CompiledGraph", "RAGraph", "checked_graph"]
 
 
 class RAGraph:
@@ -29,8 +29,9 @@ class RAGraph:
 
     - The user's question is {query}, or {input}. `inputs` are other names, or one, that each run's state must give.
     - `max_rounds`: how often a node may run in a request. A graph with a loop needs it.
-    - Several edges from a node are all taken, so its successors run side by side. Where branches meet again, the node
-      waits for each that can still arrive in this round of its loops.
+    - Several edges from a node are all taken, so its successors run side by side. A node that several branches lead to
+      runs once, when each of them that can still reach it has arrived, a branch's loops included; in a loop, once in
+      each round.
 
     A wrong argument raises GraphError where it is given; `compile` checks the whole.
     """
@@ -96,14 +97,15 @@ class RAGraph:
     def compile(self, max_rounds: int | None = None, *, answer: str | None = None) -> CompiledGraph:
         """`answer`: the state's name of the result (default: the output of the generations that come last). Raises
         GraphError for a node that cannot be reached, a loop without a bound, no way to END, an input that no node
-        writes before, or nodes side by side that write the same name."""
+        writes before, nodes side by side that write the same name, or a loop that branches side by side enter at
+        several nodes."""
         max_rounds = self.max_rounds if max_rounds is None else max_rounds
         edges: dict[NodeId | Terminal, tuple[Edge, ...]] = {}
         everywhere = (*self._nodes, END)
         for edge in self._edges:
             edges[edge.source] = (*edges.get(edge.source, ()), edge.resolved(everywhere))
         nodes = validation.with_documents(self._nodes)
-        topology = Topology({source: _targets(out) for source, out in edges.items()})
+        topology = Topology({source: [edge.targets for edge in out] for source, out in edges.items()})
         problems = validation.problems(nodes, edges, topology, self.inputs, max_rounds)
         for problem in problems:
             raise GraphError(f"workflow {self.name!r}: {problem}")
@@ -172,6 +174,13 @@ class CompiledGraph:
     def to_mermaid(self) -> str:
         """A flowchart; conditional edges are dotted."""
         return mermaid.flowchart(self.nodes, self.edges)
+
+
+def checked_graph(graph: CompiledGraph | RAGraph) -> CompiledGraph:
+    """Raises GraphError for one that is not compiled."""
+    if isinstance(graph, RAGraph):
+        raise GraphError(f"workflow {graph.name!r}: compile() the graph first, and run what that returns")
+    return graph
 
 
 def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.errors import NodeError
 from ragorder.pipelining.workflow.execution import answered, call_step, found
-from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval
 from ragorder.pipelining.workflow.result import WorkflowResult
@@ -43,7 +43,7 @@ async def interpret(
             return found(node, await retrieve(query_of(node, run.state), node.topk))
         return await call_step(node, run.state)
 
-    tokens = Tokens(graph, graph.begin(question, state))
+    tokens = Tokens(graph, checked_graph(graph).begin(question, state))
     while runs := tokens.take():
         for run in runs:
             try:

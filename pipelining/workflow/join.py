@@ -11,13 +11,14 @@ from ragorder.pipelining.workflow.errors import GraphError, NodeError, WorkflowE
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import END, START, Node, NodeId, Terminal
 from ragorder.pipelining.workflow.state import State
+from ragorder.pipelining.workflow.topology import Position
 
 __all__ = ["NodeRun", "Tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One run of a node in a request, in a round of the graph's loops."""
+    """One run of a node in a request, its first in `round` 0."""
 
     node: Node = field(compare=False)
     id: NodeId
@@ -34,17 +35,19 @@ class Tokens:
                 tokens.finish(run, values_of(run))
         tokens.state
 
-    A node with a token starts when no other node that is active can still send it one for the same round; tokens that
-    have met are one, their states joined. A round is the number of back edges on the way. So neither order nor times
-    of the runs make a difference, and a slow branch holds up only what needs it.
+    A node with a token starts when no other token can still reach it in this round of the loops around it; tokens that
+    have met are one, their states joined. A token that leads back to a loop's head waits until all others in the loop
+    have left it or are there, too: that is the next round. So a node outside of all loops runs at most once, neither
+    order nor times of the runs make a difference, and a slow branch holds up only what needs it.
     """
 
     def __init__(self, graph: CompiledGraph, state: State) -> None:
         self._graph = graph
-        self._waiting: dict[tuple[NodeId, int], list[tuple[int, State]]] = {}
+        self._waiting: dict[Position, list[tuple[int, int, State]]] = {}
         self._running: dict[tuple[NodeId, int], NodeRun] = {}
         self._ended: list[tuple[int, int, State]] = []
         self._runs: Counter[NodeId] = Counter()
+        self._ages: dict[NodeId, int] = {}
         self._send(START, 0, state)
 
     def copy(self) -> Tokens:
@@ -52,7 +55,8 @@ class Tokens:
         other = Tokens.__new__(Tokens)
         other._graph = self._graph
         other._waiting = {place: list(tokens) for place, tokens in self._waiting.items()}
-        other._running, other._ended, other._runs = dict(self._running), list(self._ended), self._runs.copy()
+        other._running, other._ended = dict(self._running), list(self._ended)
+        other._runs, other._ages = self._runs.copy(), dict(self._ages)
         return other
 
     @property
@@ -66,20 +70,23 @@ class Tokens:
     @property
     def state(self) -> State:
         """What all branches have written, once `done`."""
-        return State.joined(state for *_, state in sorted(self._ended, key=lambda token: token[:2]))
+        return _joined(self._ended)
 
     def take(self) -> list[NodeRun]:
         """Runs to start now, each returned once. Raises GraphError for a node that has run `max_rounds` times."""
         started = []
-        for id, round in [place for place in self._waiting if not self._awaited(*place)]:
-            tokens = sorted(self._waiting.pop((id, round)), key=lambda token: token[0])
-            if self._runs[id] == self._graph.max_rounds:
+        active = [*self._waiting, *((id, False) for id, _ in self._running)]
+        awaits = self._graph.topology.awaits
+        for place in [one for one in self._waiting if not any(awaits(one, other) for other in active)]:
+            tokens, (id, again) = self._waiting.pop(place), place
+            round = self._runs[id]
+            if round == self._graph.max_rounds:
                 raise GraphError(
-                    f"workflow {self._graph.name!r}: node {id!r} has run {self._runs[id]} times, its max_rounds: the "
+                    f"workflow {self._graph.name!r}: node {id!r} has run {round} times, its max_rounds: the "
                     "conditional edges of its loop never led out"
                 )
             self._runs[id] += 1
-            run = NodeRun(self._graph.nodes[id], id, round, State.joined(state for _, state in tokens))
+            run = NodeRun(self._graph.nodes[id], id, round, _joined(tokens, self._age_before(id, again)))
             self._running[id, round] = run
             started.append(run)
         return started
@@ -88,7 +95,9 @@ class Tokens:
         """Store what a run has written, and go on along the edges. Raises GraphError and NodeError for a conditional
         edge that fails."""
         del self._running[run.id, run.round]
-        self._send(run.id, run.round, run.state.updated(values))
+        state = run.state.updated(values)
+        self._ages[run.id] = state.age
+        self._send(run.id, run.round, state)
 
     def _send(self, source: NodeId | Terminal, round: int, state: State) -> None:
         try:
@@ -100,18 +109,20 @@ class Tokens:
         topology = self._graph.topology
         for target in targets:
             if target is END:
-                self._ended.append((round, topology.order[source], state))
+                tokens = self._ended
             else:
-                place = (target, round + ((source, target) in topology.back))
-                self._waiting.setdefault(place, []).append((topology.order[source], state))
+                tokens = self._waiting.setdefault((target, topology.ends_round(source, target)), [])
+            tokens.append((topology.order[source], round, state))
 
-    def _awaited(self, id: NodeId, round: int) -> bool:
-        rounds = self._graph.topology.rounds
-        for other, other_round in (*self._waiting, *self._running):
-            between = rounds[other].get(id)
-            if between is not None and other_round + between <= round:
-                return True
-        return False
+    def _age_before(self, id: NodeId, again: bool) -> int:
+        """Of all that the node has waited for, whether it came here or went elsewhere."""
+        topology = self._graph.topology
+        waited = topology.loop(id).nodes if again else topology.before(id)
+        return max((age for other, age in self._ages.items() if other in waited), default=0)
+
+
+def _joined(tokens: list[tuple[int, int, State]], age: int = 0) -> State:
+    return State.joined((state for *_, state in sorted(tokens, key=lambda token: token[:2])), age)
 
 
 def _shown(error: Exception) -> str:

@@ -278,7 +278,7 @@ class WorkflowRun(Generic[D, R]):
     def _is_answer(self, piece: Piece, node: Generation) -> bool:
         """One that nothing changes: no later node, no other run in this round or the next."""
         graph, others = self.graph, [run.id for run in self._tokens.running if run != piece.run]
-        ahead = {place for id in others for place in (id, *graph.topology.rounds[id]) if place is not END}
+        ahead = {place for id in others for place in (id, *graph.topology.later(id)) if place is not END}
         return (
             node.parse is None
             and node.output == graph.answer

@@ -14,7 +14,7 @@ from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
 from ragorder.pipelining.workflow.bounded_engine import BoundedEngine
 from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.facts import Facts
-from ragorder.pipelining.workflow.graph import CompiledGraph
+from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
 from ragorder.pipelining.workflow.options import RunOptions, checked_options
 from ragorder.pipelining.workflow.result import WorkflowResult
@@ -154,7 +154,7 @@ class WorkflowServer(Generic[D, R]):
         *,
         patient: bool = False,
     ) -> WorkflowResult:
-        begun = graph.begin(question, options.get("state"))
+        begun = checked_graph(graph).begin(question, options.get("state"))
         if self._closed:
             raise RuntimeError("this server is closed")
         came_s = self._clock()

@@ -43,6 +43,11 @@ class State(Mapping[str, Any]):
         # Values are prompts and documents.
         return f"State({', '.join(self._values)})"
 
+    @property
+    def age(self) -> int:
+        """Greater than that of all states which have led to this one."""
+        return self._age
+
     def with_(self, name: str, value: Any) -> State:
         return self.updated({name: value})
 
@@ -54,12 +59,14 @@ class State(Mapping[str, Any]):
         return new
 
     @classmethod
-    def joined(cls, states: Iterable[State]) -> State:
-        """Of each name the value with the most nodes before it; among equals the first state's."""
+    def joined(cls, states: Iterable[State], age: int = 0) -> State:
+        """Of each name the youngest value, among equals the first state's. Values written next are younger than
+        `age`."""
         first, *others = states
-        if not others:
+        if not others and first._age >= age:
             return first
         new = cls()
+        new._age = age
         for state in (first, *others):
             new._age = max(new._age, state._age)
             for name, written in state._written.items():

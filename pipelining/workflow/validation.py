@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import combinations
 
 from ragorder.pipelining.workflow.edges import Edge
 from ragorder.pipelining.workflow.nodes import END, START, Generation, Node, NodeId, Retrieval, Step, Terminal
@@ -74,7 +73,8 @@ def problems(
     yield from _unreachable(nodes, topology)
     yield from _endless(nodes, edges, topology, max_rounds)
     yield from _missing_inputs(nodes, topology, inputs)
-    yield from _parallel_writers(nodes, edges, topology)
+    yield from _entered_twice(nodes, topology)
+    yield from _parallel_writers(nodes, topology)
 
 
 def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) -> str:
@@ -116,7 +116,8 @@ def _loose_ends(nodes: Mapping[NodeId, Node], edges: Edges) -> Iterator[str]:
     for source, out in edges.items():
         for place in (source, *(target for edge in out for target in edge.targets)):
             if place not in nodes and place not in (START, END):
-                yield f"an edge names {place!r}, which is no node; {_known(nodes)}"
+                meant = f"give the constant {place}, without quotes" if place in ("START", "END") else _known(nodes)
+                yield f"an edge names {place!r}, which is no node; {meant}"
     for id in nodes:
         if id not in edges:
             yield f"nothing comes after node {id!r}: add_edge({id!r}, END)"
@@ -133,15 +134,15 @@ def _endless(nodes: Mapping[NodeId, Node], edges: Edges, topology: Topology, max
     if lost := [id for id in nodes if id not in ending]:
         yield f"no way leads to END from {_listed(lost)}"
     certain = Topology(
-        {source: tuple(edge.targets[0] for edge in out if len(edge.targets) == 1) for source, out in edges.items()}
-        | {START: tuple(nodes)}
+        {source: [edge.targets for edge in out if len(edge.targets) == 1] for source, out in edges.items()}
     )
-    for source, target in certain.back:
-        yield f"the loop through {source!r} and {target!r} never ends: one of its edges must be conditional"
+    for loop in certain.loops:
+        through = _listed(_in_order(nodes, loop.nodes))
+        yield f"the loop through {through} never ends: one of its edges must be conditional"
     if max_rounds is not None and (type(max_rounds) is not int or max_rounds < 1):
         yield f"max_rounds must be an integer of at least 1, got {max_rounds!r}"
     if topology.back and max_rounds is None:
-        source, target = min(topology.back, key=lambda edge: [topology.order[place] for place in edge])
+        source, target = topology.back[0]
         yield (
             f"a loop leads from {source!r} back to {target!r}: bound it with compile(max_rounds=…), or, if there is no "
             "loop, say with `to` where the conditional edges lead"
@@ -155,7 +156,7 @@ def _missing_inputs(nodes: Mapping[NodeId, Node], topology: Topology, inputs: Se
         there = given | {
             name
             for other in nodes.values()
-            if other.id in before and id in topology.rounds[other.id]
+            if other.id in before and id in topology.later(other.id)
             for name in other.writes
         }
         for name in sorted(reads(node) - there):
@@ -164,23 +165,32 @@ def _missing_inputs(nodes: Mapping[NodeId, Node], topology: Topology, inputs: Se
             yield f"node {id!r} reads {name!r}, which {state} and is no input; {_known(there, name)}"
 
 
-def _parallel_writers(nodes: Mapping[NodeId, Node], edges: Edges, topology: Topology) -> Iterator[str]:
-    def after(edge: Edge) -> set[NodeId | Terminal]:
-        starts = [target for target in edge.targets if target is not END and (edge.source, target) not in topology.back]
-        return set(starts) | {id for start in starts for id in nodes if topology.precedes(start, id)}
+def _entered_twice(nodes: Mapping[NodeId, Node], topology: Topology) -> Iterator[str]:
+    for loop in (loop for loop in topology.loops if len(loop.heads) > 1):
+        for pair, source in topology.parallel.items():
+            entered = {place for place, _ in pair}
+            if entered <= loop.heads:
+                yield (
+                    f"branches that part after {source!r} enter the loop of {_listed(_in_order(nodes, loop.nodes))} at "
+                    f"{_listed(_in_order(nodes, entered))}, and which of these is to wait for the other is not clear: "
+                    "lead them to one node first, or repeat a node under another id"
+                )
 
-    for source, out in edges.items():
-        for one, other in combinations(out, 2):
-            for first in after(one):
-                for second in after(other):
-                    if first == second or topology.precedes(first, second) or topology.precedes(second, first):
-                        continue
-                    for name in set(nodes[first].writes) & set(nodes[second].writes):
-                        pair = _listed([id for id in nodes if id in (first, second)])
-                        yield (
-                            f"{pair} may run side by side after {source!r} and both write {name!r}: give them two "
-                            "names, or say with `to` where conditional edges lead"
-                        )
+
+def _parallel_writers(nodes: Mapping[NodeId, Node], topology: Topology) -> Iterator[str]:
+    for (one, other), source in topology.parallel.items():
+        if topology.awaits(one, other) or topology.awaits(other, one):
+            continue
+        pair = _in_order(nodes, (one[0], other[0]))
+        for name in set(nodes[pair[0]].writes) & set(nodes[pair[1]].writes):
+            yield (
+                f"{_listed(pair)} may run side by side after {source!r} and both write {name!r}: give them two "
+                "names, or say with `to` where conditional edges lead"
+            )
+
+
+def _in_order(nodes: Mapping[NodeId, Node], some: Collection[object]) -> list[NodeId]:
+    return [id for id in nodes if id in some]
 
 
 def _listed(names: object) -> str:

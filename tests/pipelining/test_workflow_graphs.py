@@ -173,7 +173,7 @@ class TestRefused:
 
     def test_a_loop_that_never_ends_beside_a_way_out(self) -> None:
         graph = chain(self.graph(), "a").add_step("b", nothing).add_edge("a", "b").add_edge("b", "a")
-        self.check(graph, "the loop through 'b' and 'a' never ends", max_rounds=3)
+        self.check(graph, "the loop through 'a', 'b' never ends", max_rounds=3)
 
     def test_a_loop_without_a_bound(self) -> None:
         graph = chain(self.graph(), "a").add_edge("a", lambda state: "a", to=["a", END])
@@ -213,6 +213,30 @@ class TestRefused:
         graph = RAGraph("refused").add_retrieval("search", query="quary")
         self.check(chain(graph, "search"), r"did you mean 'query'\?")
 
+    @pytest.mark.parametrize(("source", "target"), [("a", "END"), ("START", "a")])
+    def test_a_constant_in_quotes(self, source: Any, target: Any) -> None:
+        graph = self.graph().add_edge(START, "a").add_edge(source, target)
+        self.check(graph, r"an edge names '(START|END)', which is no node; give the constant \1, without quotes")
+
+    async def test_a_graph_that_is_not_compiled(self) -> None:
+        with pytest.raises(GraphError, match=r"workflow 'refused': compile\(\) the graph first"):
+            await run(chain(self.graph(), "a"))  # type: ignore[arg-type]
+
+    def test_a_loop_that_branches_enter_at_two_nodes(self) -> None:
+        """Which search comes first is not clear: each leads to the other under a condition."""
+        graph = RAGraph("refused", max_rounds=3).add_step("kb", nothing).add_step("web", nothing)
+        graph.add_generation("check", prompt="{query}")
+        for name in ("kb", "web"):
+            graph.add_edge(START, name).add_edge(name, lambda state: END, to=["check", END])
+        graph.add_edge("check", lambda state: END, to=["kb", "web", END])
+        self.check(
+            graph, "branches that part after START enter the loop of 'kb', 'web', 'check' at 'kb', 'web', and which"
+        )
+        routed = RAGraph("routed", max_rounds=3).add_step("kb", nothing).add_step("web", nothing)
+        routed.add_generation("check", prompt="{query}").add_edge(START, lambda state: "web", to=["kb", "web"])
+        routed.add_edge("kb", "check").add_edge("web", "check")
+        assert routed.add_edge("check", lambda state: END, to=["kb", "web", END]).compile().answer == "answer"
+
     def test_writers_side_by_side(self) -> None:
         graph = self.graph().add_generation("b", prompt="{query}", output="x").add_step("c", nothing, writes="x")
         graph.add_edge(START, "a").add_edge("a", "b").add_edge("a", "c").add_edge("b", END).add_edge("c", END)
@@ -222,6 +246,13 @@ class TestRefused:
         graph = self.graph().add_generation("b", prompt="{query}", output="a")
         graph.add_edge(START, "a").add_edge(START, "b").add_edge("a", "b").add_edge("b", END)
         assert graph.compile().answer == "a"
+
+    def test_writers_of_which_one_is_chosen_are_no_conflict(self) -> None:
+        graph = RAGraph().add_step("one", nothing).add_step("two", nothing).add_step("meet", nothing)
+        graph.add_generation("short", prompt="{query}").add_generation("long", prompt="{query}")
+        graph.add_edge(START, "one").add_edge(START, "two").add_edge("one", "meet").add_edge("two", "meet")
+        graph.add_edge("meet", lambda state: "long", to=["short", "long"]).add_edge("short", END).add_edge("long", END)
+        assert graph.compile().answer == "answer"
 
     def test_no_answer(self) -> None:
         graph = RAGraph("refused").add_retrieval("search", query="query")
@@ -457,6 +488,83 @@ class TestJoins:
         self.go(tokens, "b")
         assert self.started(tokens) == [("d", 0)]
 
+    def test_a_loop_ends_before_what_follows_it_joins(self) -> None:
+        """However long the branch beside it takes."""
+        for slow in (False, True):
+            again = iter([True, True, False])
+            tokens = self.tokens(
+                (START, "kb"), (START, "refine"), ("kb", "answer"), ("answer", END),
+                ("refine", lambda state, again=again: "refine" if next(again) else "answer", "refine", "answer"),
+                max_rounds=3,
+            )  # fmt: skip
+            assert self.started(tokens) == [("kb", 0), ("refine", 0)]
+            if not slow:
+                self.go(tokens, "kb")
+            for round in (1, 2):
+                self.go(tokens, "refine")
+                assert self.started(tokens) == [("refine", round)]
+            self.go(tokens, "refine")
+            if slow:
+                assert self.started(tokens) == []
+                self.go(tokens, "kb")
+            assert self.started(tokens) == [("answer", 0)]
+            self.go(tokens, "answer")
+            assert tokens.done
+            assert (tokens.state["kb"], tokens.state["refine"]) == (0, 2)
+
+    def test_what_leaves_a_loop_in_each_round_arrives_once(self) -> None:
+        again = iter([True, False])
+        tokens = self.tokens(
+            (START, "a"), ("a", "log"), ("log", END), ("a", lambda state: "a" if next(again) else END, "a", END),
+            max_rounds=2,
+        )  # fmt: skip
+        for round in (0, 1):
+            assert self.started(tokens) == [("a", round)]
+            self.go(tokens, "a")
+        assert self.started(tokens) == [("log", 0)]
+        self.go(tokens, "log")
+        assert tokens.done
+        assert tokens.state["a"] == 1
+
+    def test_a_loop_that_is_joined_beyond_its_head_begins_before_the_other_branch_ends(self) -> None:
+        again = iter([True, False])
+        tokens = self.tokens(
+            (START, "kb"), (START, "web"), ("kb", "answer"), ("web", "answer"),
+            ("answer", lambda state: "web" if next(again) else END, "web", END),
+            max_rounds=2,
+        )  # fmt: skip
+        assert self.started(tokens) == [("kb", 0), ("web", 0)]
+        self.go(tokens, "web")
+        assert self.started(tokens) == []
+        self.go(tokens, "kb")
+        assert self.started(tokens) == [("answer", 0)]
+        self.go(tokens, "answer")
+        assert self.started(tokens) == [("web", 1)]
+        self.go(tokens, "web")
+        assert self.started(tokens) == [("answer", 1)]
+        self.go(tokens, "answer")
+        assert tokens.done
+
+    def test_of_two_values_the_last_one_stays(self) -> None:
+        """The one that was written in a round after, though fewer nodes led to it."""
+        graph = RAGraph(max_rounds=2).add_step("a", nothing)
+        graph.add_step("long", nothing).add_step("longer", nothing, writes="note").add_step(
+            "short", nothing, writes="note"
+        )
+        graph.add_step("next", nothing).add_generation("last", prompt="{query}")
+        rounds = iter(["long", "short"])
+        graph.add_edge(START, "a").add_edge("a", "next").add_edge("long", "longer")
+        graph.add_edge("a", lambda state: next(rounds), to=["long", "short"])
+        for id in ("longer", "short"):
+            graph.add_edge(id, lambda state: END, to=["a", END])
+        ends = iter(["a", "last"])
+        graph.add_edge("next", lambda state: next(ends), to=["a", "last"]).add_edge("last", END)
+        tokens = Tokens(graph.compile(), State.of(QUESTION))
+        while runs := tokens.take():
+            for run in runs:
+                tokens.finish(run, {"note": run.id} if run.node.writes == ("note",) else {})
+        assert tokens.state["note"] == "short"
+
 
 async def interleaved(graph: CompiledGraph, seed: int) -> WorkflowResult:
     """As `interpret`, but whichever node of those that run ends first is drawn."""
@@ -467,6 +575,7 @@ async def interleaved(graph: CompiledGraph, seed: int) -> WorkflowResult:
         run = running.pop(draw.randrange(len(running)))
         values = await values_of(run, engine, prompts)
         tokens.finish(run, values)
+    assert tokens.done
     return WorkflowResult.of(graph, tokens.state)
 
 
@@ -490,7 +599,7 @@ class TestRandomGraphs:
             assert str(error).startswith("workflow 'random': ")
             return
         assert made.to_mermaid().startswith("flowchart TD\n")
-        assert all(END in made.topology.rounds[id] for id in made.nodes)
+        assert all(END in made.topology.later(id) for id in made.nodes)
 
     @given(graphs(), st.integers(0, 2**32))
     def test_no_order_of_ends_makes_a_difference(self, graph: RAGraph, seed: int) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.rings import examples, length
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
+from support.structured_flows import RandomFlow, RandomSpeeds, Reference
 from support.workflow_server import (
     SMALL_PIECES,
     InjectedError,
@@ -39,6 +40,7 @@ from support.workflow_server import (
 )
 from support.workflows import Asked, PlainPrompts, ScriptedEngine, compiled, graphs
 
+from ragorder.eval.virtual.loop import run_virtual
 from ragorder.pipelining import AnswerChunk, ContinuousIVF, EngineLoad, QueueFullError, Stage, StagedIVF, WarmUp
 from ragorder.pipelining.search import Budget, History, IndexTiers
 from ragorder.pipelining.workflow import (
@@ -90,6 +92,23 @@ def search(index: Any) -> Iterator[ContinuousIVF]:
         yield search
 
 
+async def served(flow: RandomFlow, speeds: RandomSpeeds, transformations: Any) -> WorkflowResult:
+    prompts, clock = PlainPrompts(), asyncio.get_running_loop().time
+    async with WorkflowServer(
+        speeds.engine,
+        speeds,
+        speeds.embed,
+        document,
+        prompts,
+        transformations=transformations,
+        load=EngineLoad(16, clock=clock),
+        clock=clock,
+    ) as server:
+        result = await server.run(flow.graph(speeds.pause).compile(answer=flow.answer), "which?")
+    assert prompts.open == 0
+    return result
+
+
 class TestAnswers:
     @pytest.mark.parametrize("make", [one_shot, multistep, irg, hyde, recomp], ids=lambda make: make.__name__)
     @pytest.mark.parametrize("transformations", [None, (), "eager"])
@@ -134,6 +153,20 @@ class TestAnswers:
                 runs = (outcome(server.run(runnable, question)) for question in questions)
                 assert await asyncio.gather(*runs) == expected
                 await settled(server, engine, search, prompts)
+
+    def test_each_node_runs_once_when_all_that_lead_to_it_have_ended(self) -> None:
+        """Forks, choices and loops in each other, whatever anything takes, by recursion over their structure."""
+        ahead = in_branches = 0
+        for seed in range(length(3000, 1000)):
+            flow = RandomFlow(seed)
+            expected = Reference(flow, "which?")
+            in_branches += flow.loops_in_branches
+            for transformations in ((), eager()):
+                result = run_virtual(served(flow, RandomSpeeds(seed), transformations))
+                assert result.trace.rounds == expected.runs, f"seed {seed}"
+                assert dict(result.state) == expected.values, f"seed {seed}"
+                ahead += sum(piece.kind != "due" and piece.outcome == "used" for piece in result.trace.pieces)
+        assert in_branches > 100 and ahead > 100
 
     async def test_a_search_without_pieces_is_searched_whole(self, index: Any) -> None:
         engine, prompts, graph = SlowEngine(), PlainPrompts(), irg().compile()

@@ -38,4 +38,4 @@ class Reorder:
 
 def _may_search_again(piece: Piece) -> bool:
     graph = piece.request.graph
-    return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.rounds[piece.run.id])
+    return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.later(piece.run.id))
