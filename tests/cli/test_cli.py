@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,10 @@ from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder, Settings
 from ragorder.cli import main
+from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.engines.base import EngineCompletion
+from ragorder.eval.report.demo import DemoReport, Pair
+from ragorder.eval.running.runner import Served
 
 COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
 MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "scipy", "matplotlib", "numpy")
@@ -1058,31 +1063,182 @@ class TestMissingExtras:
         assert "Traceback" not in done.stderr
 
     @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,torch"), ("vllm", "bm25,vllm")])
-    def test_audit_7_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
+    def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         done = python(*COMMAND, "demo", "--engine", engine, blocked=MISSING, XDG_CACHE_HOME=str(tmp_path / "empty"))
         assert done.returncode == 1, done.stderr
         assert f"pip install 'ragorder[{extras}]'" in done.stderr
         assert "Traceback" not in done.stderr
+        assert ("then `ragorder demo --engine sim`" in done.stderr) == (engine != "sim")
+
+    @pytest.mark.parametrize("engine", ["torch", "vllm"])
+    def test_of_demo_names_the_engines_that_are_installed(self, python: Any, tmp_path: Path, engine: str) -> None:
+        pytest.importorskip("bm25s")
+        done = python(*COMMAND, "demo", "--engine", engine, blocked=("torch", "vllm"), XDG_CACHE_HOME=str(tmp_path))
+        assert done.returncode == 1, done.stderr
+        assert f"the engine '{engine}' needs {engine}: pip install 'ragorder[{engine}]'" in done.stderr
+        assert "Installed already: `ragorder demo --engine sim`" in done.stderr
+
+
+Side = tuple[str, int, float]
+"""A served request: its documents, a letter each, its cached tokens and the milliseconds to its first token."""
+
+
+def pair(plain: Side, ordered: Side, *, prompt_tokens: int = 600, question: str = "What?") -> Pair:
+    """A question of the demonstration; documents have 100 tokens each, and 100 stand before them."""
+    served = [
+        Served(
+            0,
+            [Document(letter) for letter in letters],
+            max(0, cached_tokens - 100) // 100,
+            EngineCompletion(ms / 1e3, cached_tokens, prompt_tokens),
+        )
+        for letters, cached_tokens, ms in (plain, ordered)
+    ]
+    return Pair(question, *served)
+
+
+def pictures(said: str) -> list[tuple[list[str], list[str]]]:
+    """Of each request that the demonstration shows, the lines of both boxes."""
+    shown: list[tuple[list[str], list[str]]] = []
+    for line in said.splitlines():
+        if line.startswith("╭"):
+            shown.append(([], []))
+        elif line.startswith("│") and "││" in line:
+            for box, part in zip(shown[-1], line.strip("│").split("││"), strict=True):
+                box.append(" ".join(part.split()))
+    return shown
+
+
+GAINS = pair(("abcd", 100, 50), ("badc", 400, 20))
+SAME = pair(("abcd", 300, 30), ("abcd", 300, 31))
+LOSES = pair(("abcd", 300, 30), ("bacd", 100, 51))
 
 
 class TestDemo:
-    def test_shows_a_table_one_request_and_what_is_real(self, own_cache: None) -> None:
-        done = invoke("demo", "--engine", "sim", "--limit", "30")
+    def test_without_options_it_needs_no_model_and_says_what_is_real(self, own_cache: None) -> None:
+        done = invoke("demo", "--limit", "30")
         assert done.exit_code == 0, done.output
         said = " ".join(done.stdout.split())
-        for part in ("pydocs", "30 requests", "retrieval order", "ragorder's order", "system prompt", "question"):
+        for part in ("30 questions", "retrieval order", "ragorder's order", "system prompt", "found in the cache"):
             assert part in said
         assert "Real: the documents (this Python's standard library), the retrieval (BM25)" in said
         assert "Simulated: the engine's cache, to the block; there is no model and no time." in said
+        assert "first token" not in said
+
+    def test_says_how_many_requests_gain_nothing_and_how_far_requests_differ(self, own_cache: None) -> None:
+        said = " ".join(invoke("demo", "--limit", "60").stdout.split())
+        found = re.search(
+            r"(\d+) % of the requests gain nothing: (\d+) of 60 .* (\d+) find fewer .* (\d+) find more", said
+        )
+        assert found is not None
+        share, same, fewer, more = map(int, found.groups())
+        assert same + fewer + more == 60
+        assert share == round(100 * (same + fewer) / 60)
+        assert "median [quartiles] of 60 requests" in said
+        assert re.search(r"cached tokens of a request │ [\d,]+ \[[\d,]+, [\d,]+\]", said)
+
+    @pytest.mark.parametrize("limit", [2, 10, 24, 60])
+    def test_no_two_boxes_are_alike(self, own_cache: None, limit: int) -> None:
+        shown = pictures(invoke("demo", "--limit", str(limit)).stdout)
+        assert len(shown) <= 2
+        boxes = [tuple(box) for boxes in shown for box in boxes]
+        assert len(set(boxes)) == len(boxes)
+
+    def test_the_examples_are_the_best_request_and_another_one_that_gained(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        best = pair(("abcd", 100, 50), ("badc", 500, 10), question="Best?")
+        DemoReport("torch", [SAME, GAINS, best, SAME, LOSES, SAME]).print()
+        said = capsys.readouterr().out
+        assert "of all 6 the one that gained most: Best?" in said
+        assert "a typical one of those that gained: What?" in said
+        assert [box[-2:] for box in pictures(said)[1]] == [
+            ["100 of 600 tokens cached", "first token after 50 ms"],
+            ["400 of 600 tokens cached", "first token after 20 ms"],
+        ]
+        assert "The median request gains nothing." in " ".join(said.split())
+
+    @pytest.mark.parametrize(
+        ("pairs", "pictured", "words"),
+        [
+            (
+                [SAME, LOSES],
+                0,
+                "No request gains anything: 1 of 2 find as many tokens in the cache in both orders, 1 find",
+            ),
+            ([SAME, GAINS, GAINS], 1, "33 % of the requests gain nothing"),
+            ([GAINS, GAINS], 1, "Every request gains"),
+        ],
+    )
+    def test_requests_that_gained_nothing_are_counted_and_not_drawn(
+        self, capsys: pytest.CaptureFixture[str], pairs: list[Pair], pictured: int, words: str
+    ) -> None:
+        DemoReport("torch", pairs).print()
+        said = capsys.readouterr().out
+        assert words in " ".join(said.split())
+        assert len(pictures(said)) == pictured
+
+    def test_times_have_a_spread_and_a_count(self, capsys: pytest.CaptureFixture[str]) -> None:
+        DemoReport("torch", [GAINS, SAME, SAME, GAINS], slowdowns=[1.0, 1.1, 1.2, 1.4, 3.0]).print()
+        said = " ".join(capsys.readouterr().out.split())
+        assert "first token after, ms │ 40 [30, 50] │ 26 [20, 31]" in said
+        assert "the first token takes 0.72 times as long as in retrieval order (median of 4 requests" in said
+        assert "the middle half: 0.40 to 1.03 times" in said
+        assert "disturbed" not in said.replace("undisturbed", "")
+
+    @pytest.mark.parametrize(
+        ("pairs", "slowdowns", "reason"),
+        [
+            ([GAINS, SAME], [1.0, 1.2, 2.0, 4.0], "at least 2.5 times as long as undisturbed in a quarter of its runs"),
+            (
+                [GAINS, pair(("abcd", 500, 300), ("abcd", 500, 310))],
+                [1.0, 1.0],
+                "A request that computed 100 tokens took 310 ms to its first token, one that computed 500 took 50.",
+            ),
+        ],
+        ids=["busy", "a time contradicts its tokens"],
+    )
+    def test_disturbed_times_are_not_shown(
+        self, capsys: pytest.CaptureFixture[str], pairs: list[Pair], slowdowns: list[float], reason: str
+    ) -> None:
+        DemoReport("vllm", pairs, slowdowns=slowdowns).print()
+        said = " ".join(capsys.readouterr().out.split())
+        assert "The times of this run were disturbed: do not read them." in said
+        assert reason in said
+        assert "first token after" not in said and "the first token takes" not in said
+        assert "prompt tokens found in the cache" in said
+
+    def test_shows_progress_where_there_is_no_terminal(
+        self, own_cache: None, python: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done = python(*COMMAND, "demo", "--limit", "10", XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+        assert done.returncode == 0, done.stderr
+        progress = [line for line in done.stderr.splitlines() if line.startswith("Requests served")]
+        assert "0 of 20" in progress[0] and "20 of 20" in progress[-1]
+        assert "Requests served" not in done.stdout
+
+    def test_progress_is_repeated_while_a_step_lasts(self, capsys: pytest.CaptureFixture[str]) -> None:
+        said = ""
+
+        def repeated() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return said.count("Questions: 1 of 3, ") > 2
+
+        with progress_bar(every_s=0.01) as announce:
+            announce("Questions", 3)()
+            assert eventually(repeated)
+        assert capsys.readouterr().out == ""
 
     def test_waiting_is_shown(self, own_cache: None) -> None:
-        assert "4 waiting" in invoke("demo", "--engine", "sim", "--limit", "10", "--waiting", "4").stdout
+        said = " ".join(invoke("demo", "--limit", "10", "--waiting", "4").stdout.split())
+        assert "The next 4 questions are known when one is asked." in said
 
     def test_fits_a_narrow_terminal(self, own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
         done = invoke("demo", "--engine", "sim", "--limit", "10")
         assert max(map(len, done.stdout.splitlines())) <= 80
-        assert "…" not in done.stdout.split("Request")[0], "no heading is cut"
+        assert "…" not in done.stdout.split("Request ")[0], "no heading is cut"
 
     @pytest.mark.parametrize(("option", "value"), [("--limit", "1"), ("--waiting", "-1"), ("--engine", "other")])
     def test_a_wrong_value_names_the_option(self, option: str, value: str) -> None:
@@ -1091,4 +1247,4 @@ class TestDemo:
     @pytest.mark.merge
     def test_a_model_that_is_not_there(self, own_cache: None) -> None:
         pytest.importorskip("transformers")
-        assert "/nowhere" in refusal("demo", "--model", "/nowhere", "--limit", "2")
+        assert "/nowhere" in refusal("demo", "--engine", "vllm", "--model", "/nowhere", "--limit", "2")

@@ -139,12 +139,3 @@ class TestWords:
             '"predicted"',
         ):
             assert word in said
-
-    def test_d10_the_demo_says_which_request_it_shows(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("bm25s")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        said = " ".join(invoke("demo", "--engine", "sim", "--limit", "10").output.split())
-        assert "of 10 the one that gained most:" in said
-        assert "the one with the median gain:" in said
-        assert "██ found in the cache ░░ computed" in said
-        assert "auto: ragorder's default" in said

