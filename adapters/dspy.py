@@ -12,13 +12,10 @@ try:
 except ImportError as error:
     raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
 
-from ragorder._moved import renamed
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
-
-__getattr__ = renamed(__name__)
 
 
 class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]

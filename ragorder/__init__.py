@@ -3,7 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-from ragorder._moved import install
 from ragorder.conversation import Turn
 from ragorder.degraded import DegradedWarning
 from ragorder.document import Document
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     __version__: str
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
-install()
 
 
 def __getattr__(name: str) -> str:

@@ -5,8 +5,6 @@ chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} |
 chain.invoke(question, config={"callbacks": [FeedbackHandler()]})
 """
 
-from ragorder._moved import renamed
-
 try:
     from ragorder.adapters.langchain.feedback import FeedbackHandler
     from ragorder.adapters.langchain.messages import content_parts
@@ -17,5 +15,3 @@ except ImportError as error:
     raise ImportError("ragorder.adapters.langchain needs langchain-core: pip install 'ragorder[langchain]'") from error
 
 __all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "CacheOrderTurn", "FeedbackHandler", "content_parts"]
-
-__getattr__ = renamed(__name__)

@@ -1,7 +1,5 @@
 """LlamaIndex: a node postprocessor, a retriever and a chat engine in cache order."""
 
-from ragorder._moved import renamed
-
 try:
     from ragorder.adapters.llama_index.chat_engine import CacheOrderChatEngine
     from ragorder.adapters.llama_index.feedback import FeedbackHandler
@@ -13,5 +11,3 @@ except ImportError as error:
     ) from error
 
 __all__ = ["CacheOrderChatEngine", "CacheOrderPostprocessor", "CacheOrderRetriever", "FeedbackHandler"]
-
-__getattr__ = renamed(__name__)

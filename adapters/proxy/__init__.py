@@ -25,9 +25,5 @@ __all__ = [
     "ReplicaAddress",
     "TemplateError",
     "Timeouts",
-    "Turns",
     "make_app",
 ]
-
-# The former name, for one release.
-Turns = AdmissionQueue

@@ -156,7 +156,7 @@ class OrderLog:
     def _take(self, id: bytes, fields: Any) -> None:
         self._last = id
         try:
-            order, number = read_order(fields[_FIELD]), int(fields.get(_NUMBER, 0))
+            order, number = read_order(fields[_FIELD]), int(fields[_NUMBER])
         except (UnreadableError, KeyError, TypeError, ValueError):
             self.unreadable += 1
             return
@@ -166,11 +166,10 @@ class OrderLog:
         self.applied += 1
 
     def _is_known(self, process: bytes, number: int) -> bool:
-        """Numbers of a process rise; an order of a former version has none."""
-        if number and number <= (self._known.get(process) or 0):
+        """Numbers of a process rise."""
+        if number <= (self._known.get(process) or 0):
             return True
-        if number:
-            self._known.put(process, number)
+        self._known.put(process, number)
         return False
 
 

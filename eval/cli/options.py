@@ -90,7 +90,7 @@ CAPACITY: dict[str, Any] = {
     "metavar": "TOKENS|PERCENT|unlimited",
 }
 MODEL_FOLDER: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FOLDER"}
-SEEDS: dict[str, Any] = {"type": Integers(), "formerly": ["--seed"], "metavar": "N,..."}
+SEEDS: dict[str, Any] = {"type": Integers(), "metavar": "N,..."}
 """Attributes of options whose fields say less than the option."""
 
 embedding_model = option(

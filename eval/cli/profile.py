@@ -70,7 +70,6 @@ __all__ = ["profile"]
     ),
     option(
         "--seed",
-        formerly=["--seeds"],
         type=Count(),
         default=0,
         show_default=True,

@@ -46,7 +46,6 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "top_k",
         "document_words",
         "retriever",
-        seed={"formerly": ["--seeds"]},
         top_k={"metavar": "K"},
         retriever={"type": Choice(["bm25", "dense"]), "metavar": None},
     ),

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# Columns of schema 1 that had another name.
-_RENAMED = {"foretold_tokens": "predicted_tokens"}
 
 __all__ = [
     "RESULTS",
@@ -174,7 +172,7 @@ class RunRecord(Record):
             columns = {
                 name: values for name, values in line["rows"].items() if values is None or isinstance(values, list)
             }
-            return {**line, "rows": {_RENAMED.get(name, name): values for name, values in columns.items()}}
+            return {**line, "rows": columns}
         return line
 
     @model_validator(mode="after")

@@ -85,6 +85,5 @@ def _as_given(param: Option, value: Any, where: str) -> Any:
 
 
 def _names(param: Option) -> list[str]:
-    """The names of an option as they are in a variable or a file, the present one first."""
-    spellings = [each for each in (*param.opts, *param.formerly) if each.startswith("--")]
-    return [each[2:].replace("-", "_") for each in spellings]
+    """The names of an option as they are in a variable or a file."""
+    return [each[2:].replace("-", "_") for each in param.opts if each.startswith("--")]

@@ -172,28 +172,17 @@ class Rate(click.FloatRange):
 
 
 class Option(click.Option):
-    """click's option, with a heading in the help and former spellings, which are accepted and hidden.
+    """click's option, with a heading in the help.
 
     `variable` is the environment variable of its model, which the option itself does not read; an `is_own_variable` of
     click's is of this command alone, while others may be set for other programs.
     """
 
-    def __init__(
-        self, *args: Any, formerly: Collection[str] = (), variable: str | None = None, **attributes: Any
-    ) -> None:
+    def __init__(self, *args: Any, variable: str | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading: str | None = None
-        self.formerly = list(formerly)
         self.variable = variable
         self.is_own_variable = False
-
-    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        shown = self.opts
-        self.opts = [*shown, *self.formerly]
-        try:
-            super().add_to_parser(parser, ctx)
-        finally:
-            self.opts = shown
 
 
 class Command(click.Command):
@@ -225,7 +214,7 @@ class CommandGroup(click.Group):
 
 
 def option(*declarations: str, **attributes: Any) -> Decorator:
-    """`click.option`, with former spellings (`formerly`)."""
+    """`click.option` with an `Option`."""
     return click.option(*declarations, cls=Option, **attributes)
 
 

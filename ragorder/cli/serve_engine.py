@@ -81,7 +81,6 @@ engine_options = together(
     options_from(
         EngineSettings,
         *_SETTINGS,
-        disk_path={"formerly": ["--disk"]},
         profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
         dtype={"metavar": "NAME"},
         device={"metavar": "NAME"},

@@ -74,7 +74,6 @@ serve_options = together(
         "Server",
         option(
             "--upstream",
-            formerly=["--base-url"],
             metavar="URL",
             multiple=True,
             help="The server behind the proxy, with OpenAI's or Anthropic's API, such as http://HOST:8000. Repeatable: "

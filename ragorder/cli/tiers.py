@@ -27,7 +27,6 @@ def tiers() -> None:
 @options_from(
     TierSettings,
     *TierSettings.model_fields,
-    disk_path={"formerly": ["--disk"]},
     profile={"type": ProfileSource(), "metavar": ProfileSource.name, "default": "auto"},
 )
 @option("--pretty", is_flag=True, help="Print on several lines.")

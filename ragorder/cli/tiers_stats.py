@@ -37,7 +37,6 @@ _SOURCES = {
 @option(
     "--disk-path",
     "disk",
-    formerly=["--disk"],
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
     help="Also show the content of this folder of a disk tier; needs no server.",

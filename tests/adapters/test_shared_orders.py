@@ -355,13 +355,6 @@ class TestALostServer:
         assert eventually(lambda: other.log.last == last)
         assert other.log.applied == 2
 
-    def test_orders_of_a_former_version_have_no_number_and_are_applied(
-        self, sharing: Callable[..., SharedOrderer], server: RedisServer
-    ) -> None:
-        order = SharedOrder(b"former", None, [DOCUMENTS[0].key], [100], [0])
-        server.client.xadd(STREAM, {"order": order.encode()})
-        assert known(sharing(), orders=1)
-
     def test_from_the_start_is_no_error(self, server: RedisServer, tmp_path: Path) -> None:
         server.kill()
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Options of the commands: derived from models, in groups, with counts, sizes and former spellings."""
+"""Options of the commands: derived from models, in groups, with counts and sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Kitchen(BaseSettings):
 
 
 @click.command(cls=Command)
-@section("Oven", options_from(Oven, *Oven.model_fields, recipe_path={"formerly": ["--recipes"]}))
+@section("Oven", options_from(Oven, *Oven.model_fields))
 @section("Kitchen", options_from(Kitchen, "plates", plates={"default": "what the cupboard holds"}))
 @option("--plain", is_flag=True, help="Without a heading.")
 def bake(plates: Any, plain: bool, **options: Any) -> None:
@@ -95,10 +95,6 @@ class TestOptionsFromAModel:
         said = invoke("--help").output
         places = [said.index(part) for part in ("Oven:", "--heat", "Kitchen:", "--plates", "Options:", "--plain")]
         assert places == sorted(places)
-
-    def test_a_former_spelling_is_accepted_and_hidden(self) -> None:
-        assert baked("--recipes", "old")["recipe_path"] == "old"
-        assert "--recipes" not in invoke("--help").output
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -197,23 +193,3 @@ class TestHelpOfEveryCommand:
             description = model.__pydantic_fields__[name].description
             assert description is not None
             assert description.removesuffix(".").partition("; none: ")[0] in said
-
-    @pytest.mark.parametrize(
-        ("path", "former", "now"),
-        [
-            (("serve",), "--disk", "--disk-path"),
-            (("serve",), "--base-url", "--upstream"),
-            (("tiers", "config"), "--disk", "--disk-path"),
-            (("tiers", "stats"), "--disk", "--disk-path"),
-            (("bench",), "--seed", "--seeds"),
-            (("eval", "run"), "--seed", "--seeds"),
-            (("eval", "quality"), "--seeds", "--seed"),
-            (("profile",), "--seeds", "--seed"),
-        ],
-        ids=str,
-    )
-    def test_hides_former_spellings(self, path: tuple[str, ...], former: str, now: str) -> None:
-        words = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output.split()
-        assert now in words
-        assert former not in words
-        assert "No such option" not in CliRunner().invoke(main, [*path, former, "x"]).output

@@ -16,7 +16,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from ragorder.eval import experiments as folder
-from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.running import reading
 from ragorder.eval.running.experiment import experiments
@@ -130,14 +129,6 @@ class TestANewExperiment:
     def test_a_wrong_parameter_is_an_error_of_the_option(self, tmp_path: Path, given: str, said: str) -> None:
         done = CliRunner().invoke(evaluate, ["run", "throws", "-o", str(tmp_path), "--set", given])
         assert done.exit_code == 2 and said in done.output
-
-    def test_a_former_command_runs_its_suite(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        page = tmp_path / "page.md"
-        run_suite("throws", ["--sides", "12", "--seeds=0", "--policy", "high", "--markdown", str(page)])
-        said = capsys.readouterr()
-        assert "now: ragorder eval run throws --set sides=12 --seeds 0 --policy high -o DIR" in said.err
-        assert "Eyes" in said.out and "12" in said.out
-        assert "| high | 12 |" in page.read_text()
 
     def test_its_record_is_in_the_schema(self) -> None:
         assert "DiceRecord" in json.loads(invoke("schema"))["$defs"]

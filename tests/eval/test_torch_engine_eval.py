@@ -21,7 +21,6 @@ pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
-from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.data.trace import TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
@@ -611,23 +610,11 @@ class TestPrefill:
         assert run("embedded-prefill", tmp_path, *parameters, seeds="0,1").exit_code == 0
         assert measured(tmp_path) == again
 
-    def test_its_former_command_says_what_it_found(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        options = ["--shape", "tiny", "--documents", "3", "--document-tokens", "20", "--repeats", "2", "--seeds", "0,1"]
-        options += [
-            "--block-size",
-            "8",
-            "--threads",
-            "1",
-            "--measure",
-            "overhead",
-            "--markdown",
-            str(tmp_path / "page"),
-        ]
-        run_suite("embedded-prefill", options)
-        assert "ragorder eval run embedded-prefill --set shape=tiny --set documents=3" in capsys.readouterr().err
-        document = (tmp_path / "page").read_text("utf-8")
+    def test_its_report_says_what_it_found(self, tmp_path: Path) -> None:
+        assert run("embedded-prefill", tmp_path, *self.small, "measure=overhead", seeds="0,1").exit_code == 0
+        said = run_command(ragorder, "report", tmp_path, "--markdown", "-").stdout
         for part in ("| transformers |", "| the engine |", "wall ms", "CPU ms", "times shorter", "processor: "):
-            assert part in document
+            assert part in said
 
     @pytest.mark.slow
     def test_leaves_the_number_of_threads_as_it_was(self, tmp_path: Path) -> None:

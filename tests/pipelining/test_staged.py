@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import examples
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.eval._aliases.command import run_suite
+from ragorder.cli import main
 from ragorder.eval.experiments.staging import measuring as staging
 from ragorder.eval.experiments.staging.record import StagingRecord
 from ragorder.eval.experiments.staging.report import make_part
@@ -556,12 +557,10 @@ class TestTheMeasurement:
         assert len(rows["plain_ms"]) == len(rows["added_ms"]) == 20
         assert min(rows["plain_ms"]) > 0
 
-    def test_runs_by_its_former_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        options = ["--vectors", "400", "--dimensions", "8", "--queries", "3", "-o", str(tmp_path)]
-        run_suite("staged-search", options)
-        shown = capsys.readouterr()
-        assert "ragorder eval run staged-search --set vectors=400 --set dimensions=8" in shown.err
-        assert "What stages add to a search: 400 random vectors" in " ".join(shown.out.split())
+    def test_measures_each_search_as_a_suite(self, tmp_path: Path) -> None:
+        options = ["vectors=400", "dimensions=8", "queries=3"]
+        command = ["eval", "run", "staged-search", "-o", tmp_path]
+        assert run_command(main, *command, *(word for option in options for word in ("--set", option))).exit_code == 0
         lines = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
         searches = [line["facts"]["search"] for line in lines if line["type"] == "staging"]
         assert len(searches) == 10

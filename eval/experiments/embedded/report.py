@@ -152,7 +152,7 @@ def _values(lines: Sequence[EmbeddedRecord], name: str) -> list[float]:
 
 
 def _copied(lines: Sequence[EmbeddedRecord]) -> list[float]:
-    # Former results do not have them.
+    # The committed results of some runs do not have them.
     return [value for line in lines if "copied" in line.rows for value in line.figures("copied")]
 
 

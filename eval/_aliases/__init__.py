@@ -1,1 +1,0 @@
-"""Documented commands (`python -m ragorder.eval.NAME`) whose modules have moved."""
