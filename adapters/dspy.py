@@ -7,10 +7,12 @@ from copy import copy
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
+from ragorder.extras import install_hint
+
 try:
     import dspy  # type: ignore[import-untyped, unused-ignore]
 except ImportError as error:
-    raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
+    raise ImportError(f"ragorder.adapters.dspy needs dspy: {install_hint('dspy')}") from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orderer import OrdererLike

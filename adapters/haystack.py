@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from ragorder.extras import install_hint
+
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
     from haystack.utils import deserialize_callable, serialize_callable
 except ImportError as error:
-    raise ImportError("ragorder.adapters.haystack needs haystack-ai: pip install 'ragorder[haystack]'") from error
+    raise ImportError(f"ragorder.adapters.haystack needs haystack-ai: {install_hint('haystack')}") from error
 
 from ragorder.adapters.reorder import Key, Reorder, Tokens
 from ragorder.orderer import Orderer, OrdererLike

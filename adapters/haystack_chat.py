@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
+from ragorder.extras import install_hint
+
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
     from haystack.dataclasses import ChatMessage
     from haystack.utils import deserialize_callable, serialize_callable
 except ImportError as error:
-    raise ImportError("ragorder.adapters.haystack_chat needs haystack-ai: pip install 'ragorder[haystack]'") from error
+    raise ImportError(f"ragorder.adapters.haystack_chat needs haystack-ai: {install_hint('haystack')}") from error
 
 from ragorder.adapters.turns import FrameworkTurns, Label, off_loop, plain_message
 from ragorder.adapters.usage import ReportedUsage, read_usage

@@ -1,6 +1,6 @@
 """A DSPy program whose prompts reuse the prefix cache of the server that answers them.
 
-    pip install 'ragorder[dspy,live]'
+    pip install '.[dspy,live]'
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/dspy_rag.py [http://127.0.0.1:8000/v1]
 

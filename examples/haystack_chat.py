@@ -1,6 +1,6 @@
 """A Haystack chat whose documents stand behind the history, so that each turn finds all of it in the cache.
 
-    pip install 'ragorder[haystack,live]'
+    pip install '.[haystack,live]'
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/haystack_chat.py [http://127.0.0.1:8000/v1]
 

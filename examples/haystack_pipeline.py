@@ -1,6 +1,6 @@
 """A Haystack pipeline whose prompts reuse the prefix cache of the server that answers them.
 
-    pip install 'ragorder[haystack,live]'
+    pip install '.[haystack,live]'
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/haystack_pipeline.py [http://127.0.0.1:8000/v1]
 

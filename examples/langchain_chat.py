@@ -1,6 +1,6 @@
 """A LangChain chat whose retrieved documents stand behind the history, so that each turn finds all of it in the cache.
 
-    pip install 'ragorder[langchain,live]' langchain-classic langchain-openai
+    pip install '.[langchain,live]' langchain-classic langchain-openai
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langchain_chat.py [http://127.0.0.1:8000/v1]
 

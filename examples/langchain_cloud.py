@@ -1,6 +1,6 @@
 """A LangChain chat with Claude, whose cache resumes only at marks: content parts, and cache_control where it pays.
 
-    pip install 'ragorder[langchain]' langchain-anthropic
+    pip install '.[langchain]' langchain-anthropic
     ANTHROPIC_API_KEY=… python examples/langchain_cloud.py [https://api.anthropic.com]
 
 It asks five questions on the same documents, each the first one of a conversation, and a second one in the last.

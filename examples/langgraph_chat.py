@@ -1,6 +1,6 @@
 """A LangGraph chat with a checkpointer: it keeps each question with its documents, and the next turn finds them cached.
 
-    pip install 'ragorder[langchain,live]' langchain-openai langgraph
+    pip install '.[langchain,live]' langchain-openai langgraph
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langgraph_chat.py [http://127.0.0.1:8000/v1]
 

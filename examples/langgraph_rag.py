@@ -1,6 +1,6 @@
 """A LangGraph application that retrieves, puts the documents in front, and answers: turn by turn, with a history.
 
-    pip install 'ragorder[langchain,live]' langchain-openai langgraph
+    pip install '.[langchain,live]' langchain-openai langgraph
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langgraph_rag.py [http://127.0.0.1:8000/v1]
 

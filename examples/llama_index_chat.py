@@ -1,6 +1,6 @@
 """A LlamaIndex chat engine whose nodes stand behind the history, so that each turn finds all of it in the cache.
 
-    pip install 'ragorder[llama-index,live]' llama-index-llms-openai-like
+    pip install '.[llama-index,live]' llama-index-llms-openai-like
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/llama_index_chat.py [http://127.0.0.1:8000/v1]
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["needs"]
+__all__ = ["install_hint", "needs"]
+
+
+def install_hint(extra: str) -> str:
+    """Return what to do for an extra, or for several with commas between them. ragorder is on no package index."""
+    return f"in a clone of ragorder, pip install '.[{extra}]'"
 
 
 @contextmanager
@@ -19,4 +24,4 @@ def needs(extra: str, user: str) -> Iterator[None]:
         yield
     except ImportError as error:
         reason = f"{user} needs {error.name}" if isinstance(error, ModuleNotFoundError) else f"{user}: {error}"
-        raise ImportError(f"{reason}: pip install 'ragorder[{extra}]'", name=error.name) from error
+        raise ImportError(f"{reason}: {install_hint(extra)}", name=error.name) from error

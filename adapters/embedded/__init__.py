@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ragorder.extras import install_hint
+
 try:
     import httpx2  # noqa: F401
     import msgspec  # noqa: F401
@@ -10,7 +12,7 @@ try:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 except ImportError as error:
-    message = f"the embedded engine's server needs {error.name}: pip install 'ragorder[torch,proxy]'"
+    message = f"the embedded engine's server needs {error.name}: {install_hint('torch,proxy')}"
     raise ImportError(message, name=error.name) from error
 
 from ragorder.adapters.embedded.app import hosted, make_engine_app

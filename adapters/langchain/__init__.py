@@ -5,6 +5,8 @@ chain = {"context": retriever | join_texts, "question": RunnablePassthrough()} |
 chain.invoke(question, config={"callbacks": [FeedbackHandler()]})
 """
 
+from ragorder.extras import install_hint
+
 try:
     from ragorder.adapters.langchain.feedback import FeedbackHandler
     from ragorder.adapters.langchain.messages import content_parts
@@ -12,6 +14,6 @@ try:
     from ragorder.adapters.langchain.transformer import CacheOrderTransformer
     from ragorder.adapters.langchain.turn import CacheOrderTurn
 except ImportError as error:
-    raise ImportError("ragorder.adapters.langchain needs langchain-core: pip install 'ragorder[langchain]'") from error
+    raise ImportError(f"ragorder.adapters.langchain needs langchain-core: {install_hint('langchain')}") from error
 
 __all__ = ["CacheOrderRetriever", "CacheOrderTransformer", "CacheOrderTurn", "FeedbackHandler", "content_parts"]

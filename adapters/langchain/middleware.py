@@ -10,12 +10,14 @@ from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import Runnable
 
+from ragorder.extras import install_hint
+
 try:
     from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, types
     from langgraph.types import Command
 except ImportError as error:
     raise ImportError(
-        "ragorder.adapters.langchain.middleware needs langchain 1.x: pip install 'ragorder[langchain-agents]'"
+        f"ragorder.adapters.langchain.middleware needs langchain 1.x: {install_hint('langchain-agents')}"
     ) from error
 
 from ragorder.adapters.langchain.conversation import LangChainTurns, Prepared, artifact_documents, text_of

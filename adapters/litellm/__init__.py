@@ -6,10 +6,12 @@ order_documents = OrderDocuments(Orderer.for_vllm("http://host:8000"), template=
 
 from __future__ import annotations
 
+from ragorder.extras import install_hint
+
 try:
     from ragorder.adapters.litellm.callback import OrderDocuments
 except ImportError as error:
-    message = f"ragorder.adapters.litellm needs {error.name}: pip install 'ragorder[litellm]'"
+    message = f"ragorder.adapters.litellm needs {error.name}: {install_hint('litellm')}"
     raise ImportError(message, name=error.name) from error
 
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments

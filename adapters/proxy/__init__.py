@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ragorder.extras import install_hint
+
 try:
     import httpx2  # noqa: F401
     import msgspec  # noqa: F401
     import starlette  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"the proxy needs {error.name}: pip install 'ragorder[proxy]'", name=error.name) from error
+    raise ImportError(f"the proxy needs {error.name}: {install_hint('proxy')}", name=error.name) from error
 
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.app import make_app

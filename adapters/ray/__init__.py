@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from ragorder.extras import install_hint
+
 try:
     import httpx2  # noqa: F401
     import msgspec  # noqa: F401
     import ray.serve  # noqa: F401
     import starlette  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"Ray Serve needs {error.name}: pip install 'ragorder[ray]'", name=error.name) from error
+    raise ImportError(f"Ray Serve needs {error.name}: {install_hint('ray')}", name=error.name) from error
 
 from ragorder.adapters.ray.application import make_application
 from ragorder.adapters.ray.embedded_engine import EmbeddedEngine

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from ragorder.degraded import DegradedWarning
+from ragorder.extras import install_hint
 
 __all__ = ["CONTRACT", "SUPPORTED_RAY", "UnsupportedRayError", "check_ray", "missing_parts"]
 
@@ -48,13 +49,12 @@ def check_ray() -> None:
     installed = ray.__version__
     if missing := missing_parts():
         raise UnsupportedRayError(
-            f"Ray {installed} lacks {', '.join(missing)}: pip install 'ragorder[ray]', which brings Ray "
-            f"{SUPPORTED_RAY}.x"
+            f"Ray {installed} lacks {', '.join(missing)}: {install_hint('ray')}, which brings Ray {SUPPORTED_RAY}.x"
         )
     if installed.rpartition(".")[0] != SUPPORTED_RAY:
         message = (
             f"ragorder is tested with Ray {SUPPORTED_RAY}.x, and Ray {installed} is installed: its request routers may "
-            "have changed; pip install 'ragorder[ray]' brings the tested one"
+            f"have changed; {install_hint('ray')} brings the tested one"
         )
         warnings.warn(message, DegradedWarning, stacklevel=3)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ragorder.extras import install_hint
+
 try:
     from haystack import Document, component
     from haystack.core.errors import SerializationError
 except ImportError as error:
-    message = "ragorder.adapters.workflows.haystack needs haystack-ai: pip install 'ragorder[haystack]'"
+    message = f"ragorder.adapters.workflows.haystack needs haystack-ai: {install_hint('haystack')}"
     raise ImportError(message, name=error.name) from error
 
 import ragorder

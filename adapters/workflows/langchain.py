@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ragorder.extras import install_hint
+
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
     from langchain_core.retrievers import BaseRetriever
 except ImportError as error:
-    message = "ragorder.adapters.workflows.langchain needs langchain-core: pip install 'ragorder[langchain]'"
+    message = f"ragorder.adapters.workflows.langchain needs langchain-core: {install_hint('langchain')}"
     raise ImportError(message, name=error.name) from error
 
 from pydantic import ConfigDict, SkipValidation

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from ragorder.extras import install_hint
+
 try:
     from langchain_core.runnables import RunnableLambda
 except ImportError as error:
-    message = "ragorder.adapters.workflows.langgraph needs langchain-core: pip install 'ragorder[langchain]' langgraph"
+    message = f"ragorder.adapters.workflows.langgraph needs langchain-core: {install_hint('langchain')} langgraph"
     raise ImportError(message, name=error.name) from error
 
 from ragorder.adapters.workflows.shared import SharedWorkflows

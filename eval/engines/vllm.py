@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.engines.base import EngineCompletion, time_between_tokens
+from ragorder.extras import install_hint
 from ragorder.kernels import random_model
 
 __all__ = ["VLLMEngine", "has_fast_bfloat16", "set_environment"]
@@ -168,7 +169,7 @@ def _import_vllm(*, local: bool) -> tuple[Any, bool]:
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ImportError(
-            f"the vllm engine needs {error.name}: pip install 'ragorder[vllm]', "
+            f"the vllm engine needs {error.name}: {install_hint('vllm')}, "
             "or on a machine without a GPU `make vllm` in the repository",
             name=error.name,
         ) from error

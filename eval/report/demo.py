@@ -22,6 +22,7 @@ from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.runner import Run, Served
 from ragorder.eval.running.specs import Bench, EngineName
+from ragorder.extras import install_hint
 
 __all__ = ["DemoReport", "Pair", "run_demo"]
 
@@ -242,12 +243,12 @@ def _check_installed(engine: EngineName) -> None:
     if not lacking[engine]:
         return
     modules, extras = " and ".join(lacking[engine]), ",".join(lacking[engine].values())
-    said = f"the demonstration on the engine '{engine}' needs {modules}: pip install 'ragorder[{extras}]'"
+    said = f"the demonstration on the engine '{engine}' needs {modules}: {install_hint(extras)}"
     installed = [name for name, modules in lacking.items() if not modules]
     if installed:
         said += f". Installed already: {' or '.join(f'`ragorder demo --engine {name}`' for name in installed)}"
     elif engine != "sim":
-        said += ". The smallest: pip install 'ragorder[bm25]', then `ragorder demo --engine sim`"
+        said += f". The smallest: {install_hint('bm25')}, then `ragorder demo --engine sim`"
     raise ImportError(said, name=min(lacking[engine]))
 
 

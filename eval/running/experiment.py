@@ -22,6 +22,7 @@ from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.running.cells import SuiteCell, SuiteError
 from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.record import Record
+from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
@@ -147,7 +148,7 @@ class Experiment(ABC):
         """The reason why a policy cannot be measured in a cell, such as a missing package or corpus."""
         for package, extra in self.packages.items():
             if find_spec(package) is None:
-                return f"the measurement needs {package}: pip install 'ragorder[{extra}]'"
+                return f"the measurement needs {package}: {install_hint(extra)}"
         found = self._corpus(cell)
         return found if isinstance(found, str) else None
 

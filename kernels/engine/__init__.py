@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ragorder.extras import install_hint
+
 try:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 except ImportError as error:
-    message = f"the embedded engine needs {error.name}: pip install 'ragorder[torch]'"
+    message = f"the embedded engine needs {error.name}: {install_hint('torch')}"
     raise ImportError(message, name=error.name) from error
 
 from ragorder.kernels.cache import TierTokens

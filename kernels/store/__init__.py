@@ -1,11 +1,11 @@
 """Chunk stores: bytes by key in a bounded folder, kept over restarts."""
 
+from ragorder.extras import install_hint
+
 try:
     import xxhash  # noqa: F401
 except ImportError as error:
-    message = (
-        "the chunk store needs xxhash: pip install 'ragorder[tiers]', or 'ragorder[torch]' for the embedded engine"
-    )
+    message = f"the chunk store needs xxhash: {install_hint('tiers')}, or '.[torch]' for the embedded engine"
     raise ImportError(message, name=error.name) from error
 
 from ragorder.kernels.store.counters import StoreCounters

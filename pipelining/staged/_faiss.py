@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ragorder.extras import install_hint
+
 __all__ = ["SearchResult", "UnwrappedIndex", "load_faiss", "read_k", "read_queries", "unwrap"]
 
 SearchResult = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -18,9 +20,7 @@ def load_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise ImportError(
-            f"staged search needs faiss ({error}): pip install 'ragorder[retrieval]'", name="faiss"
-        ) from error
+        raise ImportError(f"staged search needs faiss ({error}): {install_hint('retrieval')}", name="faiss") from error
     return faiss
 
 

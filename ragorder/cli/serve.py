@@ -18,6 +18,7 @@ from ragorder.cli.serve_options import check_keys, serve_options
 from ragorder.cli.serve_parts import builder_of, clouds_of, load_named, naming, sharing, topics_of, with_loads
 from ragorder.cli.serve_running import Running, certificate_of, check_workers, listening_on, log_to, run
 from ragorder.cli.serve_upstream import ROUTED, check_route, cloud_of, fleet_of, server_of, warn
+from ragorder.extras import install_hint
 from ragorder.orderer import Orderer
 from ragorder.settings import Settings
 
@@ -101,7 +102,7 @@ def serve(
         from ragorder.adapters.proxy.app import PROBES
         from ragorder.adapters.proxy.pages import stats_routes
     except ImportError as error:
-        raise click.ClickException(f"serving needs {error.name}: pip install 'ragorder[proxy]'") from None
+        raise click.ClickException(f"serving needs {error.name}: {install_hint('proxy')}") from None
     from ragorder.adapters.http_client import AddressError
 
     check_keys(context)

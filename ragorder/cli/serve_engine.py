@@ -23,6 +23,7 @@ from ragorder.cli.options import (
     together,
 )
 from ragorder.cli.output import log_shown
+from ragorder.extras import install_hint
 from ragorder.kernels.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -221,4 +222,4 @@ def take_model(options: dict[str, Any]) -> str:
 
 
 def _missing(error: ImportError) -> str:
-    return f"the embedded engine needs {error.name or 'torch'}: pip install 'ragorder[torch,proxy]'"
+    return f"the embedded engine needs {error.name or 'torch'}: {install_hint('torch,proxy')}"

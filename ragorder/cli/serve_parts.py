@@ -11,6 +11,7 @@ import click
 
 from ragorder.cli.options import given, is_given
 from ragorder.cli.serve_upstream import ROUTED, warn
+from ragorder.extras import install_hint
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.topic import Topics, checked_header
@@ -68,7 +69,7 @@ def sharing(url: str, settings: Settings, topics: Topics | None) -> SharedOrdere
 
         return SharedOrderer(url, settings, at_once=False, topics=topics)
     except ImportError as error:
-        raise click.ClickException(f"--shared-orders needs {error.name}: pip install 'ragorder[shared]'") from None
+        raise click.ClickException(f"--shared-orders needs {error.name}: {install_hint('shared')}") from None
     except ValueError:
         # What it quotes may have a password in it.
         raise click.UsageError("--shared-orders: not a URL such as redis://127.0.0.1:6379/0") from None

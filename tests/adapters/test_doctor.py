@@ -442,7 +442,7 @@ class TestAServerThatDoesNotSay:
             "try: read_cache_config('http://127.0.0.1:1')\n"
             "except ImportError as error: print(error)"
         )
-        assert "pip install 'ragorder[live]'" in python("-c", code, blocked=(package,)).stdout
+        assert "pip install '.[live]'" in python("-c", code, blocked=(package,)).stdout
 
 
 class TestTheServer:
@@ -1099,4 +1099,4 @@ class TestTheCommand:
         assert python(*command, "--help", blocked=LIVE_PACKAGES).returncode == 0
         done = python(*command, "http://127.0.0.1:1", blocked=LIVE_PACKAGES)
         assert done.returncode == 1
-        assert done.stderr == "Error: talking to a server needs httpx2: pip install 'ragorder[live]'\n"
+        assert done.stderr == "Error: talking to a server needs httpx2: in a clone of ragorder, pip install '.[live]'\n"

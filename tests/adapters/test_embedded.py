@@ -1934,5 +1934,5 @@ class TestOptions:
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python(*COMMAND[1:], "serve", "--engine", "torch", "--model", "x", "--port", "0", blocked=(module,))
         assert done.returncode == 1
-        assert f"needs {module}: pip install 'ragorder[torch,proxy]'" in done.stderr
+        assert f"needs {module}: in a clone of ragorder, pip install '.[torch,proxy]'" in done.stderr
         assert "Traceback" not in done.stderr

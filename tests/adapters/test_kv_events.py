@@ -1043,7 +1043,7 @@ class TestWhatIsNeeded:
         )
         assert done.returncode == 1
         last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("ImportError") and package in last and "ragorder[live]" in last
+        assert last.startswith("ImportError") and package in last and "'.[live]'" in last
 
 
 class Recorder:
@@ -1621,4 +1621,4 @@ class TestOrdererForVLLM:
         )
         assert done.returncode == 1
         last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("ImportError") and package in last and "ragorder[live]" in last
+        assert last.startswith("ImportError") and package in last and "'.[live]'" in last

@@ -187,7 +187,7 @@ class TestHook:
 
     def test_a_missing_package_is_named_with_the_extra(self, python: Any) -> None:
         done = python("-c", "import ragorder.adapters.litellm", blocked=("litellm",))
-        assert "needs litellm: pip install 'ragorder[litellm]'" in done.stderr
+        assert "needs litellm: in a clone of ragorder, pip install '.[litellm]'" in done.stderr
 
 
 class TestOutcomes:

@@ -358,7 +358,7 @@ class TestMetrics:
             "from ragorder.adapters.observing.prometheus import Metrics; Metrics()",
             blocked=("prometheus_client",),
         )
-        assert "pip install 'ragorder[metrics]'" in done.stderr
+        assert "pip install '.[metrics]'" in done.stderr
 
 
 class TestTracing:
@@ -415,7 +415,7 @@ class TestTracing:
         done = python(
             "-c", "from ragorder.adapters.observing.opentelemetry import Tracing; Tracing()", blocked=("opentelemetry",)
         )
-        assert "pip install 'ragorder[otel]'" in done.stderr
+        assert "pip install '.[otel]'" in done.stderr
 
 
 class TestStatsCommand:

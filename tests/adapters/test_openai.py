@@ -1170,7 +1170,7 @@ class TestConstruction:
         )
         done = python("-c", script, blocked=("openai", "httpx", "httpx2"))
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("pip install 'ragorder[live]'") == 2
+        assert done.stdout.count("pip install '.[live]'") == 2
 
 
 # ---------------------------------------------------------------- a real server

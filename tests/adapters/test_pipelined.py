@@ -723,7 +723,7 @@ def test_packages_that_are_missing_are_named_when_they_are_needed(python: Any) -
         "    try:\n        make()\n    except ImportError as error:\n        print(error)\n"
     )
     done = python("-c", script, blocked=("openai", "vllm", "torch", "httpx"))
-    assert re.findall(r"ragorder\[\w+\]", done.stdout) == ["ragorder[live]", "ragorder[vllm]"], done.stderr
+    assert re.findall(r"'\.\[\w+\]'", done.stdout) == ["'.[live]'", "'.[vllm]'"], done.stderr
 
 
 def test_a_synchronous_client_is_refused() -> None:

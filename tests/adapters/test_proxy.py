@@ -1605,7 +1605,7 @@ class TestFailures:
     @pytest.mark.parametrize("module", ["starlette", "httpx2", "msgspec"])
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python("-c", "import ragorder.adapters.proxy", blocked=(module,))
-        assert f"the proxy needs {module}: pip install 'ragorder[proxy]'" in done.stderr
+        assert f"the proxy needs {module}: in a clone of ragorder, pip install '.[proxy]'" in done.stderr
 
 
 class TestOpenAIClient:
@@ -2012,7 +2012,7 @@ class TestServeOptions:
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python(*COMMAND[1:], "--upstream", "http://127.0.0.1:9", blocked=(module,))
         assert done.returncode == 1
-        assert done.stderr == f"Error: serving needs {module}: pip install 'ragorder[proxy]'\n"
+        assert done.stderr == f"Error: serving needs {module}: in a clone of ragorder, pip install '.[proxy]'\n"
 
 
 @pytest.mark.vllm

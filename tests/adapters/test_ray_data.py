@@ -148,4 +148,4 @@ def test_less_than_one_shard_is_refused() -> None:
 def test_without_ray_the_extra_is_named(python: Any) -> None:
     script = "from ragorder.adapters.ray_data import plan_dataset\nplan_dataset(None, 2)"
     done = python("-c", script, blocked=("ray",))
-    assert "ragorder.adapters.ray_data needs ray: pip install 'ragorder[ray]'" in done.stderr
+    assert "ragorder.adapters.ray_data needs ray: in a clone of ragorder, pip install '.[ray]'" in done.stderr

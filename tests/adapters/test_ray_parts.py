@@ -63,7 +63,7 @@ class TestTheContract:
     )
     def test_a_missing_part_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
         monkeypatch.setitem(versions.CONTRACT, changed, ())
-        with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install 'ragorder\[ray\]'"):
+        with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install '.\[ray\]'"):
             make_application(EmbeddedEngine("/models/none"))
 
     def test_so_is_a_parameter_that_is_no_longer_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ class TestTheContract:
 
     def test_without_ray_the_extra_is_named(self, python: Any) -> None:
         done = python("-c", "import ragorder.adapters.ray", blocked=("ray",))
-        assert "Ray Serve needs ray: pip install 'ragorder[ray]'" in done.stderr
+        assert "Ray Serve needs ray: in a clone of ragorder, pip install '.[ray]'" in done.stderr
 
 
 class TestTheApplication:

@@ -99,4 +99,4 @@ def test_what_cannot_be_read_is_said(table: dict[str, Any], columns: RequestColu
 
 def test_without_pyarrow_the_extra_is_named(python: Any) -> None:
     done = python("-c", "import ragorder.adapters.request_tables", blocked=("pyarrow",))
-    assert "ragorder.adapters.request_tables needs pyarrow: pip install 'ragorder[ray]'" in done.stderr
+    assert "ragorder.adapters.request_tables needs pyarrow: in a clone of ragorder, pip install '.[ray]'" in done.stderr

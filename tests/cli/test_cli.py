@@ -1034,11 +1034,9 @@ class TestMissingExtras:
         [
             (("--workload", "pydocs"), "bm25s", "ragorder[bm25]"),
             (("--retriever", "bm25"), "bm25s", "ragorder[bm25]"),
-            (("--retriever", "dense"), "faiss", "ragorder[retrieval]"),
-            (("--retriever", "dense"), "sentence_transformers", "ragorder[retrieval]"),
-            pytest.param(
-                ("--engine", "vllm", "--model", "."), "transformers", "ragorder[tokenizer]", marks=pytest.mark.merge
-            ),
+            (("--retriever", "dense"), "faiss", ".[retrieval]"),
+            (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
+            pytest.param(("--engine", "vllm", "--model", "."), "transformers", ".[tokenizer]", marks=pytest.mark.merge),
         ],
     )
     def test_of_bench(
@@ -1059,14 +1057,14 @@ class TestMissingExtras:
         arguments = ["bench", "--engine", "vllm", "--model", model_folder, "--limit", "2"]
         done = python(*COMMAND, *arguments, blocked=("vllm",))
         assert done.returncode == 1, done.stderr
-        assert "pip install 'ragorder[vllm]'" in done.stderr
+        assert "pip install '.[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
     @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,torch"), ("vllm", "bm25,vllm")])
     def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         done = python(*COMMAND, "demo", "--engine", engine, blocked=MISSING, XDG_CACHE_HOME=str(tmp_path / "empty"))
         assert done.returncode == 1, done.stderr
-        assert f"pip install 'ragorder[{extras}]'" in done.stderr
+        assert f"pip install '.[{extras}]'" in done.stderr
         assert "Traceback" not in done.stderr
         assert ("then `ragorder demo --engine sim`" in done.stderr) == (engine != "sim")
 
@@ -1075,7 +1073,7 @@ class TestMissingExtras:
         pytest.importorskip("bm25s")
         done = python(*COMMAND, "demo", "--engine", engine, blocked=("torch", "vllm"), XDG_CACHE_HOME=str(tmp_path))
         assert done.returncode == 1, done.stderr
-        assert f"the engine '{engine}' needs {engine}: pip install 'ragorder[{engine}]'" in done.stderr
+        assert f"the engine '{engine}' needs {engine}: in a clone of ragorder, pip install '.[{engine}]'" in done.stderr
         assert "Installed already: `ragorder demo --engine sim`" in done.stderr
 
 

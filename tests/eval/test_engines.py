@@ -167,7 +167,9 @@ class TestVLLMRefuses:
         )
         done = python("-c", script, tmp_path, blocked=("vllm",))
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("vllm | the vllm engine needs vllm: pip install 'ragorder[vllm]'")
+        assert done.stdout.startswith(
+            "vllm | the vllm engine needs vllm: in a clone of ragorder, pip install '.[vllm]'"
+        )
 
 
 def on_cpu() -> bool:

@@ -1355,7 +1355,7 @@ class TestBenchOnAServer:
         arguments = ["bench", "--engine", "openai", "--base-url", "http://127.0.0.1:9"]
         done = python("-c", script, *arguments, blocked=("httpx2",))
         assert done.returncode == 1
-        assert "pip install 'ragorder[live]'" in done.stderr
+        assert "pip install '.[live]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -1195,4 +1195,4 @@ class TestThePlot:
     def test_without_matplotlib_names_the_extra_before_anything_is_read(self, tmp_path: Path, python: Any) -> None:
         done = python(*COMMAND, "-", "--plot", tmp_path / "plot.png", blocked=("matplotlib",), input="no log")
         assert done.returncode == 1
-        assert done.stderr == "Error: a plot needs matplotlib: pip install 'ragorder[eval]'\n"
+        assert done.stderr == "Error: a plot needs matplotlib: in a clone of ragorder, pip install '.[eval]'\n"

@@ -861,7 +861,7 @@ class TestTheCommand:
         monkeypatch.setitem(sys.modules, package, None)
         done = CliRunner().invoke(report_command, [str(tmp_path)])
         assert done.exit_code == 1
-        assert "pip install 'ragorder[eval]'" in done.output
+        assert "pip install '.[eval]'" in done.output
 
 
 def reported(*arguments: Any) -> str:

@@ -225,7 +225,7 @@ class TestTorchEngine:
             arguments = ["bench", "--engine", "torch", "--model", str(served_model), "--limit", "2"]
             done = python("-c", "from ragorder.cli import main; main()", *arguments, blocked=(blocked,))
             assert done.returncode == 1, done.stderr
-            assert f"the torch engine needs {blocked}: pip install 'ragorder[torch]'" in done.stderr
+            assert f"the torch engine needs {blocked}: in a clone of ragorder, pip install '.[torch]'" in done.stderr
             assert "Traceback" not in done.stderr
 
 

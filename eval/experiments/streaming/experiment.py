@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.streaming.record import SLOTS, StreamingCell, StreamingRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
@@ -28,7 +29,7 @@ class Streaming(Experiment):
 
     def obstacle(self, suite: Suite, cell: StreamingCell, policy: str) -> str | None:
         if find_spec("torch") is None or find_spec("transformers") is None:
-            return "streamed weights need torch and transformers: pip install 'ragorder[torch]'"
+            return f"streamed weights need torch and transformers: {install_hint('torch')}"
         return super().obstacle(suite, cell, policy)
 
     def requests(self, suite: Suite, cell: StreamingCell) -> int:

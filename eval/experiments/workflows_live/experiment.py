@@ -19,6 +19,7 @@ from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
 from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.load import rotated
+from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.data.corpora import Corpus
@@ -44,7 +45,7 @@ class WorkflowsLive(Experiment):
 
     def obstacle(self, suite: Suite, cell: LiveCell, policy: str) -> str | None:
         if cell.engine == "vllm" and (find_spec("vllm") is None or find_spec("openai") is None):
-            return "engine = vllm needs vLLM and a client: make vllm, pip install 'ragorder[live]'"
+            return f"engine = vllm needs vLLM and a client: make vllm, {install_hint('live')}"
         return lacks_torch() or super().obstacle(suite, cell, policy)
 
     def steps(self, job: Job) -> int:
