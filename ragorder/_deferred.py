@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import RLock, local
@@ -24,13 +24,14 @@ _logger = logging.getLogger("ragorder")
 
 deferred: deque[Callable[[], object]] = deque()
 
-# The last phase stands last, and the collection that a thread started is in `_own`: a finaliser that waits lets other
-# threads run, which collect nothing. The callbacks are C throughout: an interrupt (Ctrl-C) during a collection would be
-# raised in the first line of a Python callback, and the collector would swallow it.
-_phases: Any = OrderedDict.fromkeys(("start", "stop"))
-_last: dict[str, Any] = {}
+# `_latest.args` is the last phase of the collector with its information, one tuple that is replaced as a whole: a
+# collection of another thread can come between any two steps of this one. The collection that a thread started is in
+# `_own`: a finaliser that waits lets other threads run, which collect nothing. The callbacks are C throughout: an
+# interrupt (Ctrl-C) during a collection would be raised in the first line of a Python callback, and the collector would
+# swallow it. An exception keeps what it is initialised with.
+_latest: Any = BaseException("stop", None)
 _own: Any = local()
-gc.callbacks += [_phases.move_to_end, _last.__setitem__, _own.__setattr__]
+gc.callbacks += [_latest.__init__, _own.__setattr__]
 if hasattr(os, "register_at_fork"):
     # The parent's deferred work stays the parent's: a connection that the child closed would be broken there.
     os.register_at_fork(after_in_child=deferred.clear)
@@ -38,7 +39,8 @@ if hasattr(os, "register_at_fork"):
 
 def is_collecting() -> bool:
     """Whether this thread runs the garbage collector."""
-    return next(reversed(_phases)) == "start" and getattr(_own, "start", None) is _last["start"]
+    phase, collection = _latest.args
+    return phase == "start" and getattr(_own, "start", None) is collection
 
 
 def run_or_defer(work: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from ragorder.adapters.observing.costs import CostMetrics
 from ragorder.adapters.observing.observed import Observation
@@ -87,7 +87,7 @@ class Metrics:
         self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
         self._costs = CostMetrics(registry)
-        self._watched: WeakSet[OrdererState] = WeakSet()
+        self._watched: WeakValueDictionary[int, OrdererState] = WeakValueDictionary()
         self.read(_StateCollector(self._watched))
 
     @property
@@ -106,7 +106,7 @@ class Metrics:
         self.read(ProcessCollector(registry=None))
 
     def watch(self, orderer: OrdererState) -> None:
-        self._watched.add(orderer)
+        self._watched[id(orderer)] = orderer
 
     def passed(self, reason: str) -> None:
         """`reason`: "no_documents", "one_document", "other_route" or "unreadable"."""
@@ -153,13 +153,14 @@ class Metrics:
 
 
 class _StateCollector:
-    def __init__(self, watched: Iterable[OrdererState]) -> None:
+    def __init__(self, watched: WeakValueDictionary[int, OrdererState]) -> None:
         self._watched = watched
 
     def collect(self) -> Iterable[Metric]:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-        watched = list(self._watched)
+        # At once: an application may watch another one while a page is made.
+        watched = [orderer for known in self._watched.valuerefs() if (orderer := known()) is not None]
         nodes = sum(orderer.tree_size for orderer in watched)
         yield GaugeMetricFamily("ragorder_tree_nodes", "Nodes in the knowledge trees.", value=nodes)
         blocks = sum(orderer.evicted_blocks for orderer in watched)

@@ -8,13 +8,16 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 from support.rings import length
 
 from ragorder import Document, Orderer, Ordering
+from ragorder.ordering import RequestOutcome
 from ragorder.trie.residency import EngineBlocks
 
 ORDERS = length(50_000, 15_000)
@@ -181,3 +184,81 @@ def test_ten_thousand_orders_a_second(documents: list[Document]) -> None:
     finally:
         gc.unfreeze()
     load.check()
+
+
+def interrupted(work: Callable[[], object], meanwhile: Callable[[], object], every: int = 1) -> int:
+    """Do the work, and something else in another thread between any two of its steps (bytecodes), or between `every` so
+    many. How often."""
+    steps = count()
+    times = 0
+
+    def step(frame: Any, event: str, argument: object) -> Any:
+        nonlocal times
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not next(steps) % every:
+            times += 1
+            other = threading.Thread(target=meanwhile)
+            other.start()
+            other.join()
+        return step
+
+    former = sys.gettrace()
+    sys.settrace(step)
+    try:
+        work()
+    finally:
+        sys.settrace(former)
+    return times
+
+
+@pytest.mark.parametrize("end", ["confirm", "discard"])
+def test_a_collection_of_another_thread_at_any_step_disturbs_no_outcome(end: str, documents: list[Document]) -> None:
+    orderer, told = Orderer(strict=True), list[RequestOutcome]()
+    ordering = orderer.order(documents[:3])
+    for _ in range(2):
+        ordering.add_done_callback(told.append)
+    assert interrupted(getattr(ordering, end), partial(gc.collect, 0)) > 100
+    assert told == [RequestOutcome(end == "confirm")] * 2
+    assert orderer.predict_cached_tokens(documents[:3])[0] > 0 or end == "discard"
+
+
+class TestLengthsThatACloneLearnsAtTheSameTime:
+    """They are of both, and each has its own lock."""
+
+    def test_scopes_that_it_adds(self, documents: list[Document]) -> None:
+        orderer, scopes = Orderer(strict=True, capacity_tokens=10**8, max_scopes=10_000), count()
+        clone = orderer.clone()
+        orderer.order(documents[:3]).confirm(0)
+        lost = orderer.order(documents[:3])
+        assert lost.cached_tokens > 0
+        assert interrupted(lambda: lost.confirm(0), lambda: clone.order(documents[:3], scope=next(scopes)), 11) > 100
+        assert orderer.predict_cached_tokens(documents[:3])[0] > 0
+
+    def test_prompts_that_it_reports(self) -> None:
+        given = [Document(str(number), "x" * 40 * number) for number in range(1, 5)]
+        orderer = Orderer(strict=True)
+        clone = orderer.clone()
+
+        def serve(by: Orderer, requests: int = 1) -> None:
+            for _ in range(requests):
+                by.order(given).confirm(prompt_tokens=500)
+
+        serve(clone, 300)
+        assert interrupted(partial(serve, orderer, 400), partial(serve, clone), every=2003) > 50
+
+
+def test_a_page_of_metrics_while_an_application_watches_more_orderers() -> None:
+    pytest.importorskip("prometheus_client")
+    from ragorder.adapters.observing.prometheus import Metrics
+
+    class Idle:
+        tree_size = evicted_blocks = 0
+        shadow = False
+
+    metrics, pages = Metrics(), list[list[Any]]()
+    applications = [Idle() for _ in range(20_000)]
+    more = map(metrics.watch, applications)
+    for _ in range(10):
+        next(more)
+    assert interrupted(lambda: pages.append([*metrics.registry.collect()]), lambda: next(more), every=25) > 50
+    assert pages

@@ -60,15 +60,18 @@ class LearnedLengths:
         if self._seen < self._next_look:
             return
         self._next_look = min(self._seen + self._seen // 2, self._seen + 2 * _SAMPLES)
-        error, ratio = min(_median(self._hits), _slope(self._prompts))
+        # Copied first: an orderer and its clone learn under different locks.
+        error, ratio = min(_median(list(self._hits)), _slope(list(self._prompts)))
         # Differences within the error are ignored.
         if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
             self.ratio = ratio
             self._changed()
 
     def _changed(self) -> None:
-        for scope in list(self._scopes.values()):
-            scope.version += 1
+        # `values` would look at one after the other, while a clone adds more.
+        for known in self._scopes.valuerefs():
+            if (scope := known()) is not None:
+                scope.version += 1
 
 
 class ScopeLengths:
