@@ -58,6 +58,9 @@ _READ = (
     "tools",
 )
 _MOST_PENDING = 10_000
+# LiteLLM's call id is its client's to choose (x-litellm-call-id): a request's own name stands in its metadata.
+_NAME = "ragorder_request"
+_METADATA = ("litellm_metadata", "metadata")
 
 
 class OrderDocuments(CustomLogger):  # type: ignore[misc]
@@ -66,8 +69,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 
     - `template` finds documents in messages; those in a field "ragorder" need none (docs/proxy.md)
     - `repeated` names documents that stand in an earlier message instead of sending them again
-    - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, and name
-      none themselves ("ragorder.scope")
+    - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, those
+      without one (None) are a tenant too, and none names another ("ragorder.scope", "cache_salt")
     - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
       Anthropic; the orderer then takes `feedback=False`
     - `clouds` order and mark requests for models that they know, by the rules of these, instead of the orderer
@@ -133,11 +136,12 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             names = _PROMPT if self._scope is not None else (*_PROMPT, "cache_salt")
             ordered = data | {name: changed[name] for name in names if name in changed}
             ordered.pop(FIELD, None)
-            name = str(ordered.setdefault("litellm_call_id", str(uuid.uuid4())))
+            self._finish(_name_in(data), None)
+            name = _give_name(ordered)
             self._pending[name] = sent
             while len(self._pending) > _MOST_PENDING:
-                # Their answers were never reported: they count as served.
-                self._pending.popitem(last=False)
+                # Its answer was never reported: it counts as served.
+                self._finish(next(iter(self._pending)), {})
         except Exception as error:
             sent.end()
             return self._as_it_came(data, error)
@@ -147,7 +151,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         """Others can read what a request writes from its first token on."""
-        sent = self._pending.get(str(member(request_data, "litellm_call_id")))
+        sent = self._pending.get(_name_in(request_data))
         async for chunk in response:
             if sent is not None and _answers(chunk):
                 sent.readable()
@@ -155,30 +159,30 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             yield chunk
 
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
-        self._finish(member(kwargs, "litellm_call_id"), response_obj)
+        self._finish(_name_in(member(kwargs, "litellm_params")), response_obj)
 
     async def async_log_failure_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
-        self._finish(member(kwargs, "litellm_call_id"), None)
+        self._finish(_name_in(member(kwargs, "litellm_params")), None)
 
     async def async_post_call_failure_hook(
         self, request_data: Any, original_exception: Any, user_api_key_dict: Any, traceback_str: str | None = None
     ) -> None:
-        self._finish(member(request_data, "litellm_call_id"), None)
+        self._finish(_name_in(request_data), None)
 
     def _content(self, data: Mapping[str, Any], caller: Any) -> bytes:
         read = {name: data[name] for name in _READ if data.get(name) is not None}
-        if self._scope is not None and (tenant := self._scope(caller)) is not None:
-            # For the order alone: what the engine gets as its salt is LiteLLM's to send.
-            read["cache_salt"] = digest_of(tenant).hex()
+        if self._scope is not None:
+            # For the order alone, instead of the client's: what the engine gets as its salt is LiteLLM's to send.
+            read["cache_salt"] = digest_of(self._scope(caller)).hex()
         return msgspec.json.encode(read)
 
     def _order(self, route: Route, content: bytes) -> OrderedRequest | None:
         parsed = self._parser.parse(route, content)
         return None if parsed is None else self._requests.order(parsed)
 
-    def _finish(self, name: Any, response: Any) -> None:
+    def _finish(self, name: str, response: Any) -> None:
         """Without a response the request failed."""
-        sent = self._pending.pop(str(name), None)
+        sent = self._pending.pop(name, None)
         if sent is None:
             return
         try:
@@ -211,6 +215,23 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         self._orderer.degrade(
             f"ordering for LiteLLM failed with {kind}: such requests go on as they came, or are refused"
         )
+
+
+def _give_name(ordered: dict[str, Any]) -> str:
+    """A new name for the request, in the metadata that LiteLLM hands to all of its hooks and sends nowhere."""
+    name = uuid.uuid4().hex
+    field = next((field for field in _METADATA if isinstance(ordered.get(field), dict)), None)
+    if field is None:
+        field = "litellm_metadata" if "metadata" in ordered else "metadata"
+        ordered[field] = {}
+    ordered[field] = ordered[field] | {_NAME: name}
+    return name
+
+
+def _name_in(data: Any) -> str:
+    """Empty if the request has none."""
+    names = (member(member(data, field), _NAME) for field in _METADATA)
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def _bad_request(message: str, data: Mapping[str, Any]) -> Exception:

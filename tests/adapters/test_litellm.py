@@ -26,6 +26,7 @@ from support.waiting import eventually
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.litellm import DocumentTemplate, OrderDocuments, RepeatedDocuments
 from ragorder.adapters.litellm import callback as module
+from ragorder.adapters.proxy.digest import digest_of
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
@@ -66,14 +67,21 @@ async def hook(callback: OrderDocuments, data: dict[str, Any], call_type: str = 
     return await callback.async_pre_call_hook(user_api_key_dict=key, cache=None, data=data, call_type=call_type)
 
 
+def event(data: dict[str, Any]) -> dict[str, Any]:
+    """What LiteLLM hands to its loggers when the request has ended."""
+    metadata = {field: data[field] for field in ("metadata", "litellm_metadata") if field in data}
+    return {"litellm_call_id": data.get("litellm_call_id"), "litellm_params": metadata}
+
+
 class TestHook:
     async def test_documents_of_chats_are_ordered(self, callback: OrderDocuments) -> None:
         for names in ("abc", "cba"):
             marker = object()
-            data = {"model": "m", "messages": [user(written(names))], "metadata": marker, "temperature": 0.5}
+            data = {"model": "m", "messages": [user(written(names))], "metadata": {"of": marker}, "temperature": 0.5}
             ordered = await hook(callback, data)
-        assert ordered.pop("litellm_call_id")
-        assert ordered == {"model": "m", "messages": [user(written("abc"))], "metadata": marker, "temperature": 0.5}
+            assert data["metadata"] == {"of": marker}, "the caller's is not changed"
+        assert ordered.pop("metadata")["of"] is marker
+        assert ordered == {"model": "m", "messages": [user(written("abc"))], "temperature": 0.5}
 
     @pytest.mark.parametrize(
         ("call_type", "field", "content"),
@@ -145,6 +153,22 @@ class TestHook:
             assert "cache_salt" not in ordered
             assert ordered["messages"] == [user(written("cba" if team == "two" else "abc"))]
 
+    @pytest.mark.parametrize("field", ["cache_salt", "scope of a tag"])
+    async def test_a_caller_without_a_tenant_takes_none(self, field: str, orderer: RecordingOrderer) -> None:
+        """Whatever he calls himself: the order of a tenant's documents would tell what it asked."""
+        callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), scope=lambda key: key["team_id"])
+        await hook(callback, {"messages": [user(written("abc"))]}, key={"team_id": "acme"})
+        for name in ("acme", digest_of("acme").hex()):
+            if field == "cache_salt":
+                data = {"messages": [user(written("cba"))], "cache_salt": name}
+                ordered = await hook(callback, data, key={"team_id": None})
+                assert ordered["messages"] == [user(written("cba"))]
+                assert ordered["cache_salt"] == name, "the engine's salt is LiteLLM's to send"
+            else:
+                tag = {"documents": [{"id": "a", "text": TEXTS["a"]}], "query": "Which?", "scope": name}
+                with pytest.raises(litellm.BadRequestError, match=r"ragorder\.scope"):
+                    await hook(callback, {"messages": [], "ragorder": tag}, key={"team_id": None})
+
     async def test_repeated_documents_are_named(self, orderer: RecordingOrderer) -> None:
         template = DocumentTemplate(TEMPLATE)
         callback = OrderDocuments(orderer, template=template, repeated=RepeatedDocuments(template))
@@ -157,7 +181,7 @@ class TestHook:
         callback = OrderDocuments(orderer, template=DocumentTemplate(TEMPLATE), marks=True)
         for names in ("abc", "bad"):
             ordered = await hook(callback, {"messages": [user(written(names))]})
-            await callback.async_log_success_event({"litellm_call_id": ordered["litellm_call_id"]}, {}, None, None)
+            await callback.async_log_success_event(event(ordered), {}, None, None)
         parts = ordered["messages"][0]["content"]
         assert "".join(part["text"] for part in parts) == written("abd")
         assert parts[1]["cache_control"] == {"type": "ephemeral"}
@@ -240,20 +264,44 @@ class TestOutcomes:
 
     async def test_an_event_counts_once(self, callback: OrderDocuments, orderer: RecordingOrderer) -> None:
         data = await hook(callback, {"messages": [user(written("ab"))]})
-        event = {"litellm_call_id": data["litellm_call_id"]}
         for _ in range(2):
-            await callback.async_log_success_event(event, {"usage": {}}, None, None)
-            await callback.async_log_failure_event(event, None, None, None)
+            await callback.async_log_success_event(event(data), {"usage": {}}, None, None)
+            await callback.async_log_failure_event(event(data), None, None, None)
             await callback.async_log_success_event({}, None, None, None)
         assert orderer.finished == [RequestOutcome(True)]
 
-    async def test_those_without_an_event_are_bounded(
-        self, callback: OrderDocuments, monkeypatch: pytest.MonkeyPatch
+    async def test_those_without_an_event_are_bounded_and_count_as_served(
+        self, callback: OrderDocuments, orderer: RecordingOrderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "_MOST_PENDING", 5)
         for number in range(20):
             await hook(callback, {"messages": [user(f"{written('ab')} {number}")]})
-        assert len(callback._pending) == 5
+        assert orderer.finished == [RequestOutcome(True)] * 15
+
+    async def test_a_call_id_that_clients_choose_says_nothing(
+        self, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        """LiteLLM takes it from the header x-litellm-call-id."""
+        usage = {"prompt_tokens": 500, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 400}}
+        asked = [{"messages": [user(f"{written('ab')} {number}")], "litellm_call_id": "same"} for number in range(30)]
+        sent = [await hook(callback, data) for data in asked]
+        for failed in (asked[0], {"litellm_call_id": "same"}, {"metadata": {"ragorder_request": "same"}}):
+            await callback.async_post_call_failure_hook(failed, ValueError("a stranger's"), None)
+            await callback.async_log_failure_event(event(failed), None, None, None)
+        assert orderer.finished == [], "nobody ends another's request"
+        for data in reversed(sent):
+            assert data["litellm_call_id"] == "same", "it is the client's, for its own records"
+            await callback.async_log_success_event(event(data), {"usage": usage}, None, None)
+        assert orderer.finished == [RequestOutcome(True, 400, 505, 500)] * 30
+
+    async def test_a_request_that_is_ordered_twice_ends_twice(
+        self, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        once = await hook(callback, {"messages": [user(written("ab"))]})
+        twice = await hook(callback, once)
+        assert orderer.finished == [RequestOutcome(False)]
+        await callback.async_log_success_event(event(twice), {}, None, None)
+        assert orderer.finished == [RequestOutcome(False), RequestOutcome(True)]
 
 
 async def wait_for(condition: Callable[[], object]) -> None:
@@ -282,7 +330,7 @@ class TestClouds:
         for names in ("abc", "cba"):
             ordered = await hook(callback, self.chat(names, model))
             usage = {"prompt_tokens": 3000, "completion_tokens": 5, "cache_read_input_tokens": 0}
-            await callback.async_log_success_event(ordered, {"usage": usage}, None, None)
+            await callback.async_log_success_event(event(ordered), {"usage": usage}, None, None)
         assert 0 < json.dumps(ordered["messages"]).count(f'"{field}"') <= 4
         assert ("prompt_cache_options" in ordered) == (field != "cache_control")
         assert not orderer.finished, "the models' own orderers have them"
@@ -301,7 +349,7 @@ class TestClouds:
         ordered = await hook(callback, self.chat("abc", "claude-opus-5"))
         found = clouds.of("claude-opus-5")
         assert found is not None
-        sent = callback._pending[ordered["litellm_call_id"]]
+        (sent,) = callback._pending.values()
         plan = sent._ordering.cloud._plan  # type: ignore[union-attr]
         opening = {"choices": [{"delta": {"role": "assistant"}}]}
         chunks = [opening, {"choices": [{"delta": {"content": "yes"}}]}, {"choices": []}]
