@@ -82,7 +82,7 @@ def make_app(
     - `template` finds documents in messages that are not tagged.
     - `api_key` is required of clients, `upstream_api_key` sent upstream. Without a key, only `hosts` may be addressed.
     - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
-    - `number_by_place`: a document's id in the prompt is the number of its place.
+    - `number_by_place`: ids that are numbers of places, from 1, become those of the places in the prompt.
     - `repeated` names documents that stand in an earlier message instead of sending them again.
     - `marks`: bodies of /v1/messages without cache_control get some behind their documents. The orderer then takes
       `feedback=False`: such a cache holds what was marked, and not what it was sent.

@@ -26,8 +26,20 @@ _NEVER_TAGGED = (
     "in messages"
 )
 _RENAMED = (
-    "document ids are not stable (are they ranks?): the same text comes under new ids, and the cache has nothing "
-    "behind a new id; give stable ids, show none, or use --number-by-place"
+    "document ids are not stable: the same text comes under new ids, and the cache has nothing after a new id; give "
+    "stable ids, or show none"
+)
+_OR_BY_PLACE = (
+    "; these are numbers of places, so --number-by-place helps as well, if the client reads x-ragorder-permutation in "
+    "answers to tell which document a number means"
+)
+_NO_PLACES = (
+    "; these are not 1, 2, … by place (are they numbers of sources?), so --number-by-place would leave them as they are"
+)
+_KEPT = (
+    "--number-by-place has left ids as they are where they are not 1, 2, … by place: names, or numbers of sources, "
+    "which several documents share; where such an id changes from request to request, the cache has nothing after it: "
+    "give each source an id that stays, such as its path, or show none"
 )
 
 
@@ -59,18 +71,25 @@ class UnorderedRequests:
 
 
 class RenamedIds:
-    """Warns once if most recurring texts come under new ids, such as ranks, which the cache cannot have. Keeps 16,384
-    digests, about 5 MB."""
+    """Warns once if most recurring texts come under new ids, such as ranks, which the cache cannot have; with
+    `by_place`, which renumbers ranks, if there are ids that are none. Keeps 16,384 digests, about 5 MB."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn: Callable[[str], None], *, by_place: bool = False) -> None:
         self._warn = warn
+        self._by_place = by_place
         self._known: LRUCache[bytes] = LRUCache(_REMEMBERED)
         self._again = 0
         self._renamed = 0
+        self._are_places = True
         self._watching = True
 
-    def look(self, salt: str | None, documents: Iterable[tuple[str, str]]) -> None:
+    def look(self, salt: str | None, documents: Iterable[tuple[str, str]], *, are_places: bool) -> None:
+        """The ids and texts of a request's documents; `are_places`: the ids are numbers of places."""
         if not self._watching:
+            return
+        if self._by_place:
+            if not are_places:
+                self._end(_KEPT)
             return
         # A text that occurs twice in a request says nothing about the next one.
         for text, id in {text: id for id, text in documents}.items():
@@ -80,6 +99,10 @@ class RenamedIds:
             if known is not None:
                 self._again += 1
                 self._renamed += known != name
+        self._are_places = self._are_places and are_places
         if self._renamed >= _ENOUGH and 2 * self._renamed > self._again:
-            self._watching = False
-            self._warn(_RENAMED)
+            self._end(_RENAMED + (_OR_BY_PLACE if self._are_places else _NO_PLACES))
+
+    def _end(self, said: str) -> None:
+        self._watching = False
+        self._warn(said)

@@ -15,7 +15,7 @@ from ragorder.adapters.proxy.body import encode
 from ragorder.adapters.proxy.parsed import ParsedBody
 from ragorder.adapters.proxy.routing import TopicHeader
 from ragorder.adapters.proxy.schema import NAMED, PERMUTATION, PREDICTED
-from ragorder.adapters.proxy.sent import SentRequest
+from ragorder.adapters.proxy.sent import SentRequest, ranks_value
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
@@ -26,8 +26,6 @@ from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
 
 __all__ = ["OnSent", "OrderedRequest", "RequestOrderer"]
-
-_LONGEST_HEADER = 1024
 
 
 class OnSent(Protocol):
@@ -88,8 +86,7 @@ class OrderedRequest(SentRequest):
 
     def headers(self) -> Headers:
         names = [(PERMUTATION, self.permutation), (NAMED, self.named)]
-        ranks = [(name, ",".join(map(str, places)).encode()) for name, places in names if places]
-        headers = [(name, value) for name, value in ranks if len(value) <= _LONGEST_HEADER]
+        headers = [(name, value) for name, ranks in names if ranks and (value := ranks_value(ranks)) is not None]
         return [*headers, (PREDICTED, b"%d" % self.predicted_tokens)] if self.permutation else headers
 
     def begin(self, status: int, headers: Headers) -> None:

@@ -19,7 +19,8 @@ from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route
 from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.scope import salt_of, scope_of
-from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate
+from ragorder.adapters.proxy.sent import ranks_value
+from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.turns import SentTurns
 from ragorder.document import Document
@@ -58,7 +59,7 @@ class BodyParser:
         self._repeated = repeated
         self._marking = Marking(marks, clouds)
         self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
-        self._ids = RenamedIds(warn)
+        self._ids = RenamedIds(warn, by_place=number_by_place)
         self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
         self._turns = SentTurns()
 
@@ -104,15 +105,16 @@ class BodyParser:
         if salt is not None:
             body.fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         given = [each.document() for each in tagged.documents]
-        shows_id = "id" in self._builder.shown
-        if shows_id and not self._by_place:
-            self._ids.look(salt, ((each.id, each.text) for each in given))
+        shows_id, numbered = "id" in self._builder.shown, are_places([each.id for each in given])
+        if shows_id:
+            self._ids.look(salt, ((each.id, each.text) for each in given), are_places=numbered)
+        numbered = numbered and self._by_place and _can_be_mapped(given)
 
         marks = _body_marks(body, None, by, ends=())
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
             shown = [given[rank] for rank in permutation]
-            if self._by_place:
+            if numbered:
                 shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
             turn = self._builder.user_message(tagged.query, shown, permutation)
             pieces = self._pieces(shown, turn) if marks is not None else None
@@ -128,7 +130,7 @@ class BodyParser:
         documents = []
         for each in given:
             # A document's key is what the prompt shows of it.
-            names = [each.id] if shows_id and not self._by_place else []
+            names = [each.id] if shows_id and not numbered else []
             names += [str(each.metadata.get("title", ""))] if "title" in self._builder.shown else []
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
             documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt)))
@@ -166,16 +168,20 @@ class BodyParser:
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
         parts = [template.split_at_id(text) for text in run.documents]
-        if template.shows_id and not self._by_place:
-            self._ids.look(salt, ((each.id, each.rest) for each in parts))
+        numbered = numbered_by_place(parts)
+        if template.shows_id:
+            split = parts if numbered is None else numbered
+            self._ids.look(salt, ((each.id, each.rest) for each in split), are_places=numbered is not None)
+        if not self._by_place or not _can_be_mapped(parts):
+            numbered = None
 
         ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
         marks = _body_marks(body, passage, by, ends, has_head=has_head(run.pieces))
         is_changed = self._send_facts or named is not None or body.wants_cache_key()
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
-            if self._by_place:
-                texts = [parts[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)]
+            if numbered is not None:
+                texts = [numbered[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)]
             else:
                 texts = [run.documents[rank] for rank in permutation]
             pieces = run.pieces_with(texts)
@@ -195,9 +201,10 @@ class BodyParser:
                 return content
             return msgspec.json.encode(body.fields)
 
+        # What a document is known by: a number of its place is not its own.
+        known = run.documents if numbered is None else [each.rest for each in numbered]
         documents = [
-            Document("", each.rest if self._by_place else text, self._tokens.found(text, salt))
-            for text, each in zip(run.documents, parts, strict=True)
+            Document("", own, self._tokens.found(text, salt)) for own, text in zip(known, run.documents, strict=True)
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         suffix_tokens = self._tokens.suffix(passage.suffix(run.tail))
@@ -241,6 +248,11 @@ def _body_marks(
     if by.form is None or not isinstance(body, ChatBody) or not (passage is None or body.can_be_divided(passage)):
         return None
     return BodyMarks(by.form, len(ends), has_head or body.takes_front_mark(passage, by.form))
+
+
+def _can_be_mapped(documents: Sequence[object]) -> bool:
+    """Whether the answer can say which of so many documents stands where: else a number of a place means nothing."""
+    return ranks_value(range(len(documents))) is not None
 
 
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ragorder.adapters.http_server.headers import Headers, without
 
-__all__ = ["SentRequest"]
+__all__ = ["SentRequest", "ranks_value"]
+
+_LONGEST = 1024
+
+
+def ranks_value(ranks: Sequence[int]) -> bytes | None:
+    """Ranks as the value of a header; None if it would be too long for one."""
+    value = ",".join(map(str, ranks)).encode()
+    return value if len(value) <= _LONGEST else None
 
 
 class SentRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,9 +11,13 @@ from typing import NamedTuple
 
 from ragorder.adapters.proxy.body import BOUNDARY
 
-__all__ = ["DocumentRun", "DocumentTemplate", "TemplateError"]
+__all__ = ["DocumentRun", "DocumentTemplate", "TemplateError", "are_places", "numbered_by_place"]
 
 _FIELDS = ("id", "text", "title")
+# An id that stands directly after one of these ends at its counterpart.
+_CLOSING = {'"': '"', "'": "'", "`": "`", "[": "]", "(": ")", "{": "}", "<": ">"}
+# A number with something else after it: `1. Manual`, `1 (manual.pdf)`, but not `1-a`, `1.2` or `1st`.
+_NUMBER = re.compile(r"""\s*([0-9]{1,4})(?=\.?(?:\s|$)|[])}>,;:|"'])""")
 
 
 class TemplateError(ValueError):
@@ -74,6 +79,26 @@ class DocumentParts(NamedTuple):
     def with_id(self, id: str) -> str:
         return self.before + id + self.after
 
+    def at_number(self) -> DocumentParts:
+        """Split at the number alone with which the id begins, if it does."""
+        found = _NUMBER.match(self.id)
+        if found is None:
+            return self
+        start, end = found.span(1)
+        return DocumentParts(self.before + self.id[:start], found[1], self.id[end:] + self.after)
+
+
+def are_places(ids: Sequence[str]) -> bool:
+    """Whether ids are numbers of places, from 1. Names are not, nor are numbers that several documents share: those of
+    sources."""
+    return all(id == str(place) for place, id in enumerate(ids, 1))
+
+
+def numbered_by_place(documents: Sequence[DocumentParts]) -> list[DocumentParts] | None:
+    """The documents split at their numbers, if these are numbers of places."""
+    split = [each.at_number() for each in documents]
+    return split if are_places([each.id for each in split]) else None
+
 
 class DocumentTemplate:
     r"""The form of one document in a message, such as `<document id="{id}">\n{text}\n</document>`: {text} and
@@ -130,7 +155,12 @@ class DocumentTemplate:
         if not self.shows_id:
             return DocumentParts(document, "", "")
         place = self._id_in(document)
-        return DocumentParts(document[: place.start], document[place], document[place.stop :])
+        start, end = place.start, place.stop
+        closing = _CLOSING.get(document[start - 1])
+        if closing is not None and (closed_at := document.find(closing, start, end)) >= 0:
+            # The template's next text comes later: there is more in the tag than the template shows.
+            end = closed_at
+        return DocumentParts(document[:start], document[start:end], document[end:])
 
     def _id_in(self, document: str) -> slice:
         # A document's text may contain the separator of fields: a field before the text is searched from the front, one

@@ -156,8 +156,8 @@ serve_options = together(
         option(
             "--number-by-place",
             is_flag=True,
-            help="Replace a document's {id} by its place in the prompt, from 1: for ids that are ranks, which would "
-            "defeat the cache. The answer's header x-ragorder-permutation maps places to documents.",
+            help="Replace ids that are 1, 2, 3, … by rank, which would defeat the cache, by the documents' places in "
+            "the prompt; other ids stay. The answer's header x-ragorder-permutation maps places to documents.",
         ),
         option(
             "--dedup",

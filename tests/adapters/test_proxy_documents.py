@@ -353,6 +353,84 @@ class TestIdsThatAreRanks:
         ids = [first.index(f'id="{place}"' if mode == "template" else f"[{place}]") for place in (1, 2, 3)]
         assert ids == sorted(ids)
 
+    @pytest.mark.parametrize(
+        ("template", "document"),
+        [
+            ('<source id="{id}">{text}</source>', '<source id="@" name="manual of %.pdf">%</source>'),
+            ("<source id='{id}'>{text}</source>", "<source id='@' page='3'>%</source>"),
+            ("<source id={id}>{text}</source>", "<source id=@ page=3>%</source>"),
+            ('<s name="{title}" id="{id}">{text}</s>', '<s name="7" id="@" page="3">%</s>'),
+            ('<s><t>{text}</t><i id="{id}" /></s>', '<s><t>%</t><i id="@" page="3" /></s>'),
+            ("Document [{id}]: {text} (end)", "Document [@] [p. 7]: % (end)"),
+            ("Source {id}: {text} (end)", "Source @ (manual of %.pdf): % (end)"),
+            ("Source {id}\n{text} (end)", "Source @. Manual of %\n% (end)"),
+        ],
+    )
+    def test_nothing_but_the_number_of_a_place_is_replaced(self, template: str, document: str) -> None:
+        bodies = WatchedBodies(template, number_by_place=True)
+
+        def prompt(names: str) -> str:
+            return "\n".join(document.replace("%", name * 70).replace("@", str(at)) for at, name in enumerate(names, 1))
+
+        bodies.served({"messages": [user(prompt("abc"))]})
+        assert bodies.served({"messages": [user(prompt("cab"))]}) == {"messages": [user(prompt("abc"))]}
+
+    @pytest.mark.parametrize("mode", ["tagged", "template"])
+    @pytest.mark.parametrize(
+        "ids", ["1213", "2341", "1235", "0123", ["1", "2", "3", "x"], ["01", "02", "03", "04"]], ids=str
+    )
+    def test_ids_that_are_no_numbers_of_places_stay_with_their_documents(
+        self, mode: str, ids: Sequence[str], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        """Several documents of a source have one number, which is the source's."""
+        bodies = WatchedBodies(number_by_place=True)
+
+        def request(names: str) -> dict[str, Any]:
+            ids_of = dict(zip("abcd", ids, strict=True))
+            own = [ids_of[name] for name in names]
+            return tagged(names, own) if mode == "tagged" else {"messages": [user(written(names, own))]}
+
+        with caplog.at_level(logging.WARNING, "ragorder"):
+            first, second = (bodies.served(request(names)) for names in ("abcd", "dbca"))
+        assert second == first
+        if mode == "template":
+            assert first == request("abcd")
+        content = first["messages"][-1]["content"]
+        for name, id in zip("abcd", ids, strict=True):
+            before = content[: content.index(TEXTS[name])]
+            assert before.endswith(f'"{id}">\n' if mode == "template" else f"[{id}]\n")
+        (said,) = complaints(caplog, recwarn)
+        assert "numbers of sources" in said and "show none" in said and "document about" not in said
+
+    @pytest.mark.parametrize("count", [200, 400])
+    def test_numbers_are_replaced_only_if_the_answer_can_tell_where_documents_stand(self, count: int) -> None:
+        bodies = WatchedBodies("<d id={id}>{text}</d>", number_by_place=True)
+        texts = [f"{number} is a document about {number}. " * 3 for number in range(count)]
+
+        def served(order: Sequence[int]) -> str:
+            content = "\n".join(f"<d id={place}>{texts[each]}</d>" for place, each in enumerate(order, 1))
+            parsed = bodies.found({"messages": [user(content)]})
+            request = bodies.order(parsed)
+            sent = json.loads(request.take_body())["messages"][0]["content"]
+            request.begin(200, [])
+            request.end()
+            assert (sent != content) <= any(name == b"x-ragorder-permutation" for name, _ in request.headers())
+            return str(sent)
+
+        first = served(range(count))
+        assert (served(range(count - 1, -1, -1)) == first) == (count == 200)
+
+    @pytest.mark.parametrize(("ids", "said"), [("1234", "x-ragorder-permutation"), ("1213", "would leave them")])
+    def test_the_option_is_advised_only_where_it_helps(
+        self, ids: str, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        bodies = WatchedBodies()
+        with caplog.at_level(logging.WARNING, "ragorder"):
+            for names in self.rankings():
+                bodies.served({"messages": [user(written(names, ids))]})
+        (complaint,) = complaints(caplog, recwarn)
+        assert said in complaint
+
     def test_d7_without_the_option_each_document_keeps_its_id(self) -> None:
         bodies = WatchedBodies()
         for names, ids in RANKS:
