@@ -72,7 +72,8 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
     - `scope` gives the tenant of LiteLLM's `UserAPIKeyAuth`; requests of different tenants share no order, those
       without one (None) are a tenant too, and none names another ("ragorder.scope", "cache_salt")
     - `marks` sets cache_control behind the documents of chats and messages whose client set none, for models of
-      Anthropic; the orderer then takes `feedback=False`
+      Anthropic; the orderer then takes `feedback=False`. Requests whose client has set marks keep their order, unless
+      `marks` is False: the servers' caches find any common prefix
     - `clouds` order and mark requests for models that they know, by the rules of these, instead of the orderer
 
     A malformed "ragorder" is a litellm.BadRequestError that names the field, and so is one on another route, or in a
@@ -88,7 +89,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         repeated: RepeatedDocuments | None = None,
         builder: PromptBuilder | None = None,
         scope: Callable[[Any], str | None] | None = None,
-        marks: bool = False,
+        marks: bool | None = None,
         clouds: CloudOrderers | None = None,
     ) -> None:
         super().__init__()
@@ -105,6 +106,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
             repeated=repeated,
             marks=["chat", "messages"] if marks or clouds is not None else [],
             clouds=clouds,
+            heeds_client_marks=marks is not False,
         )
         self._requests = RequestOrderer(orderer)
         self._scope = scope

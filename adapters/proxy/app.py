@@ -64,7 +64,7 @@ def make_app(
     send_facts: bool = False,
     number_by_place: bool = False,
     repeated: RepeatedDocuments | None = None,
-    marks: bool = False,
+    marks: bool | None = None,
     clouds: CloudOrderers | None = None,
     topic_header: str | None = None,
     route: bool = False,
@@ -85,7 +85,8 @@ def make_app(
     - `number_by_place`: ids that are numbers of places, from 1, become those of the places in the prompt.
     - `repeated` names documents that stand in an earlier message instead of sending them again.
     - `marks`: bodies of /v1/messages without cache_control get some behind their documents. The orderer then takes
-      `feedback=False`: such a cache holds what was marked, and not what it was sent.
+      `feedback=False`: such a cache holds what was marked, and not what it was sent. Bodies whose client has set marks
+      keep their order, unless `marks` is False: the server's cache finds any common prefix.
     - `clouds`: bodies for their models are ordered by the rules of these, and marked by them where the client has set
       none: /v1/messages of Anthropic's with `marks`, chats and responses of OpenAI's.
     - `topic_header`: the header in which the documents' topic is sent upstream; with `route` that is all, and bodies
@@ -147,6 +148,7 @@ def make_app(
         repeated=repeated,
         marks=["messages"] if marks else [],
         clouds=clouds,
+        heeds_client_marks=marks is not False,
         on_passed=on_passed,
     )
     limits: dict[str, Any] = {

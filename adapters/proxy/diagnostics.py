@@ -7,11 +7,12 @@ from contextlib import suppress
 from typing import Literal
 
 from ragorder.adapters.proxy.digest import digest_of
+from ragorder.adapters.proxy.marks import Left
 from ragorder.lru_cache import LRUCache
 
 __all__ = ["PassReason", "RenamedIds", "UnorderedRequests"]
 
-PassReason = Literal["no_documents", "one_document", "other_route", "unreadable"]
+PassReason = Literal["no_documents", "one_document", "other_route", "unreadable"] | Left
 
 # Requests, or texts, that are enough to judge by.
 _ENOUGH = 20
@@ -24,6 +25,11 @@ _NEVER_FOUND = (
 _NEVER_TAGGED = (
     f"no documents were ordered: none of {_ENOUGH} requests was tagged, and there is no --template to find documents "
     "in messages"
+)
+_CLIENT_MARKS = (
+    "documents keep their order in requests whose client sets marks of its own (cache_control): the server's cache is "
+    "taken to resume only there; leave the marks to --marks, or give --no-marks if the cache finds any common prefix, "
+    "as that of vLLM does"
 )
 _RENAMED = (
     "document ids are not stable: the same text comes under new ids, and the cache has nothing after a new id; give "
@@ -44,13 +50,15 @@ _KEPT = (
 
 
 class UnorderedRequests:
-    """Counts requests forwarded without documents. Warns if the first 20 had none."""
+    """Counts requests forwarded without documents, or with these as they came. Warns if the first 20 had none, and of
+    the first one with marks of its client's."""
 
     def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
         self._on_passed = on_passed
         self._warn = warn
         self._template = template
         self._without: int | None = 0
+        self._told_of_marks = False
 
     def found(self) -> None:
         self._without = None
@@ -60,6 +68,12 @@ class UnorderedRequests:
         with suppress(Exception):
             if self._on_passed is not None:
                 self._on_passed(reason)
+        if reason in ("client_marks", "no_marks"):
+            self.found()
+            if reason == "client_marks" and not self._told_of_marks:
+                self._told_of_marks = True
+                self._warn(_CLIENT_MARKS)
+            return
         # Another thread may find documents meanwhile.
         without = self._without
         if without is None or reason == "other_route":

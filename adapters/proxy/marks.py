@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Raw
 
@@ -13,7 +14,17 @@ from ragorder.adapters.proxy.body import BOUNDARY, Route, encode
 from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_breakpoint
 from ragorder.orderer import OrdererLike
 
-__all__ = ["CACHE_CONTROL", "Chunk", "MarkForm", "MarkedBy", "Marking", "chunks_of", "has_head"]
+__all__ = ["CACHE_CONTROL", "Chunk", "Left", "MarkForm", "MarkedBy", "Marking", "chunks_of", "has_head"]
+
+Left = Literal["client_marks", "no_marks"]
+"""Why documents keep their order for a cache that resumes only at marks: the client has set its own, or there can be
+none."""
+
+# Within a text the quotes would be escaped.
+_OF_CLIENT = re.compile(
+    rb'"(?:cache_control|cache_control_injection_points|prompt_cache_breakpoint|prompt_cache_options|cachePoint)"'
+    rb"\s*:(?!\s*null\b)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +41,6 @@ class MarkForm:
     lookback_parts: int = 1
     besides: Mapping[str, Raw] = field(default_factory=dict)
     own_head: bool = False
-    set_by: tuple[bytes, ...] = ()
-    """What a body contains in which the client has set marks itself."""
-
-    def is_free(self, content: bytes) -> bool:
-        return not any(each in content for each in self.set_by)
 
 
 CACHE_CONTROL = MarkForm(
@@ -43,7 +49,6 @@ CACHE_CONTROL = MarkForm(
     kinds=frozenset({"document", "image", "text", "tool_result"}),
     roles=frozenset({"system", "developer", "user", "assistant"}),
     lookback_parts=20,
-    set_by=(b'"cache_control"', b'"cache_control_injection_points"'),
 )
 """Of Anthropic's API, and of gateways to it."""
 
@@ -53,42 +58,47 @@ _BREAKPOINT = MarkForm(
     kinds=frozenset({"text", "input_text"}),
     roles=frozenset({"system", "developer", "user", "tool"}),
     own_head=True,
-    set_by=(b'"prompt_cache_breakpoint"', b'"prompt_cache_options"'),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedBy:
     """The form of a body's marks (None: it gets none), and the orderer that chooses them (None: a plain rule does, on
-    the orderer of all other bodies). `keyed`: requests are routed by a key in them."""
+    the orderer of all other bodies). `keyed`: requests are routed by a key in them; `left`: no order leads to a hit."""
 
     form: MarkForm | None = None
     orderer: OrdererLike | None = None
     keyed: bool = False
+    left: Left | None = None
 
 
 class Marking:
     """Says how a body is marked. Bodies of `routes` take `cache_control`; those of models that `clouds` know are
-    ordered and marked by the rules of their cache."""
+    ordered and marked by the rules of their cache. `heeds_client`: the server's cache resumes at a client's own marks,
+    and nowhere else."""
 
-    def __init__(self, routes: Collection[Route] = (), clouds: CloudOrderers | None = None) -> None:
+    def __init__(
+        self, routes: Collection[Route] = (), clouds: CloudOrderers | None = None, *, heeds_client: bool = True
+    ) -> None:
         self._routes = routes
         self._clouds = clouds
+        self._heeds_client = heeds_client
 
     def of(self, route: Route, model: str | None, content: bytes) -> MarkedBy:
         found = self._clouds.of(model) if self._clouds is not None and model is not None else None
+        has_own = _OF_CLIENT.search(content) is not None
         if found is None:
-            plain = CACHE_CONTROL if route in self._routes else None
-            return MarkedBy(plain if plain is not None and plain.is_free(content) else None)
+            if has_own and self._heeds_client:
+                return MarkedBy(left="client_marks")
+            return MarkedBy(CACHE_CONTROL if route in self._routes else None)
         # Legacy completions take no key.
         keyed = found.provider == "openai" and route in ("chat", "responses")
         if found.rules.resume != "marks":
             return MarkedBy(None, found.orderer, keyed)
+        if has_own:
+            return MarkedBy(left="client_marks")
         form = self._form(route, found)
-        if form is None or not form.is_free(content):
-            # The client's own marks stand where no orderer knows.
-            return MarkedBy(keyed=keyed)
-        return MarkedBy(form, found.orderer, keyed)
+        return MarkedBy(form, found.orderer, keyed, None if form is not None else "no_marks")
 
     def _form(self, route: Route, found: ModelOrderer) -> MarkForm | None:
         rules = found.rules

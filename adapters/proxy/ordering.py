@@ -49,13 +49,14 @@ class OrderedRequest(SentRequest):
 
     `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
     token, and discards otherwise. Of several `choices` the cached lengths are unknown. `permutation` is the order that
-    is sent, if that is not the ordering's, which is discarded already; `named` are documents named instead of sent.
+    is sent, if that is not the ordering's, which is discarded already; without an ordering nothing is predicted, and
+    nothing learnt. `named` are documents named instead of sent.
     """
 
     def __init__(
         self,
         body: bytes,
-        ordering: Ordering[Document],
+        ordering: Ordering[Document] | None,
         choices: int,
         answer_length: AnswerLength,
         on_tbt: Callable[[float], None] = _ignore,
@@ -64,11 +65,13 @@ class OrderedRequest(SentRequest):
         named: Sequence[int] = (),
     ) -> None:
         super().__init__(added)
-        self.permutation = ordering.permutation if permutation is None else permutation
+        self.permutation: Sequence[int] = permutation or ()
         self.named = named
-        self.predicted_tokens = ordering.cached_tokens if permutation is None else 0
+        self.predicted_tokens = 0
+        if ordering is not None and permutation is None:
+            self.permutation, self.predicted_tokens = ordering.permutation, ordering.cached_tokens
         self._body = body
-        self._ordering: Ordering[Document] | None = ordering
+        self._ordering = ordering
         self._choices = choices
         self._answer_length = answer_length
         self._on_tbt = on_tbt
@@ -160,7 +163,7 @@ class RequestOrderer:
         self._on_sent = on_sent
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
-        if parsed.error is not None:
+        if parsed.error is not None or parsed.left is not None:
             return CachedLengths(0, 1)
         cached_tokens, documents_end = self._of(parsed).predict_cached_tokens(
             parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens
@@ -169,6 +172,9 @@ class RequestOrderer:
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         """`upcoming` requests count if they have the same scope."""
+        if parsed.left is not None:
+            content = parsed.render(range(len(parsed.documents)), ())
+            return OrderedRequest(content, None, 1, self._answer_length, named=parsed.named)
         orderer, body, suffix_tokens = self._of(parsed), parsed.body, 0
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
@@ -179,7 +185,7 @@ class RequestOrderer:
             suffix_tokens = self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default)
             ordering = orderer.order(
                 parsed.documents,
-                waiting=[each.documents for each in upcoming if each.scope == parsed.scope],
+                waiting=[each.documents for each in upcoming if each.scope == parsed.scope and each.left is None],
                 scope=parsed.scope,
                 suffix_tokens=suffix_tokens,
                 prefix_tokens=parsed.prefix_tokens,

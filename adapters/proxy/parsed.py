@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ragorder.adapters.proxy.body import Body, Route
-from ragorder.adapters.proxy.marks import MarkForm
+from ragorder.adapters.proxy.marks import Left, MarkForm
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
@@ -36,6 +36,7 @@ class ParsedBody:
     - `choose` gives the permutation that is sent for an ordering
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: that of a cloud's model
+    - `left`: why the documents keep their order, and nothing is predicted
     """
 
     body: Body
@@ -51,3 +52,4 @@ class ParsedBody:
     named: Sequence[int] = ()
     marks: BodyMarks | None = None
     orderer: OrdererLike | None = None
+    left: Left | None = None

@@ -14,7 +14,7 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.body import BOUNDARY, Body, CompletionBody, Fields, Passage, PromptPrefix, decode
 from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
-from ragorder.adapters.proxy.marks import MarkedBy, Marking, chunks_of, has_head
+from ragorder.adapters.proxy.marks import Left, MarkedBy, Marking, chunks_of, has_head
 from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route
 from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
@@ -35,7 +35,8 @@ _TAG = b'"%s"' % FIELD.encode()
 
 
 class BodyParser:
-    """See `make_app`. `warn` gets each complaint once; `marks` are the routes whose bodies take cache_control."""
+    """See `make_app`. `warn` gets each complaint once; `marks` are the routes whose bodies take cache_control, and
+    `heeds_client_marks` that the server's cache resumes at those of a client, and nowhere else."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class BodyParser:
         repeated: RepeatedDocuments | None = None,
         marks: Collection[Route] = (),
         clouds: CloudOrderers | None = None,
+        heeds_client_marks: bool = True,
         on_passed: Callable[[str], None] | None = None,
     ) -> None:
         self._builder = builder
@@ -57,7 +59,7 @@ class BodyParser:
         self._send_facts = send_facts
         self._by_place = number_by_place
         self._repeated = repeated
-        self._marking = Marking(marks, clouds)
+        self._marking = Marking(marks, clouds, heeds_client=heeds_client_marks)
         self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
         self._ids = RenamedIds(warn, by_place=number_by_place)
         self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
@@ -69,7 +71,10 @@ class BodyParser:
         if not isinstance(parsed, ParsedBody):
             self._unordered.passed(parsed)
             return None
-        self._unordered.found()
+        if parsed.left is None:
+            self._unordered.found()
+        else:
+            self._unordered.passed(parsed.left)
         return parsed
 
     def _look_into(self, route: Route, content: bytes) -> ParsedBody | PassReason:
@@ -135,7 +140,7 @@ class BodyParser:
             names += [self._builder.label_of(each)] if "label" in self._builder.shown else []
             documents.append(Document("\0".join(names), each.text, self._tokens.tagged(each, salt)))
         parsed = self._parsed(body, documents, self._tokens.question(tagged.query), render, salt, prefix)
-        return replace(parsed, marks=marks, orderer=by.orderer if by.form is None or marks is not None else None)
+        return replace(parsed, marks=marks, orderer=by.orderer, left=_left(by, marks))
 
     def _pieces(self, documents: Sequence[Document], turn: str) -> list[str] | None:
         """The turn, divided at its documents; None if escaping crosses their seams."""
@@ -151,6 +156,8 @@ class BodyParser:
         if self._repeated is not None and isinstance(body, ChatBody):
             named = self._repeated.name(body)
         found = _first_run(body, template)
+        if by.left is not None and not isinstance(found, str):
+            found = by.left
         if isinstance(found, str) and named is None:
             return found
         try:
@@ -163,7 +170,8 @@ class BodyParser:
             def unordered(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
                 return msgspec.json.encode(body.fields)
 
-            return replace(self._parsed(body, [], 0, unordered, salt, body.prefix()), named=named or ())
+            parsed = self._parsed(body, [], 0, unordered, salt, body.prefix())
+            return replace(parsed, named=named or (), left=by.left)
         passage, run = found
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
@@ -177,6 +185,9 @@ class BodyParser:
 
         ends = body.turn_ends(by.form) if by.form is not None and isinstance(body, ChatBody) else ()
         marks = _body_marks(body, passage, by, ends, has_head=has_head(run.pieces))
+        left = _left(by, marks)
+        if left is not None and named is None:
+            return left
         is_changed = self._send_facts or named is not None or body.wants_cache_key()
 
         def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
@@ -209,8 +220,7 @@ class BodyParser:
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         suffix_tokens = self._tokens.suffix(passage.suffix(run.tail))
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
-        orderer = by.orderer if by.form is None or marks is not None else None
-        parsed = replace(parsed, marks=marks, orderer=orderer, named=named or ())
+        parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left)
         if parsed.error is None and body.is_history(passage):
             return replace(parsed, choose=partial(self._turns.choose, parsed.scope, passage.text))
         return parsed
@@ -248,6 +258,11 @@ def _body_marks(
     if by.form is None or not isinstance(body, ChatBody) or not (passage is None or body.can_be_divided(passage)):
         return None
     return BodyMarks(by.form, len(ends), has_head or body.takes_front_mark(passage, by.form))
+
+
+def _left(by: MarkedBy, marks: BodyMarks | None) -> Left | None:
+    """Why documents keep their order."""
+    return "no_marks" if by.left is None and by.form is not None and marks is None else by.left
 
 
 def _can_be_mapped(documents: Sequence[object]) -> bool:

@@ -149,7 +149,15 @@ def _make_app(
     proxy = BestReplicaProxy(
         replicas,
         ReplicaMirrors(lambda: RequestOrderer(make_orderer(), exact=tokens.exact, **facts)),
-        BodyParser(builder, tokens, template, warn=make_orderer().degrade, number_by_place=number_by_place, **facts),
+        BodyParser(
+            builder,
+            tokens,
+            template,
+            warn=make_orderer().degrade,
+            number_by_place=number_by_place,
+            heeds_client_marks=False,
+            **facts,
+        ),
         read_s=timeouts.read_s,
         dropped=[] if api_key is None else [b"authorization"],
         body_limit=body_limit,

@@ -42,7 +42,7 @@ class OrderedCalls:
     ) -> None:
         builder = PromptBuilder("", tokenizer=tokenizer)
         tokens = TokenCounter(builder, tokenizer)
-        self._parser = BodyParser(builder, tokens, template, warn=orderer.degrade)
+        self._parser = BodyParser(builder, tokens, template, warn=orderer.degrade, heeds_client_marks=False)
         self._orderer = RequestOrderer(orderer, exact=tokens.exact)
         self._workers = Workers(always=tokens.exact)
 

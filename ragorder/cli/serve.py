@@ -138,6 +138,7 @@ def serve(
         raise click.UsageError("--dedup-text requires --dedup")
     repeated = naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
     provider: Provider | None = next(filter(None, map(cloud_of, upstream)), None)
+    is_engine = in_process or route or (marks is False and provider is None)
     marks = provider is not None if marks is None else marks
     if marks_ttl is not None and not marks:
         raise click.UsageError("--marks-ttl requires --marks")
@@ -178,12 +179,14 @@ def serve(
                         tiers=tiers,
                         profile=engine_settings["profile"],
                         budget_s=engine_settings["profile_budget_s"],
-                        is_known=route or provider is not None,
+                        is_known=route or marks or provider is not None,
                     )
                     for each in upstream
                 ]
         except AddressError as error:
             raise click.UsageError(f"--upstream: {error}") from None
+        # A server that says the size of its cache, or whose size is given, finds any common prefix.
+        is_engine = is_engine or (provider is None and not marks and _has_sizes(servers[0].settings))
 
         def make(metrics: Metrics) -> ASGIApp:
             """In the process that serves."""
@@ -215,7 +218,7 @@ def serve(
                     template=found,
                     number_by_place=number_by_place,
                     repeated=repeated,
-                    marks=marks,
+                    marks=marks or (False if is_engine else None),
                     clouds=clouds,
                     topic_header=topic_header or (ROUTED if route else None),
                     route=route,
@@ -243,9 +246,10 @@ def serve(
         if route:
             click.echo(f"Topics: in the header {topic_header or ROUTED}", err=True)
         else:
-            _announce_cache(servers[0], settings)
+            _announce_cache(servers[0], settings, marks=marks)
         mode = "route" if route else "shadow" if shadow else "order"
-        click.echo(f"Mode: {_MODES[mode]}", err=True)
+        set_too = "; cache_control and its like are set where the client sets none" if marks else ""
+        click.echo(f"Mode: {_MODES[mode]}{set_too}", err=True)
         url = address_of(sockets[0], "http" if certificate is None else "https")
         click.echo(f"Page: {url}/ragorder", err=True)
         log_to(running)
@@ -262,7 +266,11 @@ def serve(
         )
 
 
-def _announce_cache(server: Backend, asked: Settings) -> None:
+def _has_sizes(settings: Settings) -> bool:
+    return {"capacity_tokens", "block_size"} <= settings.model_fields_set
+
+
+def _announce_cache(server: Backend, asked: Settings, *, marks: bool) -> None:
     settings = server.settings
 
     def origin(name: str) -> str:
@@ -271,8 +279,9 @@ def _announce_cache(server: Backend, asked: Settings) -> None:
     capacity = settings.held_tokens
     tokens = "unlimited tokens" if capacity is None else f"{capacity:,} tokens"
     blocks = f"blocks of {settings.block_size} ({origin('block_size')})"
-    click.echo(f"Cache: {tokens} ({origin('capacity_tokens')}), {blocks}", err=True)
+    cloud = "by the rules of each request's model; of unknown models " if marks else ""
+    click.echo(f"Cache: {cloud}{tokens} ({origin('capacity_tokens')}), {blocks}", err=True)
     if server.tokenizer is None:
-        click.echo("Lengths: estimated at four characters a token (--tokenizer counts them)", err=True)
+        click.echo("Lengths: estimated at four characters a token (--tokenizer MODEL counts them)", err=True)
     if settings.profile is not None and (settings.host_tokens or settings.disk_tokens):
         click.echo(f"Tiers: cached prefixes are compared in seconds, by {settings.profile}", err=True)

@@ -175,8 +175,9 @@ serve_options = together(
             default=None,
             help="The server resumes its cache only at marks (Anthropic's API, OpenAI's from GPT-5.6 on): set them "
             "where they are expected to pay if the client sets none, by the rules of the request's model. Writing to "
-            "such a cache costs more than not using it, so some requests get none. [default: if the server is "
-            "api.anthropic.com, api.openai.com or api.deepseek.com]",
+            "such a cache costs more than not using it, so some requests get none. Documents of a request whose client "
+            "sets marks keep their order, unless the server's sizes are known or --no-marks says that its cache finds "
+            "any common prefix. [default: if the server is api.anthropic.com, api.openai.com or api.deepseek.com]",
         ),
         option(
             "--marks-ttl",

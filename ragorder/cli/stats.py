@@ -24,6 +24,8 @@ _PASSED = {
     "one_document": "with one document, which has no other order",
     "other_route": "to routes whose bodies are not parsed",
     "unreadable": "with an unreadable body",
+    "client_marks": "with marks of the client's own (cache_control), where alone such a cache resumes",
+    "no_marks": "that can have no marks, where alone their model's cache resumes",
 }
 
 
@@ -104,8 +106,7 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
         table.add_row("cost of prompts", f"{100 * read.cost.share:.1f} %", _cost_words(read.cost, read.shadow))
         if read.cost.money is not None and read.cost.saved_money is not None:
             money = f"{read.cost.money:,.2f} {read.cost.currency}"
-            said = f"{read.cost.saved_money:,.2f} less than without a cache; prices of {read.cost.prices_date}"
-            table.add_row("", money, said)
+            table.add_row("", money, f"{_difference(read.cost)} without a cache; prices of {read.cost.prices_date}")
     times = f"p99 {read.order_us['p99']:,.0f}"
     table.add_row("order time", f"{read.order_us['p50']:,.0f} µs", f"p50; {times}")
     table.add_row("documents moved by", f"{read.displacement_mean:.2f}", "positions, mean")
@@ -123,6 +124,11 @@ def _cost_words(cost: CostStats, shadow: bool) -> str:
     return f"{said}; in {other} {100 * cost.other_tokens / cost.uncached_tokens:.1f} %, predicted"
 
 
+def _difference(cost: CostStats) -> str:
+    saved = round(cost.saved_money or 0.0, 2)
+    return f"{abs(saved):,.2f} {cost.currency} {'less' if saved > 0 else 'more'} than" if saved else "as much as"
+
+
 def _verdict(read: Stats, prefill_rate: float | None) -> Text:
     if not read.served and read.passed:
         return Text(
@@ -132,8 +138,10 @@ def _verdict(read: Stats, prefill_rate: float | None) -> Text:
         said = read.cannot_compare or ""
         hint = "" if not read.served or read.reports else " (vLLM: --enable-prompt-tokens-details)"
         return Text(f"{said[:1].upper()}{said[1:]}{hint}.", "yellow")
-    mode = "Shadow mode: ragorder would have saved" if read.shadow else "ragorder saved"
-    seconds = f", {read.saved_tokens / prefill_rate:,.1f} s" if prefill_rate else ""
-    text = f"{mode} {read.saved_tokens:,} tokens of prefill{seconds} ({100 * read.saved_share:.1f} % of it)"
-    text += f", give or take {read.error_tokens:,}"
+    is_more = read.saved_tokens < 0
+    mode = "Shadow mode: ragorder would have " if read.shadow else "ragorder "
+    tokens, share = abs(read.saved_tokens), 100 * abs(read.saved_share)
+    seconds = f", {tokens / prefill_rate:,.1f} s" if prefill_rate else ""
+    text = f"{mode}{'needed' if is_more else 'saved'} {tokens:,} tokens of prefill{' more' if is_more else ''}{seconds}"
+    text += f" ({share:.1f} % of it), give or take {read.error_tokens:,}"
     return Text(text, "bold green" if read.saved_tokens > 0 else "bold yellow")

@@ -120,5 +120,13 @@ class TestStats:
         assert shown.exit_code == 0, shown.output
         assert f"{100 * cost.share:.1f} %" in shown.output and "of what they cost without a cache" in shown.output
         assert f"{cost.money:.2f} EUR" in shown.output
-        assert f"{cost.saved_money:.2f} less than without a cache; prices of 2027-01-01" in shown.output
+        assert f"{cost.saved_money:.2f} EUR less than without a cache; prices of 2027-01-01" in shown.output
         assert json.loads(as_json.stdout)["cost"]["saved_money"] == pytest.approx(cost.saved_money)
+
+    @pytest.mark.parametrize(("price", "said"), [(4000.0, "3.60 EUR more than without"), (0.01, "as much as without")])
+    def test_a_first_request_costs_more_which_is_said_so(self, price: float, said: str) -> None:
+        metrics = Metrics()
+        serve(observed(metrics, Prices("2027-01-01", "EUR", {"claude-opus-5": price})), times=1)
+        with PageServer(lambda *_: (200, prometheus_client.generate_latest(metrics.registry))) as server:
+            shown = CliRunner().invoke(main, ["stats", server.base_url], env={"COLUMNS": "200"})
+        assert f"{said} a cache; prices of 2027-01-01" in shown.output

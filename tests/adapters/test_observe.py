@@ -455,6 +455,16 @@ class TestStatsCommand:
         assert "served; reported by the engine" in done.stdout
         assert "predicted for the same requests, corrected by the reports" in done.stdout
 
+    @pytest.mark.parametrize(("shadow", "said"), [(False, "ragorder needed"), (True, "ragorder would have needed")])
+    def test_more_prefill_is_no_negative_saving(self, shadow: bool, said: str, metrics: Metrics, url: str) -> None:
+        ordered, retrieval = 100, 500
+        for _ in range(20):
+            settle = metrics.ordered(Observation(shadow, 5, 600, ordered, retrieval, 1.0, 1e-4, False))
+            settle(RequestOutcome(True, cached_tokens=retrieval if shadow else ordered, prompt_tokens=1000))
+        watched = ObservedOrderer(make_orderer(), [metrics], shadow=shadow)
+        assert watched.shadow == shadow
+        assert f"{said} 8,000 tokens of prefill more" in self.run(url).stdout
+
     def test_says_what_would_have_been_saved(self, metrics: Metrics, url: str) -> None:
         watched = ObservedOrderer(make_orderer(), [metrics], shadow=True)
         for documents in asked(300):

@@ -1881,17 +1881,32 @@ class TestServeOptions:
             ([], False),
             (["--marks"], True),
             (["--upstream", "https://api.anthropic.com"], True),
-            (["--upstream", "https://api.anthropic.com/v1", "--no-marks"], False),
+            (["--upstream", "https://api.anthropic.com/v1", "--no-marks"], None),
             (["--upstream", "https://api.openai.com/v1"], True),
             (["--upstream", "https://api.anthropic.com.example.org"], False),
         ],
     )
-    def test_marks(self, options: list[str], marks: bool, serving: Callable[..., Served]) -> None:
+    def test_marks(self, options: list[str], marks: bool | None, serving: Callable[..., Served]) -> None:
         served = serving("--capacity-tokens", "9", "--block-size", "9", *options)
         assert served.options["marks"] is marks
         # What such a cache lacks was not marked, which says nothing about its size.
-        assert served.orderer.settings.feedback is not marks
-        assert (served.options["clouds"] is not None) is marks
+        assert served.orderer.settings.feedback is not bool(marks)
+        assert (served.options["clouds"] is not None) is bool(marks)
+
+    @pytest.mark.parametrize(
+        ("metrics", "options", "heeds"),
+        [(True, [], False), (False, [], True), (False, ["--no-marks"], False), (False, ["--route"], False)],
+    )
+    def test_marks_of_clients_count_unless_the_server_is_an_engine(
+        self, metrics: bool, options: list[str], heeds: bool, serving: Callable[..., Served], far_end: FarEnd
+    ) -> None:
+        far_end.chunks = [self.METRICS % b"True"] if metrics else [b""]
+        assert serving(*options).options["marks"] is (None if heeds else False)
+
+    def test_it_says_that_it_sets_marks_and_asks_for_no_size(self, serving: Callable[..., Served]) -> None:
+        said = serving("--marks").result.stderr
+        assert "cache_control" in said[said.index("Mode:") :]
+        assert "by the rules of each request's model" in said and "Warning" not in said
 
     def test_marks_of_a_known_cloud_are_by_its_rules(self, serving: Callable[..., Served], tmp_path: Path) -> None:
         prices = tmp_path / "prices.toml"

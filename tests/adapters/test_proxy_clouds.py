@@ -148,12 +148,70 @@ class TestMarks:
         kind = "input_text" if route == "responses" else "text"
         body = cloud.body(user([{"type": kind, "text": written("abc"), **mark}]), prompt_cache_key="mine")
         for _ in range(3):
-            assert cloud.ask(body)[0] == body
+            assert cloud.bodies.parse(route, json.dumps(body).encode()) is None  # type: ignore[arg-type]
+
+    @EVERY_ROUTE
+    @pytest.mark.parametrize("where", ["documents", "system"])
+    def test_a_client_with_marks_of_its_own_gets_neither_an_order_nor_a_prediction(
+        self, route: str, where: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        """Such a cache can be resumed at these marks alone: no other order of the documents leads to a hit."""
+        cloud, told = Cloud(route), []
+        cloud.bodies = Bodies(
+            TEMPLATE,
+            orderer=Orderer(block_size=16, strict=True, feedback=False),
+            marks=["messages"],
+            clouds=cloud.clouds,
+            on_passed=told.append,
+        )
+        mark = {cloud.field: {"type": "ephemeral"} if route == "messages" else {"mode": "explicit"}}
+        kind = "input_text" if route == "responses" else "text"
+        for names in ("abcd", "caeb", "dcba"):
+            text = f"{written(names)}\nWhich?"
+            if where == "documents":
+                body = cloud.body(user([{"type": kind, "text": text, **mark}]))
+            else:
+                body = cloud.body(user([{"type": kind, "text": SYSTEM, **mark}]), ANSWER, user(text))
+            content = json.dumps(body).encode()
+            assert cloud.bodies.ordered(content, route) == content  # type: ignore[arg-type]
+            if where == "system":
+                # Documents that come in a tag must be sent, in the order of the client.
+                tag = {"documents": [{"id": name, "text": TEXTS[name]} for name in names], "query": "Which?"}
+                sent, request = cloud.send(body | {"ragorder": tag})
+                told.pop()
+                places = [json.dumps(sent).index(TEXTS[name][:60]) for name in names]
+                assert places == sorted(places) and "ragorder" not in sent
+                assert request.headers() == []
+        assert told == ["client_marks"] * 3
+        said = [each for each in cloud.bodies.orderer.degraded if "cache_control" in each]
+        assert len(said) == 1 and "--no-marks" in said[0]
+
+    @pytest.mark.parametrize("marked", [None, {"type": "ephemeral"}])
+    def test_an_empty_mark_is_none(self, marked: Any) -> None:
+        cloud = Cloud("messages")
+        for names in ("abcd", "dcba"):
+            cloud.now += 2
+            part = {"type": "text", "text": f"{written(names)}?", "cache_control": marked}
+            content = json.dumps(cloud.body(user([part]))).encode()
+            assert (cloud.bodies.parse("messages", content) is None) == (marked is not None)
+
+    def test_what_such_a_server_takes_no_mark_on_keeps_its_order(self) -> None:
+        """A tool's result is not divided into parts, and legacy completions have none: nothing of them is cached."""
+        cloud = Cloud("messages")
+        use = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "find", "input": {}}]}
+        for names in ("abcd", "dcba"):
+            result = {"type": "tool_result", "tool_use_id": "1", "content": written(names)}
+            for route, body in (
+                ("messages", cloud.body(user("Which?"), use, user([result]))),
+                ("completions", {"model": "gpt-5.6", "prompt": f"{written(names)}?"}),
+            ):
+                content = json.dumps(body).encode()
+                assert cloud.bodies.ordered(content, route) == content  # type: ignore[arg-type]
 
     def test_openais_own_choice_of_a_mode_stays(self) -> None:
         cloud = Cloud("chat")
         body = cloud.body(user(written("abc")), prompt_cache_options={"mode": "implicit"}, prompt_cache_key="mine")
-        assert cloud.ask(body)[0] == body
+        assert cloud.bodies.parse("chat", json.dumps(body).encode()) is None
 
     def test_openai_is_told_that_marks_are_explicit_and_gets_a_key(self) -> None:
         for route in ("chat", "responses"):

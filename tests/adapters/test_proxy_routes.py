@@ -341,8 +341,17 @@ class TestMarks:
         ids=["part", "system", "tools", "automatic"],
     )
     def test_a_client_that_sets_one_sets_all(self, body: dict[str, Any]) -> None:
-        bodies = self.bodies()
-        assert [self.sent(bodies, body) for _ in range(3)] == [body] * 3
+        assert self.bodies().parse("messages", json.dumps(body).encode()) is None
+
+    @pytest.mark.parametrize(("heeds", "ordered"), [(True, False), (False, True)])
+    def test_a_server_whose_cache_finds_any_prefix_does_not_heed_them(self, heeds: bool, ordered: bool) -> None:
+        bodies = Bodies(TEMPLATE, heeds_client_marks=heeds)
+
+        def sent(names: str) -> Any:
+            body = messages(user([part(each) for each in map(document, names)]), system=[part("s", cache_control=MARK)])
+            return json.loads(bodies.ordered(json.dumps(body).encode(), "messages"))
+
+        assert (sent("abc") == sent("cba")) == ordered
 
     def test_a_conversation_is_marked_at_its_end(self) -> None:
         bodies = self.bodies()
@@ -360,8 +369,7 @@ class TestMarks:
 
     def test_a_tools_result_has_none_in_it(self) -> None:
         body = messages(user("?"), USE, user([tool_result(written("ab"))]))
-        bodies = self.bodies()
-        assert [self.sent(bodies, body) for _ in range(2)] == [body] * 2
+        assert self.bodies().parse("messages", json.dumps(body).encode()) is None
 
     def test_at_most_two(self) -> None:
         bodies = self.bodies()
