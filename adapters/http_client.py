@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ragorder.extras import needs
+from ragorder.jsonl import printable
 
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["AddressError", "Server", "ServerError", "printable"]
+__all__ = ["AddressError", "Server", "ServerError"]
 
 
 # Far above any expected answer, in bytes.
@@ -146,8 +147,3 @@ class Server:
                 meant = f"http://{shown}"
             raise AddressError(f"{shown!r} is not the URL of a server: write {meant}")
         return url
-
-
-def printable(text: str) -> str:
-    """Control characters escaped."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,10 +1,12 @@
-"""Numbers of tokens and of bytes as text."""
+"""Numbers of tokens and of bytes, as text and estimated from texts."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["BYTE_UNITS", "parse_count", "parse_size"]
+__all__ = ["BYTE_UNITS", "Estimate", "estimate_tokens", "parse_count", "parse_size"]
+
+_CHARACTERS_PER_TOKEN = 4
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -12,6 +14,14 @@ BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12
 BYTE_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 """Bytes of each unit, by its usual spelling."""
 _SPELLED = {unit.lower(): size for unit, size in BYTE_UNITS.items()}
+
+
+class Estimate(int):
+    """An estimated length in tokens: the engine's may differ."""
+
+
+def estimate_tokens(text: str) -> Estimate:
+    return Estimate(-(-len(text) // _CHARACTERS_PER_TOKEN))
 
 
 def parse_count(text: str) -> int:

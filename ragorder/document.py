@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from ragorder.counts import Estimate, estimate_tokens
+
 __all__ = ["Document", "Estimate", "check_readable", "estimate_tokens"]
-
-_CHARACTERS_PER_TOKEN = 4
-
-
-class Estimate(int):
-    """An estimated length in tokens: the engine's may differ."""
-
-
-def estimate_tokens(text: str) -> Estimate:
-    return Estimate(-(-len(text) // _CHARACTERS_PER_TOKEN))
 
 
 def content_key(id: str, text: str) -> str:

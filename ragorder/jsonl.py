@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-__all__ = ["JSONLines", "JSONLinesError", "decode", "kind_of", "name_of", "problem_of"]
+__all__ = ["JSONLines", "JSONLinesError", "decode", "kind_of", "name_of", "printable", "problem_of"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _XZ_MAGIC = b"\xfd7zXZ\x00"
@@ -202,6 +202,11 @@ def decode(data: bytes) -> Any:
 
 def kind_of(value: object) -> str:
     return _KINDS.get(type(value), "an object")
+
+
+def printable(text: str) -> str:
+    """Control characters escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _finite(text: str) -> float:

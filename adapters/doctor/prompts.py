@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder.adapters.doctor.finding import Finding, Verdict
-from ragorder.adapters.http_client import Server, ServerError, printable
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.jsonl import printable
 
 __all__ = ["PromptSample", "check_samples", "recognise"]
 

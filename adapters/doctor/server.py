@@ -14,8 +14,9 @@ from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.doctor.kind import Kind, for_kind, kind_of
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
 from ragorder.adapters.doctor.sending import count_of, random_tokens, send
-from ragorder.adapters.http_client import Server, ServerError, printable
+from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
+from ragorder.jsonl import printable
 
 __all__ = ["examine"]
 

@@ -12,6 +12,7 @@ from ragorder.cli.options import Choice, Command, Count, build, option, options_
 from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.replay.example import EXAMPLE_LOG
 from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.reading import DefaultLengths
 from ragorder.eval.running.specs import Bench
@@ -23,9 +24,14 @@ _PROCESSES_FROM = 5_000
 
 
 @click.command(cls=Command)
-@click.argument("log", type=StreamFile("rb"))
+@click.argument("log", type=StreamFile("rb"), required=False)
 @section(
     "Replay",
+    option(
+        "--example",
+        is_flag=True,
+        help="Replay a sample log in the place of LOG: 400 made-up requests of two tenants.",
+    ),
     option(
         "--format",
         type=Choice([*FORMATS]),
@@ -97,7 +103,8 @@ _PROCESSES_FROM = 5_000
     ),
 )
 def replay(
-    log: IO[bytes],
+    log: IO[bytes] | None,
+    example: bool,
     format: str,
     policies: tuple[str, ...],
     capacities: tuple[str, ...],
@@ -115,7 +122,7 @@ def replay(
     """Replay a log of past requests on a simulated cache.
 
     Would ordering help? The report gives the cached tokens by policy and by capacity, exact to the block, what that
-    saves, and why. No engine, model or text is needed.
+    saves, and why. No engine, model or text is needed, and with --example no log.
 
     LOG (or - for standard input) holds JSON lines, plain or gzipped. An application writes one after each retrieval:
 
@@ -127,10 +134,10 @@ def replay(
 
     "time" is in seconds, from any origin, or ISO 8601; lines may be out of order. "documents" are ids, best first, or
     objects {"id", "tokens"}; without "tokens" an object's "text" gives its length. Only "time" and "documents" must be
-    there. "tokens" may also be one number for all documents; the same id with another length is another document.
-    "tenant": tenants share the cache, but none of its blocks. Also known are "prefix_tokens", "suffix_tokens" and
-    "output_tokens", as in the options below, and "prompt_tokens" in place of "suffix_tokens". Other fields are ignored,
-    with one warning.
+    there. "tokens" may also be one number for all documents; the same id with another text or length is another
+    document. "tenant": tenants share the cache, but none of its blocks. Also known are "prefix_tokens", "suffix_tokens"
+    and "output_tokens", as in the options below, and "prompt_tokens" in place of "suffix_tokens". Other fields are
+    ignored, with one warning. `ragorder order` and `ragorder plan` read the same lines.
 
     In exports (--format) each retrieval with documents is a request; all other lines are passed over. A document is
     known by its id or, without one, by its text, from which its length is estimated.
@@ -152,16 +159,26 @@ def replay(
             "--plot draws a PNG: give FILE.png in a folder that can be written to; a page is made by --json FILE, and "
             "then ragorder report FILE --html PAGE"
         )
+    if example and (log is not None or format != "ragorder"):
+        raise click.UsageError("--example is a log of its own: leave LOG and --format out")
+    if log is None and not example:
+        raise click.UsageError("LOG is missing: name a file, - for standard input, or give --example for a sample log")
+    source: IO[bytes] | Path = log or EXAMPLE_LOG
     block_size = block_size or 16
     unlogged = build(DefaultLengths, lengths)
     given = click.get_current_context().params | unlogged.model_dump() | {"block_size": block_size}
-    arguments = {**given, "log": name_of(log), "plot": plot and str(plot), "output": output and output.name}
+    arguments = {
+        **given,
+        "log": name_of(log) if log else EXAMPLE_LOG.name,
+        "plot": plot and str(plot),
+        "output": output and output.name,
+    }
     try:
         wanted = [Capacity.parse(capacity) for capacity in capacities]
         if plot is not None:
             need_matplotlib()
         with progress_bar() as progress:
-            requests = read_log(log, format=format, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
+            requests = read_log(source, format=format, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
             report = replay_log(
                 requests,
                 policies=policies or DEFAULT_POLICIES,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from ragorder.eval.data.machine import describe_environment
-from ragorder.eval.replay.formats.base import FIELDS
 from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
+from ragorder.request_lines import describe
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
 
@@ -104,7 +103,7 @@ class ReplayReport:
             assumed = "each counts with the tokens of --document-tokens"
             notes.append(f"documents without a length in the log: {log.assumed_lengths:,}; {assumed}")
         if log.passed_over:
-            shown = [_field(name, count) for name, count in list(log.passed_over.items())[:_SHOWN_FIELDS]]
+            shown = [describe(name, count) for name, count in list(log.passed_over.items())[:_SHOWN_FIELDS]]
             more = len(log.passed_over) - len(shown)
             shown += [f"and {more:,} more"] if more else []
             notes.append(f"fields that a replay has no use for were passed over: {', '.join(shown)}")
@@ -221,9 +220,3 @@ class ReplayReport:
 
 def _ends(values: Sequence[float]) -> list[float]:
     return [values[0], values[-1]] if len(values) > 1 else list(values)
-
-
-def _field(name: str, count: int) -> str:
-    near = get_close_matches(name, FIELDS, n=1, cutoff=0.8)
-    meant = f"; was {near[0]} meant?" if near else ""
-    return f"{name} ({count:,} line{'s' * (count != 1)}{meant})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -14,10 +14,18 @@ import click
 from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.cli.prompt_files import PromptFiles
-from ragorder.cli.request_lines import LineError, RequestToOrder, document_tokens_option, read_requests
-from ragorder.document import Document
+from ragorder.cli.request_lines import (
+    LineError,
+    RequestDocument,
+    RequestToOrder,
+    document_tokens_option,
+    order_line,
+    read_requests,
+    warn_of,
+)
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
+from ragorder.request_lines import UnreadFields
 from ragorder.settings import Settings
 
 __all__ = ["order"]
@@ -96,18 +104,21 @@ def order(
 ) -> None:
     """Order the documents of each request in a file of JSON lines.
 
-    REQUESTS is that file, plain or gzipped, or - for standard input. A request is {"documents": [{"id", "text",
-    "tokens", "metadata"}, …], "scope"}, best document first; only ids are needed, a bare string stands for one, and
-    other fields are passed through. An order repeats those fields and gives "documents" (ids, in the order of the
-    prompt), "permutation" (their retrieval ranks, from 0), "index" (the number of the request), and the cached
-    "prefix_documents" and "cached_tokens" that are predicted.
+    REQUESTS is that file, plain or gzipped, or - for standard input, in the lines of `ragorder replay`: "documents"
+    (ids, best first, or objects with "id", "tokens", "text" and "metadata") and, where they are known, "tenant",
+    "tokens" and other lengths; without "time", as lines are served as they come. An order repeats all fields and gives
+    "documents" (ids, in the order of the prompt, as a list "tokens" is then), "permutation" (their retrieval ranks,
+    from 0), "index" (the number of the request), and the cached "prefix_documents" and "cached_tokens" that are
+    predicted.
 
     Every order counts as served.
     """
     if max_wait is not None and not batch:
         raise click.UsageError("--max-wait requires --batch")
-    orderer = Orderer(build(Settings, options))
-    read = read_requests(requests, document_tokens)
+    settings = build(Settings, options)
+    orderer = Orderer(settings)
+    unread = UnreadFields()
+    read = read_requests(requests, document_tokens, settings.prefix_tokens, unread=unread)
     with ExitStack() as stack:
         files = stack.enter_context(PromptFiles(prompts, output_tokens)) if prompts else None
         read = files.retrieved(read) if files else read
@@ -118,11 +129,12 @@ def order(
             output.flush()
             if files:
                 files.ordered(request, ordering)
+    warn_of(unread)
 
 
 def _one_by_one(
     orderer: Orderer, requests: Iterator[RequestToOrder], waiting: int
-) -> Iterator[tuple[RequestToOrder, Ordering[Document]]]:
+) -> Iterator[tuple[RequestToOrder, Ordering[RequestDocument]]]:
     backlog: deque[RequestToOrder] = deque()
     failure: LineError | None = None
     try:
@@ -138,31 +150,42 @@ def _one_by_one(
         raise failure
 
 
-def _order_first(orderer: Orderer, backlog: deque[RequestToOrder]) -> tuple[RequestToOrder, Ordering[Document]]:
+def _order_first(orderer: Orderer, backlog: deque[RequestToOrder]) -> tuple[RequestToOrder, Ordering[RequestDocument]]:
     request = backlog.popleft()
     waiting = [later.documents for later in backlog if later.scope == request.scope]
-    return request, orderer.order(request.documents, waiting=waiting, scope=request.scope)
+    ordering = orderer.order(
+        request.documents,
+        waiting=waiting,
+        scope=request.scope,
+        suffix_tokens=request.suffix_tokens,
+        prefix_tokens=request.prefix_tokens,
+    )
+    return request, ordering
 
 
 def _in_batches(
     orderer: Orderer, requests: Iterator[RequestToOrder], max_wait: int | None
-) -> Iterator[tuple[RequestToOrder, Ordering[Document]]]:
+) -> Iterator[tuple[RequestToOrder, Ordering[RequestDocument]]]:
     """One batch a scope: documents of one tenant are never planned with those of another."""
-    by_scope: dict[str | None, list[RequestToOrder]] = {}
+    by_scope: dict[Hashable, list[RequestToOrder]] = {}
     for request in requests:
         by_scope.setdefault(request.scope, []).append(request)
     for scope, members in by_scope.items():
         documents = [request.documents for request in members]
-        for ordering in orderer.order_batch(documents, scope=scope, max_wait=max_wait):
+        # A batch takes the prefix of its scope, which the scope's first request says.
+        orderer.order([], scope=scope, prefix_tokens=members[0].prefix_tokens).discard()
+        known = [request.suffix_tokens for request in members if request.suffix_tokens is not None]
+        suffix_tokens = round(sum(known) / len(known)) if known else None
+        for ordering in orderer.order_batch(documents, scope=scope, suffix_tokens=suffix_tokens, max_wait=max_wait):
             yield members[ordering.index], ordering
 
 
-def _as_json(request: RequestToOrder, ordering: Ordering[Document]) -> dict[str, Any]:
-    return {
-        **request.echo,
-        "index": request.index,
-        "documents": [document.id for document in ordering.documents],
-        "permutation": list(ordering.permutation),
-        "prefix_documents": ordering.prefix_documents,
-        "cached_tokens": ordering.cached_tokens,
-    }
+def _as_json(request: RequestToOrder, ordering: Ordering[RequestDocument]) -> dict[str, Any]:
+    return order_line(
+        request.echo,
+        request.index,
+        request.ids,
+        ordering.permutation,
+        ordering.prefix_documents,
+        ordering.cached_tokens,
+    )

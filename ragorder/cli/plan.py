@@ -13,7 +13,8 @@ import click
 
 from ragorder.cli.options import Command, Count, Size, option, section
 from ragorder.cli.output import StreamFile
-from ragorder.cli.request_lines import document_tokens_option
+from ragorder.cli.request_lines import document_tokens_option, warn_of
+from ragorder.request_lines import UnreadFields
 
 if TYPE_CHECKING:
     from ragorder.cli.planning.reading import Progress
@@ -71,19 +72,22 @@ def plan(
 ) -> None:
     """Plan a batch of any size in shards, each a file in serving order.
 
-    REQUESTS has JSON lines as for `ragorder order`, plain or gzipped, or is - for standard input. A shard has requests
-    that share documents, in the order in which one engine should serve them, as the lines that `ragorder order` writes:
-    other fields are repeated, so results are joined by an id among them or by "index". Here "prefix_documents" and
-    "cached_tokens" are what a request shares with the line before. Requests of different scopes share nothing.
+    REQUESTS has JSON lines as for `ragorder replay` and `ragorder order`, plain or gzipped, or is - for standard input;
+    "time" is not needed. A shard has requests that share documents, in the order in which one engine should serve them,
+    as the lines that `ragorder order` writes: fields are repeated, so results are joined by an id among them or by
+    "index". Here "prefix_documents" and "cached_tokens" are what a request shares with the line before. Requests of
+    different tenants, or behind prefixes of different lengths, share nothing.
 
     Memory is bounded, whatever the number of requests; the disk holds their numbers and fields meanwhile, not their
     texts. A run that was interrupted is simply started again, and ends with the same files.
     """
     from ragorder.cli.planning import PlanOptions, plan_file
 
+    unread = UnreadFields()
     options = PlanOptions(shards, document_tokens, memory_bytes, workers or _cores(), resume)
     with _shown() as progress:
-        manifest = plan_file(requests, out, options, progress)
+        manifest = plan_file(requests, out, options, unread, progress)
+    warn_of(unread)
     tokens, saved = manifest["tokens"], manifest["saved_tokens"]
     click.echo(
         f"{manifest['requests']:,} requests in {len(manifest['shards']):,} shards in {out}: of {tokens:,} tokens of "

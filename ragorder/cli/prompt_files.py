@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.request_lines import RequestToOrder
+from ragorder.cli.request_lines import RequestDocument, RequestToOrder
 from ragorder.document import Document
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
@@ -56,19 +56,18 @@ class PromptFiles:
             self._write(self._retrieval, request, request.documents)
             yield request
 
-    def ordered(self, request: RequestToOrder, ordering: Ordering[Document]) -> None:
-        self._write(self._ordered, request, ordering)
+    def ordered(self, request: RequestToOrder, ordering: Ordering[RequestDocument]) -> None:
+        self._write(self._ordered, request, ordering.documents)
 
     def _file(self, name: str) -> IO[str]:
         return self._open.enter_context(open(self._folder / name, "w", encoding="utf-8"))
 
-    def _write(
-        self, file: IO[str], request: RequestToOrder, documents: Ordering[Document] | Sequence[Document]
-    ) -> None:
+    def _write(self, file: IO[str], request: RequestToOrder, documents: Sequence[RequestDocument]) -> None:
         tokens = request.echo.get("output_tokens", self._output_tokens)
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise _error(request, '"output_tokens" must be an integer of at least 1')
-        prompt = self._builder.build(_query(request), documents).text
+        given = [Document(str(each.id), each.text) for each in documents]
+        prompt = self._builder.build(_query(request), given).text
         line = {"prompt": prompt, "output_tokens": tokens, "output_tokens_count": tokens}
         file.write(json.dumps(line) + "\n")
 

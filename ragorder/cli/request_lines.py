@@ -1,55 +1,59 @@
-"""Requests in files of JSON lines, as `ragorder order` and `ragorder plan` read them."""
+"""Requests to order, as `ragorder order` and `ragorder plan` make them of lines, and the lines of their orders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import click
-from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.cli.options import Count, Decorator, option
-from ragorder.document import Document
 from ragorder.jsonl import JSONLines
+from ragorder.request_lines import EXAMPLE, LineDocument, RequestLine, UnreadFields
 
-__all__ = ["DocumentFields", "LineError", "RequestLine", "RequestToOrder", "document_tokens_option", "read_requests"]
-
-_EXAMPLE = '{"documents": [{"id": "a", "text": "…"}, {"id": "b", "tokens": 200}]}'
+__all__ = [
+    "LineError",
+    "RequestDocument",
+    "RequestToOrder",
+    "document_tokens_option",
+    "order_line",
+    "read_requests",
+    "warn_of",
+]
 
 
 class LineError(click.ClickException):
     """A line of the input cannot be read."""
 
 
-class DocumentFields(BaseModel):
-    """A document of a request."""
+class RequestDocument(NamedTuple):
+    """A document as an `Orderer` reads it. Its `key` is that of this content in this length."""
 
-    model_config = ConfigDict(strict=True)
-
-    id: str
-    text: str | None = None
-    tokens: int | None = Field(None, ge=0)
-    metadata: dict[str, Any] | None = None
-
-
-class RequestLine(BaseModel):
-    """A request; other fields are passed through."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    documents: list[str | DocumentFields]
-    scope: str | None = None
+    id: str | int
+    key: Hashable
+    token_count: int
+    text: str = ""
+    metadata: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestToOrder:
-    """A request by its place in the input, and the fields that are passed through."""
+    """A request by its place in the input, and the fields that its order repeats.
+
+    `scope`: requests of another tenant or behind a prefix of another length share nothing. `prefix_tokens` and
+    `suffix_tokens`, question and answer: None if the line does not say."""
 
     index: int
-    documents: list[Document]
-    scope: str | None
+    documents: list[RequestDocument]
+    scope: tuple[str | None, int | None]
+    prefix_tokens: int | None
+    suffix_tokens: int | None
     echo: dict[str, Any]
+
+    @property
+    def ids(self) -> list[str | int]:
+        return [document.id for document in self.documents]
 
 
 def document_tokens_option() -> Decorator:
@@ -65,18 +69,65 @@ def document_tokens_option() -> Decorator:
 
 
 def read_requests(
-    source: IO[bytes], default_tokens: int, progress: Callable[[str, int], Callable[[], None]] | None = None
+    source: IO[bytes],
+    document_tokens: int,
+    prefix_tokens: int = 0,
+    *,
+    unread: UnreadFields | None = None,
+    progress: Callable[[str, int], Callable[[], None]] | None = None,
 ) -> Iterator[RequestToOrder]:
-    """The requests of an open file, plain, gzipped or in xz. Raises LineError with the number of the line."""
-    lines = JSONLines(source, error=LineError, example=_EXAMPLE, progress=progress)
-    for index, (_, line) in enumerate(lines.read(RequestLine)):
-        documents = [_document(each, default_tokens) for each in line.documents]
-        scope = {"scope": line.scope} if "scope" in line.model_fields_set else {}
-        yield RequestToOrder(index, documents, line.scope, scope | (line.model_extra or {}))
+    """The requests of an open file, plain, gzipped or in xz; the lengths are those that lines do not give. Raises
+    LineError with the number of the line."""
+    lines = JSONLines(source, error=LineError, example=EXAMPLE, progress=progress)
+    for index, (number, line) in enumerate(lines.read(RequestLine)):
+        if unread is not None:
+            unread.add(line)
+        try:
+            yield _request(index, line, document_tokens, prefix_tokens)
+        except ValueError as error:
+            raise lines.error(number, str(error)) from None
 
 
-def _document(fields: str | DocumentFields, default_tokens: int) -> Document:
-    if isinstance(fields, str):
-        return Document(fields, tokens=default_tokens)
-    tokens = default_tokens if fields.text is None and fields.tokens is None else fields.tokens
-    return Document(fields.id, fields.text or "", tokens, metadata=fields.metadata or {})
+def _request(index: int, line: RequestLine, document_tokens: int, prefix_tokens: int) -> RequestToOrder:
+    tokens = line.lengths(document_tokens).tokens
+    documents = [
+        RequestDocument(id, (name, length), length, *_content(given))
+        for id, name, length, given in zip(line.ids, line.names, tokens, line.documents, strict=True)
+    ]
+    prefix = prefix_tokens if line.prefix_tokens is None else line.prefix_tokens
+    behind = [line.tokens_behind(prefix + sum(tokens)), line.output_tokens]
+    suffix = sum(each or 0 for each in behind) if any(each is not None for each in behind) else None
+    echo = line.model_dump(exclude={"documents"}, exclude_unset=True)
+    return RequestToOrder(index, documents, (line.tenant, line.prefix_tokens), line.prefix_tokens, suffix, echo)
+
+
+def _content(document: str | int | LineDocument) -> tuple[str, Mapping[str, Any]]:
+    return (document.text or "", document.metadata or {}) if isinstance(document, LineDocument) else ("", {})
+
+
+def order_line(
+    echo: Mapping[str, Any],
+    index: int,
+    ids: Sequence[str | int],
+    permutation: Sequence[int],
+    prefix_documents: int,
+    cached_tokens: int,
+) -> dict[str, Any]:
+    """The line of an order: the request's fields, each length beside its document."""
+    given = echo.get("tokens")
+    moved = {"tokens": [given[rank] for rank in permutation]} if isinstance(given, list) else {}
+    return {
+        **echo,
+        **moved,
+        "index": index,
+        "documents": [ids[rank] for rank in permutation],
+        "permutation": list(permutation),
+        "prefix_documents": prefix_documents,
+        "cached_tokens": cached_tokens,
+    }
+
+
+def warn_of(unread: UnreadFields) -> None:
+    """Say on standard error which fields that were not read may have been meant to be."""
+    if doubtful := unread.doubtful:
+        click.echo(f"Warning: fields that were repeated but not read: {', '.join(doubtful)}", err=True)

@@ -308,7 +308,7 @@ class TestOrder:
         assert order(*twice)[1]["cached_tokens"] == 512
 
     def test_other_fields_are_passed_through(self) -> None:
-        extra = {"id": 7, "query": "Größe? 🙂", "nested": {"a": [1, None, 1.5]}, "scope": "tenant"}
+        extra = {"id": 7, "query": "Größe? 🙂", "nested": {"a": [1, None, 1.5]}, "tenant": "one"}
         (answer,) = order(request("ab", **extra))
         assert extra.items() <= answer.items()
 
@@ -316,9 +316,10 @@ class TestOrder:
         (answer,) = order(request("ab", index=99, permutation="x", cached_tokens=-1))
         assert (answer["index"], answer["permutation"], answer["cached_tokens"]) == (0, [0, 1], 0)
 
-    def test_scopes_are_kept_apart(self) -> None:
-        scoped = [request("abc", scope="one"), request("cba", scope="two"), request("bca", scope="one"), request("acb")]
-        assert orders(*scoped) == ["abc", "cba", "abc", "acb"]
+    def test_tenants_are_kept_apart(self) -> None:
+        named = [("abc", "one"), ("cba", "two"), ("bca", "one")]
+        requests = [*(request(ids, tenant=name) for ids, name in named), request("acb")]
+        assert orders(*requests) == ["abc", "cba", "abc", "acb"]
 
     def test_no_documents_are_answered(self) -> None:
         assert order({"documents": []})[0]["documents"] == []
@@ -477,8 +478,8 @@ class TestOrderRefuses:
             ('{"documents": "abc"}', '"documents"'),
             ('{"documents": {"a": 1}}', '"documents"'),
             ('{"docs": ["a"]}', '"documents"'),
-            ('{"documents": ["a", 1]}', "documents[1]"),
-            ('{"documents": [{"id": 1}]}', '"documents[0].id" must be a string, not an integer'),
+            ('{"documents": ["a", 1.5]}', "documents[1]"),
+            ('{"documents": [{"id": 1.5}]}', '"documents[0].id" must be a string or an integer, not a decimal'),
             ('{"documents": [{"id": null}]}', "documents[0]"),
             ('{"documents": [{"text": "x"}]}', '"documents[0].id" is missing'),
             ('{"documents": [["a"]]}', "documents[0]"),
@@ -494,8 +495,8 @@ class TestOrderRefuses:
             ('{"documents": [{"id": "a", "metadata": ["x"]}]}', '"documents[0].metadata" must be an object'),
             ('{"documents": [{"id": "a", "metadata": []}]}', '"documents[0].metadata" must be an object'),
             ('{"documents": [{"id": "a", "metadata": false}]}', '"documents[0].metadata" must be an object'),
-            ('{"documents": ["a"], "scope": 3}', '"scope" must be a string'),
-            ('{"documents": ["a"], "scope": ["x"]}', '"scope" must be a string'),
+            ('{"documents": ["a"], "tenant": 3}', '"tenant" must be a string'),
+            ('{"documents": ["a"], "tenant": ["x"]}', '"tenant" must be a string'),
         ],
         ids=lambda text: text[:40],
     )
@@ -644,8 +645,8 @@ class TestOrderSettings:
         assert orders(*requests)[0] == "abcd"
         assert orders(*requests, options=["--waiting", "2"])[0][0] == "d"
 
-    def test_waiting_does_not_look_into_other_scopes(self) -> None:
-        requests = [request("abcd", scope="one"), request("xyd", scope="two"), request("dzw", scope="two")]
+    def test_waiting_does_not_look_at_other_tenants(self) -> None:
+        requests = [request("abcd", tenant="one"), request("xyd", tenant="two"), request("dzw", tenant="two")]
         assert orders(*requests, options=["--waiting", "2"])[0] == "abcd"
 
     def test_a_batch_serves_what_shares_in_a_row(self) -> None:
@@ -662,11 +663,11 @@ class TestOrderSettings:
             answers = order(*requests, options=["--batch", "--max-wait", str(bound)])
             assert all(place - answer["index"] <= bound for place, answer in enumerate(answers))
 
-    def test_a_batch_keeps_scopes_apart(self) -> None:
-        requests = [request("abc", scope="one"), request("cba", scope="two"), request("bca", scope="one")]
+    def test_a_batch_keeps_tenants_apart(self) -> None:
+        requests = [request("abc", tenant="one"), request("cba", tenant="two"), request("bca", tenant="one")]
         answers = order(*requests, options=["--batch"])
         assert sorted(answer["index"] for answer in answers) == [0, 1, 2]
-        assert next(answer for answer in answers if answer["scope"] == "two")["cached_tokens"] == 0
+        assert next(answer for answer in answers if answer["tenant"] == "two")["cached_tokens"] == 0
 
 
 def is_asleep(pid: int) -> bool:

@@ -129,14 +129,14 @@ class TestPlan:
         plan(requests, tmp_path / "plan")
         assert len(shards(tmp_path / "plan")) == 4
 
-    def test_scopes_share_nothing_and_stand_together(self, tmp_path: Path) -> None:
-        scopes = [request(number, scope=f"tenant-{number % 3}") for number in range(120)]
-        plan(written(tmp_path / "requests.jsonl", [*scopes, *REQUESTS[:40]]), tmp_path / "plan", "--shards", "2")
+    def test_tenants_share_nothing_and_stand_together(self, tmp_path: Path) -> None:
+        named = [request(number, tenant=f"tenant-{number % 3}") for number in range(120)]
+        plan(written(tmp_path / "requests.jsonl", [*named, *REQUESTS[:40]]), tmp_path / "plan", "--shards", "2")
         for shard in shards(tmp_path / "plan"):
-            order = [row.get("scope") for row in shard]
+            order = [row.get("tenant") for row in shard]
             assert len(set(order)) == 1 + sum(one != other for one, other in pairwise(order))
             for before, row in pairwise(shard):
-                assert before.get("scope") == row.get("scope") or row["prefix_documents"] == 0
+                assert before.get("tenant") == row.get("tenant") or row["prefix_documents"] == 0
 
     def test_ids_alone_have_the_length_that_is_given(self, tmp_path: Path) -> None:
         source = written(tmp_path / "requests.jsonl", [{"documents": ["a", "b"]}] * 2)
@@ -154,7 +154,7 @@ class TestPlan:
         assert shards(tmp_path / "plan") == [[]] * int(count)
 
     def test_fields_are_what_they_were(self, tmp_path: Path) -> None:
-        extra = {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}, "scope": "tenant", "index": 9}
+        extra = {"id": 7, "query": "Größe? 🙂 \ud800", "nested": {"a": [1, None, 1.5]}, "tenant": "one", "index": 9}
         plan(written(tmp_path / "requests.jsonl", [{"documents": ["a"], **extra}]), tmp_path / "plan")
         (row,) = rows(tmp_path / "plan")
         assert row == {
@@ -218,7 +218,7 @@ class TestRefusals:
     def test_so_is_one_of_many_short_documents(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run, "_PLANNED_BYTES", 200_000)
         uneven = [
-            {**each, "scope": f"{tokens}", "documents": [{**given, "tokens": tokens} for given in each["documents"]]}
+            {**each, "tenant": f"{tokens}", "documents": [{**given, "tokens": tokens} for given in each["documents"]]}
             for each in REQUESTS
             for tokens in (1, 10_000)
         ]

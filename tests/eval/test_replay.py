@@ -45,6 +45,7 @@ from ragorder.eval.replay import (
     replay,
 )
 from ragorder.eval.replay.engine import PathPrompt, make_engine
+from ragorder.eval.replay.example import EXAMPLE_LOG, example_lines
 from ragorder.eval.replay.overlap import Overlap, measure_overlap
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
 from ragorder.eval.replay.runs import PolicyFigures, Setup
@@ -981,6 +982,22 @@ class TestTheCommand:
         assert "…" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= columns
 
+    def test_replays_a_sample_log_without_one_of_ones_own(self, tmp_path: Path) -> None:
+        done = invoke("--example", "--json", tmp_path / "report.json")
+        assert done.exit_code == 0, done.output
+        assert "400 requests, 2 tenants" in done.stdout and "Would it help? Yes" in done.stdout
+        report = json.loads((tmp_path / "report.json").read_text("utf-8"))
+        assert (report["arguments"]["log"], report["notes"]) == ("example.jsonl", [])
+
+    def test_the_sample_log_is_what_its_command_writes(self) -> None:
+        lines = [json.loads(each) for each in EXAMPLE_LOG.read_text("utf-8").splitlines()]
+        assert lines == [*example_lines()]
+
+    def test_without_a_log_it_names_the_sample(self, log_file: Path) -> None:
+        assert "LOG is missing" in refusal() and "--example" in refusal()
+        for other in ((log_file,), ("--format", "langfuse")):
+            assert "leave LOG and --format out" in refusal("--example", *other)
+
     def test_gives_verdicts_where_it_is_not_worth_it(self, tmp_path: Path) -> None:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
         shown = " ".join(invoke(path).stdout.split())
@@ -1143,6 +1160,13 @@ class TestThePlot:
     @pytest.fixture(autouse=True)
     def matplotlib(self) -> None:
         pytest.importorskip("matplotlib")
+
+    def test_of_the_sample_log_is_drawn(self, tmp_path: Path) -> None:
+        assert (
+            invoke("--example", "--no-sweep", "--capacity-tokens", "20k", "--plot", tmp_path / "saving.png").exit_code
+            == 0
+        )
+        assert (tmp_path / "saving.png").stat().st_size > 10_000
 
     def test_is_a_png_with_a_line_in_each_policys_colour(self, log_file: Path, tmp_path: Path) -> None:
         from matplotlib.image import imread

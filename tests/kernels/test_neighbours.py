@@ -160,9 +160,9 @@ class TestServedTogether:
     def test_documents_that_are_not_in_the_corpus_are_left_out(self) -> None:
         assert ServedTogether([["a", "x", "b"]]).nearest(["b", "a"], None, 9) == [[1], [0]]
 
-    def test_is_read_from_the_requests_of_ragorder_order(self, tmp_path: Path) -> None:
+    def test_is_read_from_the_log_of_a_replay(self, tmp_path: Path) -> None:
         path = tmp_path / "log.jsonl.gz"
-        lines = [{"documents": ["a", {"id": "b", "text": "…"}], "scope": "t"}, {"documents": []}]
+        lines = [{"documents": ["a", {"id": "b", "text": "…"}], "tenant": "t"}, {"documents": []}]
         path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
         assert make_neighbours(f"log:{path}").nearest(["a", "b"], None, 1) == [[1], [0]]
 

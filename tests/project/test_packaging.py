@@ -213,7 +213,7 @@ class TestTree:
         }
         assert imported
         # The package itself for its version, and small tools that import no other part.
-        tools = ("cache_folder", "counts", "extras", "file_lock", "jsonl", "lru_cache")
+        tools = ("cache_folder", "counts", "extras", "file_lock", "jsonl", "lru_cache", "request_lines")
         below = {"ragorder", *(f"ragorder.{name}" for name in ("kernels", "trie", "pipelining", *tools))}
         assert {name for name in imported if ".".join(name.split(".")[:2]) not in below} == set()
 
@@ -262,6 +262,10 @@ class TestWheel:
         assert Path(package) == tmp_path / "site" / "ragorder" / "__init__.py"
         assert Path(tree) == tmp_path / "site" / "ragorder" / "trie" / "tree.py"
         assert id == "a"
+        path = (tmp_path / "site", sysconfig.get_path("purelib"))
+        replayed = python("-S", "-m", "ragorder", "replay", "--example", path=path, cwd=tmp_path)
+        assert replayed.returncode == 0, replayed.stderr
+        assert "example.jsonl: 400 requests, 2 tenants" in replayed.stdout
 
 
 class TestSdist:

@@ -1,6 +1,6 @@
 """Formats of logs, by the name of the option: ragorder's own, and exports of other software."""
 
-from ragorder.eval.replay.formats.base import ExportLine, LogLine
+from ragorder.eval.replay.formats.base import ExportLine, OwnLine
 from ragorder.eval.replay.formats.langfuse import LangfuseObservation
 from ragorder.eval.replay.formats.langsmith import LangSmithRun
 from ragorder.eval.replay.formats.litellm import LiteLLMSpendLog
@@ -10,7 +10,7 @@ from ragorder.eval.replay.formats.otel import OTelTraces
 __all__ = ["FORMATS", "ExportLine"]
 
 FORMATS: dict[str, type[ExportLine]] = {
-    "ragorder": LogLine,
+    "ragorder": OwnLine,
     "mooncake": MooncakeRequest,
     "langfuse": LangfuseObservation,
     "langsmith": LangSmithRun,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ragorder.document import content_key, estimate_tokens
-from ragorder.eval.replay.formats.base import LogDocument
 from ragorder.jsonl import decode
+from ragorder.request_lines import LineDocument
 
 __all__ = ["exported_document", "exported_documents", "structure"]
 
@@ -25,7 +25,7 @@ def structure(value: Any, field: str) -> Any:
         raise ValueError(f'"{field}" is text that is not JSON: export the documents as a list of objects') from None
 
 
-def exported_documents(value: Any, field: str) -> list[LogDocument]:
+def exported_documents(value: Any, field: str) -> list[LineDocument]:
     """The documents of a retriever's output: a list, or an object that holds it. None of a retrieval that failed.
 
     Raises ValueError naming the field."""
@@ -39,7 +39,7 @@ def exported_documents(value: Any, field: str) -> list[LogDocument]:
     return [_document(each, f"{field}[{place}]") for place, each in enumerate(found)]
 
 
-def exported_document(id: str | int | None, text: str | None, field: str) -> LogDocument:
+def exported_document(id: str | int | None, text: str | None, field: str) -> LineDocument:
     """A document by its id or, without one, by its text; with a text its length is estimated from that.
 
     Raises ValueError naming the field."""
@@ -47,10 +47,10 @@ def exported_document(id: str | int | None, text: str | None, field: str) -> Log
         raise ValueError(f'"{field}" has neither an id nor a text: export one of them')
     if id is None:
         id = content_key("", text or "")
-    return LogDocument(id=id, tokens=int(estimate_tokens(text)) if text else None)
+    return LineDocument(id=id, tokens=int(estimate_tokens(text)) if text else None)
 
 
-def _document(value: Any, field: str) -> LogDocument:
+def _document(value: Any, field: str) -> LineDocument:
     if isinstance(value, str):
         return exported_document(None, value, field)
     if not isinstance(value, dict):

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import AliasChoices, Field
 
-from ragorder.eval.replay.formats.base import ExportLine, LogLine, Time
+from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_documents
+from ragorder.request_lines import RequestLine, Time
 
 __all__ = ["LangfuseObservation"]
 
@@ -25,6 +26,6 @@ class LangfuseObservation(ExportLine):
     start_time: Time = Field(validation_alias=AliasChoices("start_time", "startTime"))
     output: Any = None
 
-    def requests(self) -> Iterable[LogLine]:
+    def requests(self) -> Iterable[RequestLine]:
         if self.type.upper() == "RETRIEVER" and (documents := exported_documents(self.output, "output")):
-            yield LogLine(time=self.start_time, documents=[*documents])
+            yield RequestLine(time=self.start_time, documents=[*documents])

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from ragorder.eval.replay.formats.base import ExportLine, LogLine, Time
+from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_documents
+from ragorder.request_lines import RequestLine, Time
 
 __all__ = ["LangSmithRun"]
 
@@ -30,6 +31,6 @@ class LangSmithRun(ExportLine):
     start_time: Annotated[Time, BeforeValidator(_from_milliseconds)]
     outputs: Any = None
 
-    def requests(self) -> Iterable[LogLine]:
+    def requests(self) -> Iterable[RequestLine]:
         if self.run_type.lower() == "retriever" and (documents := exported_documents(self.outputs, "outputs")):
-            yield LogLine(time=self.start_time, documents=[*documents])
+            yield RequestLine(time=self.start_time, documents=[*documents])

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ragorder.eval.replay.formats.base import ExportLine, Length, LogDocument, LogLine, Time
+from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_document, structure
 from ragorder.jsonl import problem_of
+from ragorder.request_lines import Length, LineDocument, RequestLine, Time
 
 __all__ = ["LiteLLMSpendLog"]
 
@@ -25,7 +26,7 @@ class _Result(BaseModel):
     filename: str | None = None
     content: list[_Content] | None = None
 
-    def document(self, field: str) -> LogDocument:
+    def document(self, field: str) -> LineDocument:
         """By its text: the chunks of a file share its id. Where texts are not stored there is the file alone."""
         texts = [each.text for each in self.content or () if each.text and _REDACTED not in each.text]
         if texts:
@@ -59,7 +60,7 @@ class LiteLLMSpendLog(ExportLine):
     completion_tokens: Length | None = None
     metadata: Any = None
 
-    def requests(self) -> Iterable[LogLine]:
+    def requests(self) -> Iterable[RequestLine]:
         metadata = structure(self.metadata, "metadata") or {}
         try:
             searches = _Metadata.model_validate(metadata).vector_store_request_metadata or ()
@@ -69,4 +70,4 @@ class LiteLLMSpendLog(ExportLine):
         responses = [each.vector_store_search_response for each in searches if each.vector_store_search_response]
         documents = [result.document(field) for response in responses for result in response.data or ()]
         if documents:
-            yield LogLine(time=self.startTime, documents=[*documents], output_tokens=self.completion_tokens)
+            yield RequestLine(time=self.startTime, documents=[*documents], output_tokens=self.completion_tokens)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ragorder.eval.replay.formats.base import ExportLine, Length, LogLine, PositiveLength
+from ragorder.eval.replay.formats.base import ExportLine
+from ragorder.request_lines import Length, PositiveLength, RequestLine
 
 __all__ = ["MooncakeRequest"]
 
@@ -28,11 +29,11 @@ class MooncakeRequest(ExportLine):
     output_length: Length
     hash_ids: list[int]
 
-    def requests(self) -> Iterable[LogLine]:
+    def requests(self) -> Iterable[RequestLine]:
         blocks = (self.input_length - 1) // _BLOCK_TOKENS
         if len(self.hash_ids) < blocks:
             raise ValueError(f'"hash_ids" has too few blocks of {_BLOCK_TOKENS} tokens for "input_length"')
-        yield LogLine(
+        yield RequestLine(
             time=self.timestamp / 1_000,
             documents=[*self.hash_ids[:blocks]],
             tokens=_BLOCK_TOKENS,

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from ragorder.eval.replay.formats.base import ExportLine, LogDocument, LogLine
+from ragorder.eval.replay.formats.base import ExportLine
 from ragorder.eval.replay.formats.documents import exported_document, exported_documents
+from ragorder.request_lines import LineDocument, RequestLine
 
 __all__ = ["OTelTraces"]
 
@@ -26,7 +27,7 @@ class _Span(BaseModel):
     startTimeUnixNano: Annotated[int, Field(ge=0, le=10**20)]  # noqa: N815
     attributes: list[_Attribute] = Field(default_factory=list)
 
-    def documents(self) -> list[LogDocument]:
+    def documents(self) -> list[LineDocument]:
         fields: dict[int, dict[str, Any]] = {}
         for attribute in self.attributes:
             if attribute.key == _GENAI:
@@ -54,14 +55,14 @@ class OTelTraces(ExportLine):
 
     resourceSpans: list[_ResourceSpans]  # noqa: N815
 
-    def requests(self) -> Iterable[LogLine]:
+    def requests(self) -> Iterable[RequestLine]:
         spans = [span for resource in self.resourceSpans for scope in resource.scopeSpans for span in scope.spans]
         for span in spans:
             if documents := span.documents():
-                yield LogLine(time=span.startTimeUnixNano / 1e9, documents=[*documents])
+                yield RequestLine(time=span.startTimeUnixNano / 1e9, documents=[*documents])
 
 
-def _openinference(place: int, fields: dict[str, Any]) -> LogDocument:
+def _openinference(place: int, fields: dict[str, Any]) -> LineDocument:
     id, content = fields.get("id"), fields.get("content")
     return exported_document(
         id if isinstance(id, str | int) and not isinstance(id, bool) else None,

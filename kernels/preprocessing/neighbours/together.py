@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel
-
 from ragorder.jsonl import JSONLines
 from ragorder.kernels.preprocessing.neighbours.base import Neighbours, neighbours
+from ragorder.request_lines import EXAMPLE, RequestLine
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,18 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServedTogether"]
 
-_EXAMPLE = '{"documents": ["a", "b"]}'
 
-
-class _Named(BaseModel):
-    id: str
-
-
-class _LoggedRequest(BaseModel):
-    documents: list[str | _Named]
-
-
-@neighbours.register("log", "those most often in one request of a log (log:FILE, JSON lines as of `ragorder order`)")
+@neighbours.register("log", "those most often in one request of a log (log:FILE, JSON lines as of `ragorder replay`)")
 class ServedTogether(Neighbours):
     """The documents with which one shared most requests: the likeliest companions of the next one. Ties go to the
     earlier document; documents of no logged request have no neighbours.
@@ -48,9 +37,8 @@ class ServedTogether(Neighbours):
         """Raises JSONLinesError naming file and line."""
         if not argument:
             raise ValueError("name the log of requests: log:FILE")
-        lines = JSONLines(argument, example=_EXAMPLE)
-        read = (request.documents for _, request in lines.read(_LoggedRequest))
-        return cls([each if isinstance(each, str) else each.id for each in documents] for documents in read)
+        lines = JSONLines(argument, example=EXAMPLE)
+        return cls(map(str, request.ids) for _, request in lines.read(RequestLine))
 
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
         places = {id: place for place, id in enumerate(ids)}

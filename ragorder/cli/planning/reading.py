@@ -17,6 +17,7 @@ from ragorder.cli.planning.folder import PlanError, PlanFolder
 from ragorder.cli.planning.spill import Row, SpillWriter
 from ragorder.cli.request_lines import RequestToOrder, read_requests
 from ragorder.jsonl import name_of
+from ragorder.request_lines import UnreadFields
 from ragorder.trie.shards import ShardRequest
 
 __all__ = ["Progress", "counted", "identify", "needed_bytes", "read_input", "require_space"]
@@ -81,12 +82,15 @@ def identify(source: IO[bytes], progress: Progress) -> dict[str, Any]:
     return digested.identity()
 
 
-def read_input(folder: PlanFolder, source: IO[bytes], document_tokens: int, progress: Progress) -> dict[str, Any]:
+def read_input(
+    folder: PlanFolder, source: IO[bytes], document_tokens: int, unread: UnreadFields, progress: Progress
+) -> dict[str, Any]:
     """Spill all requests; what was read. Raises LineError, and PlanError if the disk is too small."""
     digested = _Digested(source)
     requests = documents = 0
     with SpillWriter(folder.whole) as spill:
-        for request in read_requests(digested, document_tokens, progress):  # type: ignore[arg-type]
+        given: Any = digested
+        for request in read_requests(given, document_tokens, unread=unread, progress=progress):
             numbers, text = _spilled(request)
             spill.add(request.index, numbers, text)
             requests += 1
@@ -136,7 +140,8 @@ def counted(items: Iterable[T], total: int, label: str, progress: Progress) -> I
 
 def _spilled(request: RequestToOrder) -> tuple[ShardRequest, bytes]:
     documents = request.documents
-    numbers = ShardRequest.of(
-        [document.key for document in documents], [document.token_count for document in documents], request.scope
-    )
-    return numbers, json.dumps([request.echo, [document.id for document in documents]]).encode()
+    # Names as text that is the same in every process.
+    names = [repr(document.key) for document in documents]
+    scope = None if request.scope == (None, None) else repr(request.scope)
+    numbers = ShardRequest.of(names, [document.token_count for document in documents], scope)
+    return numbers, json.dumps([request.echo, request.ids]).encode()

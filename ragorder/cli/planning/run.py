@@ -13,6 +13,7 @@ from ragorder.cli.planning.reading import Progress, counted, identify, needed_by
 from ragorder.cli.planning.spill import DealtSpill
 from ragorder.cli.planning.workers import plan_in_processes
 from ragorder.file_lock import try_lock
+from ragorder.request_lines import UnreadFields
 from ragorder.trie.shards import ShardPaths, ShardRequest
 
 __all__ = ["PlanOptions", "plan_file"]
@@ -38,8 +39,10 @@ class PlanOptions:
     resume: bool = True
 
 
-def plan_file(source: IO[bytes], path: Path, options: PlanOptions, progress: Progress) -> dict[str, Any]:
-    """Plan the requests of `source` into the folder `path`; its manifest.
+def plan_file(
+    source: IO[bytes], path: Path, options: PlanOptions, unread: UnreadFields, progress: Progress
+) -> dict[str, Any]:
+    """Plan the requests of `source` into the folder `path`; its manifest. `unread` counts fields of other names.
 
     Raises LineError for a line that cannot be read, and PlanError for a folder that holds another plan, for a disk or a
     memory that is too small, and if a planning process ends.
@@ -50,7 +53,7 @@ def plan_file(source: IO[bytes], path: Path, options: PlanOptions, progress: Pro
     path.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(path):
-            return _plan_into(folder, source, options, progress)
+            return _plan_into(folder, source, options, unread, progress)
     finally:
         if new:
             # Only if nothing is in it: the input or the disk was refused.
@@ -58,7 +61,9 @@ def plan_file(source: IO[bytes], path: Path, options: PlanOptions, progress: Pro
                 path.rmdir()
 
 
-def _plan_into(folder: PlanFolder, source: IO[bytes], options: PlanOptions, progress: Progress) -> dict[str, Any]:
+def _plan_into(
+    folder: PlanFolder, source: IO[bytes], options: PlanOptions, unread: UnreadFields, progress: Progress
+) -> dict[str, Any]:
     if not options.resume:
         folder.clear()
     finished = folder.manifest
@@ -69,16 +74,18 @@ def _plan_into(folder: PlanFolder, source: IO[bytes], options: PlanOptions, prog
         folder.clear_work()
         return finished
     folder.make()
-    state = dict(known) or _read(folder, source, options, progress)
+    state = dict(known) or _read(folder, source, options, unread, progress)
     if state["stage"] == "read":
         state = _deal(folder, state, options, progress)
     return _plan(folder, state, options, progress)
 
 
-def _read(folder: PlanFolder, source: IO[bytes], options: PlanOptions, progress: Progress) -> dict[str, Any]:
+def _read(
+    folder: PlanFolder, source: IO[bytes], options: PlanOptions, unread: UnreadFields, progress: Progress
+) -> dict[str, Any]:
     try:
         require_space(folder.path, needed_bytes(source, options.document_tokens))
-        read = read_input(folder, source, options.document_tokens, progress)
+        read = read_input(folder, source, options.document_tokens, unread, progress)
     except BaseException:
         # What was read of an input in part is of no use.
         folder.clear_work()

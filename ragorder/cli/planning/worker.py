@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.cli.planning.folder import PlanFolder, write_json
+from ragorder.cli.request_lines import order_line
 from ragorder.trie.shards import PlannedRequest, plan_requests
 
 __all__ = ["OUT_OF_MEMORY", "plan_shard", "serve"]
@@ -81,14 +82,7 @@ def _no_collection() -> Iterator[None]:
 
 def _line(index: int, text: bytes, planned: PlannedRequest) -> dict[str, Any]:
     echo, ids = json.loads(text)
-    return {
-        **echo,
-        "index": index,
-        "documents": [ids[rank] for rank in planned.permutation],
-        "permutation": planned.permutation,
-        "prefix_documents": planned.shared_documents,
-        "cached_tokens": planned.shared_tokens,
-    }
+    return order_line(echo, index, ids, planned.permutation, planned.shared_documents, planned.shared_tokens)
 
 
 def _end_with_parent() -> None:
