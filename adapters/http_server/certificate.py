@@ -15,11 +15,13 @@ class Certificate(NamedTuple):
     file: Path
     key: Path | None = None
 
-    def check(self) -> None:
+    def context(self) -> ssl.SSLContext:
         """Raises OSError for files that cannot be read, ValueError for what is no certificate with its key."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Without a password OpenSSL would ask for one on the terminal.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.file, self.key, password="")
+            context.load_cert_chain(self.file, self.key, password="")
         except ssl.SSLError as error:
             reason = (error.reason or "not in PEM format").lower().replace("_", " ")
             raise ValueError(f"no certificate with its key, or the key is encrypted ({reason})") from None
+        return context

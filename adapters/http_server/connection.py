@@ -1,13 +1,15 @@
-"""HTTP/1.1 connections with timeouts and a limit on their number."""
+"""HTTP/1.1 connections, encrypted or not, with timeouts and a limit on their number."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine, Generator
 from typing import Any, ClassVar
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ragorder.adapters.http_server.errors import HTTPError
@@ -17,15 +19,22 @@ __all__ = ["HEAD_LIMIT", "TimedConnection", "timed_connections"]
 # Bytes of all header lines of a request together.
 HEAD_LIMIT = 1 << 15
 _PROBE_CONNECTIONS = 32
+_FAREWELL_S = 0.5
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def timed_connections(client_s: float, limit: int, *, probes: Collection[str] = ()) -> type[H11Protocol]:
+def timed_connections(
+    client_s: float, limit: int, *, probes: Collection[str] = (), encryption: ssl.SSLContext | None = None
+) -> type[H11Protocol]:
     """A uvicorn protocol for at most `limit` connections; beyond it only `probes` (paths) are answered. A client has
-    `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer."""
+    `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer.
+
+    With `encryption` for HTTPS, of which uvicorn is not to know: it would count a connection, and time it, only after a
+    handshake, so that those without one would be in no limit.
+    """
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
-    return type("Connection", (TimedConnection,), options)
+    return type("Connection", (TimedConnection,), {**options, "encryption": encryption})
 
 
 class TimedConnection(H11Protocol):
@@ -35,8 +44,11 @@ class TimedConnection(H11Protocol):
     limit: ClassVar[int]
     probes: ClassVar[frozenset[str]]
     idle: ClassVar[OrderedDict[TimedConnection, None]]
+    encryption: ClassVar[ssl.SSLContext | None]
 
     _begun = False
+    # What came with the end of a handshake; None otherwise.
+    _early: bytearray | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._receive_timer = _Timer(self.loop, self.client_s, self._too_slow)
@@ -52,6 +64,28 @@ class TimedConnection(H11Protocol):
         if not transport.is_closing():
             self.idle[self] = None
             self._receive_timer.set()
+            if self.encryption is not None:
+                self._early = bytearray()
+                # Begun at once: what a client sends first must not be read as plain text.
+                start = self.loop.start_tls(
+                    transport, self, self.encryption, server_side=True, ssl_handshake_timeout=self.client_s
+                )
+                self._handshake = self.loop.create_task(self._encrypt(transport, _Begun(start)))
+
+    async def _encrypt(self, transport: Any, handshake: _Begun) -> None:
+        encrypted: Any = None
+        try:
+            encrypted = await handshake
+        except OSError:
+            transport.abort()
+        if encrypted is None or encrypted.is_closing():
+            # The loop does not always tell of a connection that is lost in its handshake.
+            self.connection_lost(ConnectionAbortedError())
+            return
+        self.transport, self.flow, self.scheme = encrypted, FlowControl(encrypted), "https"
+        early, self._early = self._early, None
+        if early:
+            self.data_received(bytes(early))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -60,6 +94,9 @@ class TimedConnection(H11Protocol):
         self._send_timer.stop()
 
     def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early += data
+            return
         self._begun = True
         super().data_received(data)
         if self._waits_for_client():
@@ -90,6 +127,12 @@ class TimedConnection(H11Protocol):
             self._receive_timer.set()
         if self.transport.get_write_buffer_size() > 0:
             self._send_timer.set()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size() == 0:
+            # Few clients that keep a connection listen to it: the loop would wait for the end of their encryption.
+            self.loop.call_later(_FAREWELL_S, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -126,6 +169,18 @@ class TimedConnection(H11Protocol):
     def _not_read(self) -> None:
         if self.transport.get_write_buffer_size() > 0:
             self.transport.abort()
+
+
+class _Begun:
+    """An awaitable that takes a coroutine's first step at once, as tasks can from Python 3.12 on (`eager_start`)."""
+
+    def __init__(self, coroutine: Coroutine[Any, None, Any]) -> None:
+        self._coroutine = coroutine
+        self._waits_for = coroutine.send(None)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield self._waits_for
+        return (yield from self._coroutine.__await__())
 
 
 class _Timer:

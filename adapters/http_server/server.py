@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +20,7 @@ from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connectio
 __all__ = ["address_of", "is_loopback", "listen", "most_connections", "run_server", "server_config"]
 
 _BACKLOG = 2048
+_AT_ONCE = 16
 # Clients keep a connection for less: they close it, and never while the server would begin to read a request.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 64
@@ -67,7 +69,12 @@ def server_config(
     """The parser is always h11: httptools, which uvicorn prefers, takes headers without end."""
     return uvicorn.Config(
         _cancelled_quietly(app),
-        http=timed_connections(client_s, connections, probes=probes),
+        http=timed_connections(
+            client_s,
+            connections,
+            probes=probes,
+            encryption=None if certificate is None else certificate.context(),
+        ),
         h11_max_incomplete_event_size=HEAD_LIMIT,
         ws="none",
         log_config=None,
@@ -77,8 +84,6 @@ def server_config(
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=grace_s,
-        ssl_certfile=None if certificate is None else certificate.file,
-        ssl_keyfile=None if certificate is None else certificate.key,
     )
 
 
@@ -114,10 +119,24 @@ class _UvicornServer(uvicorn.Server):
         return await super().on_tick(counter) or ends
 
 
+class _Listening(socket.socket):
+    """Asyncio accepts all connections that wait before it makes the first one, which is where they are counted: here
+    it gets a few at a time."""
+
+    _accepted = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self._accepted = (self._accepted + 1) % _AT_ONCE
+        if self._accepted == 0:
+            raise BlockingIOError
+        return super().accept()
+
+
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """`shared`: further sockets may be of the same port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
+    made = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
+    listening = _Listening(fileno=made.detach())
     # Connections inherit it. asyncio sets it only for sockets that it made itself, and the second part of an answer
     # would wait 40 ms for the acknowledgement of the first.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -90,7 +90,7 @@ def certificate_of(running: Running) -> Certificate | None:
         return None
     certificate = Certificate(running.ssl_certfile, running.ssl_keyfile)
     try:
-        certificate.check()
+        certificate.context()
     except (OSError, ValueError) as error:
         raise click.UsageError(f"--ssl-certfile, --ssl-keyfile: {error}") from None
     return certificate

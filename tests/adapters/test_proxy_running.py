@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +248,39 @@ class TestHTTPS:
         with pytest.raises(httpx2.TransportError):
             httpx2.get(process.url.replace("https", "http"), verify=CERTIFICATES)
         assert process.stop() == ""
+
+    @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+    def test_connections_without_a_handshake_are_in_the_limits(
+        self, loop: str, certificate: tuple[Path, Path], upstream: str
+    ) -> None:
+        """The system allows the process fewer files than there are such connections."""
+        command = COMMAND
+        if loop == "uvloop":
+            pytest.importorskip("uvloop")
+        else:
+            command = (*COMMAND[:2], f"import sys; sys.modules['uvloop'] = None; {COMMAND[2]}", *COMMAND[3:])
+        given = ("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--upstream", upstream)
+        limits = ("--max-connections", "20", "--client-timeout", "5s")
+        with launching(ServeProcess, *command, *SIZES, PYTHONPATH="") as launch, ExitStack() as until_done:
+            process = launch(*given, *limits)
+            resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE, (100, 100))
+            trusted = ssl.create_default_context(cafile=str(certificate[0]))
+            address = ("127.0.0.1", int(process.url.rpartition(":")[2]))
+            silent = [until_done.enter_context(socket.create_connection(address, timeout=60)) for _ in range(200)]
+            page = httpx2.get(f"{process.url}/metrics", verify=trusted, timeout=60).text
+            files = re.search(r"^process_open_fds (\S+)$", page, re.MULTILINE)
+            assert files is not None and float(files[1]) < 100
+            with suppress(ConnectionResetError):
+                assert silent[-1].recv(1) == b"", "it has as long as a header"
+            assert process.stop() == ""
+
+    def test_a_connection_that_is_kept_does_not_use_up_the_grace(
+        self, certificate: tuple[Path, Path], launch: Callable[..., ServeProcess]
+    ) -> None:
+        process = launch("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(certificate[1]), "--grace", "20")
+        with httpx2.Client(verify=ssl.create_default_context(cafile=str(certificate[0]))) as client:
+            assert client.get(f"{process.url}/ragorder/health").status_code == 200
+            assert process.stop() == ""
 
     def test_one_file_may_have_both(self, certificate: tuple[Path, Path], launch: Callable[..., ServeProcess]) -> None:
         certificate[0].write_bytes(certificate[0].read_bytes() + certificate[1].read_bytes())
