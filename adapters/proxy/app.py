@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import anyio
 import httpx2
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -23,7 +24,7 @@ from ragorder.adapters.proxy.fleet import Fleet
 from ragorder.adapters.proxy.fleet_proxy import FleetProxy
 from ragorder.adapters.proxy.ordering import OnSent, RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser
-from ragorder.adapters.proxy.readiness import Readiness, answers
+from ragorder.adapters.proxy.readiness import Readiness, Served, answers
 from ragorder.adapters.proxy.repeats import RepeatedDocuments
 from ragorder.adapters.proxy.replica_pages import replica_routes
 from ragorder.adapters.proxy.reverse_proxy import ReverseProxy, ServerProxy
@@ -72,6 +73,7 @@ def make_app(
     on_tbt: Callable[[float], None] | None = None,
     on_sent: OnSent | None = None,
     routes: Sequence[BaseRoute] = (),
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
     """The proxy in front of the OpenAI- or Anthropic-compatible server at `upstream` (with or without /v1), or of a
@@ -96,7 +98,8 @@ def make_app(
     - `on_sent` gets the order in which each request's documents are sent: an earlier turn goes as it went before
       (`SharedOrderer.share`).
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are served besides the proxy's own; `make_transport` replaces the connections upstream.
+    - `routes` are served besides the proxy's own, `background` runs as long as the application does, and must not
+      raise; `make_transport` replaces the connections upstream.
 
     Raises ValueError for a builder with a system prompt, a header that cannot be, `route` without one or to a fleet,
     AddressError for a malformed address or key, TemplateError for numbers by place without an id, or with `repeated`.
@@ -158,23 +161,34 @@ def make_app(
         "client_s": timeouts.client_s,
         "admission": admission,
     }
+    about = {
+        "template": None if template is None else template.form,
+        "lengths": "counted" if tokens.exact else "estimated",
+    }
     own = [Route(_HEALTH, health), Route("/ragorder/openapi.json", show_openapi)]
     proxy: ReverseProxy
     if isinstance(upstream, Fleet):
         upstream.connect(server_at, ordering)
         proxy = FleetProxy(upstream, parser, tries_s=timeouts.all_tries_s, **limits)
+        servers = [each.server for each in upstream.replicas]
         own += [Route(_READY, Readiness(upstream.check).answer), *replica_routes(upstream)]
         close = upstream.aclose
     else:
         server = server_at(upstream)
+        servers = [server]
         topics = TopicRouter(TopicHeader(orderer, topic_header))
         proxy = ServerProxy(server, parser, topics if route else ordering(orderer), **limits)
         own += [Route(_READY, Readiness(partial(answers, server)).answer)]
         close = server.aclose
+    own += [Route("/ragorder/served", Served(servers, about).answer)]
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        yield
+        async with anyio.create_task_group() as running:
+            for run in background:
+                running.start_soon(run)
+            yield
+            running.cancel_scope.cancel()
         workers.close()
         await close()
 

@@ -1,11 +1,19 @@
-"""The proxy's metrics and statistics as pages."""
+"""The proxy's metrics and statistics as pages, and what of them is kept over time."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from base64 import b64encode
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.resources import files
+from threading import Lock
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -17,26 +25,120 @@ from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
 from ragorder.adapters.proxy.admission import AdmissionQueue
 
-__all__ = ["stats_routes"]
+__all__ = ["History", "StatsPages"]
+
+_EVERY_S = 2.0
+_MOST_POINTS = 900
 
 
-def stats_routes(metrics: Metrics, admission: AdmissionQueue | None = None) -> list[Route]:
-    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder` (HTML, live)."""
-    page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
-    headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Prompt tokens of the requests that ended between the point before and `at`, in ms, and the cached shares of both
+    orders (None: unknown)."""
 
-    async def show_metrics(request: Request) -> Response:
-        return Response(await run_in_threadpool(generate_latest, metrics.whole), media_type=CONTENT_TYPE_LATEST)
+    at: int
+    prompt_tokens: int
+    ours: float | None
+    theirs: float | None
 
-    async def show_stats(request: Request) -> Response:
-        stats = await run_in_threadpool(lambda: Stats.of(metrics.whole.collect()))
-        queue = {} if admission is None else {"queue": admission.as_json()}
-        return JSONResponse(stats.as_json() | queue, headers={"Cache-Control": "no-store"})
 
-    async def show_page(request: Request) -> Response:
-        return HTMLResponse(page, headers=headers)
+class _Counted(NamedTuple):
+    prompt: int = 0
+    served: int = 0
+    other: int | None = 0
 
-    return [Route("/metrics", show_metrics), Route("/ragorder/stats", show_stats), Route("/ragorder", show_page)]
+
+class History:
+    """The cached share of each order over time: a point every two seconds in which requests ended, the last 900.
+    Thread-safe.
+
+        history = History(lambda: Stats.of(metrics.whole.collect()))
+    """
+
+    def __init__(self, read: Callable[[], Stats], clock: Callable[[], float] = time.time) -> None:
+        self._read = read
+        self._clock = clock
+        self._points: deque[_Point] = deque(maxlen=_MOST_POINTS)
+        self._before = _Counted()
+        self._lock = Lock()
+
+    def read(self) -> Stats:
+        """The figures now, which may become a point."""
+        with self._lock:
+            stats = self._read()
+            now = round(1000 * self._clock())
+            since = self._points[-1].at if self._points else 0
+            if not 0 <= now - since < 1000 * _EVERY_S:
+                self._add(now, stats)
+            return stats
+
+    def after(self, at: float) -> list[dict[str, Any]]:
+        """The points after a time."""
+        with self._lock:
+            return [asdict(point) for point in self._points if point.at > at]
+
+    async def keep(self) -> None:
+        """Read as long as the server runs."""
+        while True:
+            # The next one may succeed.
+            with suppress(Exception):
+                await run_in_threadpool(self.read)
+            await asyncio.sleep(_EVERY_S)
+
+    def _add(self, at: int, stats: Stats) -> None:
+        now = _Counted(stats.prompt_tokens, stats.cached_tokens, stats.predicted_other_tokens)
+        before, self._before = self._before, now
+        prompt = now.prompt - before.prompt
+        if prompt <= 0:
+            return
+        served, other = now.served - before.served, (now.other or 0) - (before.other or 0)
+        # Where reports contradict the predictions, nothing is known of the other order.
+        is_known = now.other is not None and (stats.cannot_compare is None or not stats.reports)
+        shares = _share(served, prompt), _share(other, prompt) if is_known else None
+        self._points.append(_Point(at, prompt, *(reversed(shares) if stats.shadow else shares)))
+
+
+def _share(cached: int, prompt: int) -> float:
+    return min(1.0, max(0.0, cached / prompt))
+
+
+class StatsPages:
+    """`/metrics`, `/ragorder/stats` (JSON; with `?after=` a time in ms the history since then) and `/ragorder` (HTML,
+    live), as `routes` of an application that has `history.keep` in the background."""
+
+    def __init__(self, metrics: Metrics, admission: AdmissionQueue | None = None) -> None:
+        self.history = History(lambda: Stats.of(metrics.whole.collect()))
+        self._metrics = metrics
+        self._admission = admission
+        self._page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
+        self._headers = {
+            "Content-Security-Policy": _policy(self._page),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+        }
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/metrics", self._show_metrics),
+            Route("/ragorder/stats", self._show_stats),
+            Route("/ragorder", self._show_page),
+        ]
+
+    async def _show_metrics(self, request: Request) -> Response:
+        page = await run_in_threadpool(generate_latest, self._metrics.whole)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    async def _show_stats(self, request: Request) -> Response:
+        figures = (await run_in_threadpool(self.history.read)).as_json()
+        if self._admission is not None:
+            figures["queue"] = self._admission.as_json()
+        with suppress(KeyError, ValueError):
+            figures["history"] = self.history.after(float(request.query_params["after"]))
+        return JSONResponse(figures, headers={"Cache-Control": "no-store"})
+
+    async def _show_page(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers=self._headers)
 
 
 def _policy(page: str) -> str:

@@ -1,24 +1,33 @@
-"""Probes of an upstream server."""
+"""What upstream servers are asked by the proxy itself: whether they answer, and their models."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.upstream import Upstream
+from ragorder.adapters.structs import readable_by_threads
 
-__all__ = ["Readiness", "answers"]
+__all__ = ["Readiness", "Served", "answers"]
 
 _TIMEOUT_S = 2.0
 _CACHED_S = 1.0
 # vLLM, SGLang and others have the first one; all have the second.
 _PATHS = (b"/health", b"/v1/models")
 _NO_SUCH_PATH = (404, 405)
+# A cloud lists hundreds of models.
+_MODELS_S = 60.0
+_MOST_BYTES = 1 << 20
+_MOST_MODELS = 3
+_LONGEST_NAME = 120
 
 
 async def answers(server: Upstream) -> bool:
@@ -56,3 +65,50 @@ class Readiness:
             503, "The upstream server does not answer, or answers with an error.", code="upstream_not_ready"
         )
         return JSONResponse(error.content, status_code=error.status)
+
+
+@readable_by_threads
+class _Model(msgspec.Struct):
+    id: str
+
+
+@readable_by_threads
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class Served:
+    """The answer to `/ragorder/served`: the addresses of the `servers`, the models that the first one lists (a few, and
+    the number of the others; asked once a minute), and what is known `about` the proxy."""
+
+    def __init__(self, servers: Sequence[Upstream], about: Mapping[str, Any]) -> None:
+        self._server = servers[0]
+        self._about = {"servers": list(dict.fromkeys(each.root for each in servers)), **about}
+        self._asking = asyncio.Lock()
+        self._asked_at = -_MODELS_S
+        self._models: list[str] = []
+
+    async def answer(self, _: Request) -> JSONResponse:
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= _MODELS_S:
+                self._models = await _models_of(self._server)
+                self._asked_at = time.monotonic()
+        shown = [name[:_LONGEST_NAME] for name in self._models[:_MOST_MODELS]]
+        models = {"models": shown, "more_models": len(self._models) - len(shown)}
+        return JSONResponse(self._about | models, headers={"Cache-Control": "no-store"})
+
+
+async def _models_of(server: Upstream) -> list[str]:
+    """None, if the server does not say."""
+    content = b""
+    with suppress(HTTPError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            server.send("GET", b"/v1/models", [(b"accept-encoding", b"identity")], None) as response,
+        ):
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > _MOST_BYTES:
+                    return []
+        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
+    return []

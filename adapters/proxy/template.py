@@ -105,11 +105,12 @@ class DocumentTemplate:
     optionally {id} and {title}; a literal brace is written twice.
 
     Documents are recognised by the marks in front of and behind them, if these alternate; white space and `BOUNDARY`
-    may separate them. Raises TemplateError.
+    may separate them. `form` is the template itself. Raises TemplateError.
     """
 
     def __init__(self, template: str) -> None:
-        self._fields, (self._open, *self._between, self._close) = _parse(template.strip())
+        self.form = template.strip()
+        self._fields, (self._open, *self._between, self._close) = _parse(self.form)
         for mark, side in ((self._open, "in front of"), (self._close, "behind")):
             if not mark.strip():
                 raise TemplateError(

@@ -100,7 +100,7 @@ def serve(
         from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, TemplateError, Timeouts, make_app
         from ragorder.adapters.proxy.access import THIS_MACHINE
         from ragorder.adapters.proxy.app import PROBES
-        from ragorder.adapters.proxy.pages import stats_routes
+        from ragorder.adapters.proxy.pages import StatsPages
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: {install_hint('proxy')}") from None
     from ragorder.adapters.http_client import AddressError
@@ -210,6 +210,7 @@ def serve(
                 if shared_orders is not None:
                     shared = sharing(shared_orders, backend.settings, topics)
                 orderer = observed(backend.settings, shared)
+            pages = StatsPages(metrics, admission)
             try:
                 app = make_app(
                     orderer,
@@ -233,7 +234,8 @@ def serve(
                         limits.connect_timeout_s, limits.read_timeout_s, limits.client_timeout_s, limits.tries_timeout_s
                     ),
                     admission=admission,
-                    routes=stats_routes(metrics, admission),
+                    routes=pages.routes,
+                    background=[pages.history.keep],
                     **backend.options,
                 )
             except AddressError as error:

@@ -107,13 +107,19 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
         if read.cost.money is not None and read.cost.saved_money is not None:
             money = f"{read.cost.money:,.2f} {read.cost.currency}"
             table.add_row("", money, f"{_difference(read.cost)} without a cache; prices of {read.cost.prices_date}")
-    times = f"p99 {read.order_us['p99']:,.0f}"
-    table.add_row("order time", f"{read.order_us['p50']:,.0f} µs", f"p50; {times}")
+    table.add_row("order time", _time(read.order_us["p50"]), f"median; 99 of 100 within {_time(read.order_us['p99'])}")
     table.add_row("documents moved by", f"{read.displacement_mean:.2f}", "positions, mean")
     table.add_row("tree nodes", f"{read.tree_nodes:,}", f"{read.evicted_blocks:,} KV blocks evicted so far")
     fallbacks = Text(f"{read.fallbacks:,}", "red" if read.fallbacks else "")
     table.add_row("fallbacks", fallbacks, "requests left in retrieval order after an internal error")
     return Group(_verdict(read, prefill_rate), Text(), table)
+
+
+def _time(us: float) -> str:
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if us >= size:
+            return f"{us / size:.3g} {unit}"
+    return f"{us:.0f} µs"
 
 
 def _cost_words(cost: CostStats, shadow: bool) -> str:

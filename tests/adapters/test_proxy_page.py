@@ -11,6 +11,7 @@ import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,12 +25,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from support.waiting import eventually
 
 from ragorder import Orderer
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
-from ragorder.adapters.proxy import make_app
-from ragorder.adapters.proxy.pages import stats_routes
+from ragorder.adapters.proxy import DocumentTemplate, make_app
+from ragorder.adapters.proxy.pages import StatsPages
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
@@ -65,12 +67,18 @@ class Server:
 class Proxy(Server):
     """The proxy in front of a server that answers at once, and reports what its cache is said to hold."""
 
-    def __init__(self, upstream: str, *, shadow: bool = False, api_key: str | None = None) -> None:
+    def __init__(self, upstream: str, *, shadow: bool = False, api_key: str | None = None, **options: Any) -> None:
         metrics = Metrics()
         orderer = Orderer(block_size=16, capacity_tokens=4_000, suffix_tokens=16)
         observed = ObservedOrderer(orderer, [metrics], shadow=shadow)
         self.metrics = metrics
-        super().__init__(make_app(observed, upstream=upstream, routes=stats_routes(metrics), api_key=api_key))
+        pages = StatsPages(metrics)
+        background = [pages.history.keep]
+        super().__init__(
+            make_app(
+                observed, upstream=upstream, routes=pages.routes, background=background, api_key=api_key, **options
+            )
+        )
 
     def ask(self, *names: str) -> None:
         documents = [{"id": name, "text": f"secret of {name} " * 40} for name in names]
@@ -85,8 +93,8 @@ class Proxy(Server):
             # A client that leaves before the end has no report.
             assert response.read()
 
-    def stats(self) -> Any:
-        request = urllib.request.Request(f"{self.url}/ragorder/stats", headers={"Authorization": "Bearer key"})
+    def stats(self, query: str = "") -> Any:
+        request = urllib.request.Request(f"{self.url}/ragorder/stats{query}", headers={"Authorization": "Bearer key"})
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
@@ -96,6 +104,7 @@ class Upstream:
 
     def __init__(self) -> None:
         self.reports = True
+        self.models: list[str] | None = None
         self._seen: list[str] = []
 
     async def complete(self, request: Request) -> JSONResponse:
@@ -111,6 +120,11 @@ class Upstream:
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "."}}
         return JSONResponse({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
+    async def list_models(self, _: Request) -> JSONResponse:
+        if self.models is None:
+            return JSONResponse({"error": "no such path"}, 404)
+        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+
 
 @pytest.fixture
 def engine() -> Upstream:
@@ -119,7 +133,8 @@ def engine() -> Upstream:
 
 @pytest.fixture
 def upstream(engine: Upstream) -> Iterator[str]:
-    with Server(Starlette(routes=[Route("/v1/chat/completions", engine.complete, methods=["POST"])])) as server:
+    routes = [Route("/v1/chat/completions", engine.complete, methods=["POST"]), Route("/v1/models", engine.list_models)]
+    with Server(Starlette(routes=routes)) as server:
         yield server.url
 
 
@@ -174,7 +189,8 @@ class TestPage:
             assert page.tab.text_content("#share-theirs") == f"{100 * stats['other_cached_share']:.1f}\u00a0%"
             assert "serving ragorder's order" in page.tab.text_content("#mode")
             shown = figures(page)
-            assert (shown["Requests"], shown["Fallbacks"]) == ("20", "0")
+            assert (shown["Requests"], shown["Fallbacks"], shown["Counted by"]) == ("20", "0", "the engine")
+            assert re.fullmatch(r"[\d.]+ (µs|ms|s)", shown["Order time, 99 of 100"])
             assert shown["Prompt tokens"] == f"{stats['prompt_tokens']:,}"
             # A point of the chart for each time that there were new requests.
             assert page.tab.locator("polyline").count() == 2
@@ -218,35 +234,64 @@ class TestPage:
             for name in ("ours", "theirs"):
                 assert page.tab.text_content(f"#origin-{name}") == "predicted"
                 assert "%" in page.tab.text_content(f"#share-{name}")
-            assert figures(page)["of which known"] == "nothing reported"
+            assert figures(page)["Counted by"] == "prediction: the engine reports nothing"
             assert page.problems == []
 
     def test_d5_says_that_requests_passed_without_documents(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#verdict", "no request has ended yet")
-            assert "reported by the engine" not in page.tab.text_content("#figures")
+            assert figures(page)["Counted by"] == "–"
             for _ in range(3):
                 proxy.metrics.passed("no_documents")
             page.wait_for("#verdict", "nothing was ordered: 3 requests were forwarded unchanged")
             assert "no documents found" in page.tab.text_content("#figures")
             assert page.problems == []
 
-    def test_a_reload_keeps_the_history_on_an_axis_of_time(self, browser: Any, upstream: str) -> None:
+    def test_the_proxy_keeps_the_history_whether_a_page_is_open_or_not(self, browser: Any, upstream: str) -> None:
+        """On an axis of time; a reload, and another browser, show the same."""
+        with Proxy(upstream) as proxy:
+
+            def has_all(requests: int) -> bool:
+                stats = proxy.stats("?after=0")
+                kept = sum(point["prompt_tokens"] for point in stats["history"])
+                return stats["served"] == requests and kept == stats["prompt_tokens"]
+
+            for number in (1, 2):
+                for names in SETS:
+                    proxy.ask(*names)
+                assert eventually(partial(has_all, number * len(SETS)))
+            count = len(proxy.stats("?after=0")["history"])
+            lines = []
+            for _ in range(2):
+                with Page(browser, proxy.url) as page:
+                    page.wait_for("#state", "live")
+                    for _ in range(2):
+                        lines.append([page.tab.get_attribute(f"#line-{name}", "points") for name in ("ours", "theirs")])
+                        page.tab.reload()
+                        page.wait_for("#state", "live")
+                    times = page.tab.locator("text.time").all_text_contents()
+                    assert times and all(re.fullmatch(r"\d\d:\d\d:\d\d", each) for each in times)
+                    page.tab.hover("#chart")
+                    assert "ragorder" in page.tab.text_content("#pointed")
+                    assert page.problems == []
+            assert len(lines[0][0].split()) == count >= 2
+            assert lines == [lines[0]] * 4
+
+    def test_names_the_server_its_models_and_the_template(self, browser: Any, engine: Upstream, upstream: str) -> None:
+        engine.models = ["a <b>model</b>", "b", "c", "d", "e"]
+        form = '<document id="{id}">\n{text}\n</document>'
+        with Proxy(upstream, template=DocumentTemplate(form)) as proxy, Page(browser, proxy.url) as page:
+            page.wait_for("#served", f"server {upstream}")
+            said = page.tab.text_content("#served")
+            assert "model a <b>model</b>, b, c and 2 more" in said
+            assert r'<document id="{id}">\n{text}\n</document>' in said
+            assert "lengths estimated" in said
+            assert page.problems == []
+
+    def test_a_server_that_lists_no_models_has_a_page(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
-            page.wait_for("#state", "live")
-            for names in SETS * 2:
-                proxy.ask(*names)
-            line = page.tab.locator("#line-ours")
-            playwright.expect(line).to_have_attribute("points", re.compile(r"\d"), timeout=15_000)
-            points = page.tab.get_attribute("#line-ours", "points")
-            assert points
-            page.tab.reload()
-            page.wait_for("#state", "live")
-            assert len(page.tab.get_attribute("#line-ours", "points").split()) >= len(points.split())
-            times = page.tab.locator("text.time").all_text_contents()
-            assert times and all(re.fullmatch(r"\d\d:\d\d:\d\d", each) for each in times)
-            page.tab.hover("#chart")
-            assert "ragorder" in page.tab.text_content("#pointed")
+            page.wait_for("#served", f"server {upstream}")
+            assert "model" not in page.tab.text_content("#served")
             assert page.problems == []
 
     def test_counts_without_sense_are_no_figures(self, browser: Any, upstream: str) -> None:
@@ -260,7 +305,7 @@ class TestPage:
                 "saved_share": -107.5,
             }
             with Page(browser, proxy.url) as page:
-                page.tab.route("**/ragorder/stats", lambda route: route.fulfill(json=absurd))
+                page.tab.route("**/ragorder/stats?*", lambda route: route.fulfill(json=absurd))
                 page.wait_for("#saved", "6,512 tokens")
                 assert "-" not in page.tab.text_content("#saved")
                 assert "more prefill needed in 20 requests: 108.50 times" in page.tab.text_content("#verdict")
@@ -281,6 +326,7 @@ class TestPage:
             for names in SETS:
                 proxy.ask(*names)
             with Page(browser, proxy.url, **screen) as page:
+                page.wait_for("#served", "server")
                 page.wait_for("#verdict", "5 of the first 8 requests reported")
                 assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
                 assert page.problems == []

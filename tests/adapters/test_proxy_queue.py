@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, make_app
-from ragorder.adapters.proxy.pages import stats_routes
+from ragorder.adapters.proxy.pages import StatsPages
 from ragorder.cli.serve import serve as serve_command
 
 CHAT = "/v1/chat/completions"
@@ -327,7 +327,7 @@ class TestWhatIsShown:
         metrics = Metrics(CollectorRegistry())
         admission = AdmissionQueue(1, max_waiting=1, registry=metrics.registry)
         observed = ObservedOrderer(Orderer(block_size=16, strict=True), [metrics])
-        proxy = Proxy(far_end, admission, observed, routes=stats_routes(metrics, admission))
+        proxy = Proxy(far_end, admission, observed, routes=StatsPages(metrics, admission).routes)
         for name in "abc":
             await proxy.send(tagged(name, "ab"))
 
