@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ragorder.counts import reported_count
 from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "read_usage"]
 
-_MAX_COUNT = 1 << 32
 _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
 
@@ -31,10 +31,10 @@ def read_usage(*reports: Any) -> ReportedUsage:
         read = _first(details, "cache_read", "cached_tokens")
         if read is None:
             read = member(report, "cache_read_input_tokens")
-        cached = _count(read) if cached is None else cached
+        cached = reported_count(read) if cached is None else cached
         prompt = prompt or _prompt_tokens(report)
-        completion = completion or _count(_first(report, "output_tokens", "completion_tokens"))
-        total = total or _count(member(report, "total_tokens"))
+        completion = completion or reported_count(_first(report, "output_tokens", "completion_tokens"))
+        total = total or reported_count(member(report, "total_tokens"))
     if cached is not None and (prompt is None or cached > prompt):
         cached = None
     return ReportedUsage(cached, prompt, completion, total)
@@ -64,8 +64,8 @@ class AnswerLength:
         self._mean = RunningMean()
 
     def learn(self, tokens: int | None) -> None:
-        if tokens is not None:
-            self._mean.add(tokens)
+        if (count := reported_count(tokens)) is not None:
+            self._mean.add(count)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
         """Cached tokens of a question and its answer of at most `limit` tokens; before the first report `default` for
@@ -77,17 +77,13 @@ class AnswerLength:
 
 
 def _prompt_tokens(report: Any) -> int | None:
-    tokens = _count(_first(report, "input_tokens", "prompt_tokens"))
+    tokens = reported_count(_first(report, "input_tokens", "prompt_tokens"))
     if tokens is None or member(report, "prompt_tokens") is not None:
         return tokens
     # In Anthropic's usage cached tokens, and those written to the cache, are not among the input tokens.
     others = (member(report, name) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
-    return tokens + sum(_count(each) or 0 for each in others)
+    return tokens + sum(reported_count(each) or 0 for each in others)
 
 
 def _first(value: Any, *names: str) -> Any:
     return next((found for name in names if (found := member(value, name)) is not None), None)
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < _MAX_COUNT else None

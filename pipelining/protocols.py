@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ragorder.counts import reported_count
+
 __all__ = [
     "AnswerChunk",
     "CommittedRequest",
@@ -19,12 +21,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The engine's report, in tokens (None: not reported)."""
+    """The engine's report, in tokens. None: not reported, or no number of tokens."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            object.__setattr__(self, name, reported_count(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from ragorder._deferred import run_or_defer
 from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
@@ -50,8 +49,6 @@ class ScopeOwner(Protocol):
     """Of all conversations."""
     defer: Callable[[Callable[[], None]], None]
     """Calls an outcome in its turn."""
-    report: Callable[[Exception], None]
-    """Counts an internal error."""
 
     def changed(self) -> None: ...
 
@@ -160,17 +157,8 @@ class Scope:
         fused: FusedPlaces | None = None,
     ) -> None:
         """End a lease. Callable by any thread at any time; never waits. `documents_end`, if that is not the path's."""
-        reported: Sequence[float | None]
         served, *reported = outcome
-        wrong = None
-        try:
-            reported = [None if tokens is None else float(int(tokens + 0.0)) for tokens in reported]
-        except Exception as error:
-            reported = ()
-            wrong = error
         self._owner.defer(partial(self._end, lease, served, reported, documents_end, fused))
-        if wrong is not None:
-            run_or_defer(partial(self._owner.report, wrong))
 
     def _end(
         self,
@@ -187,7 +175,7 @@ class Scope:
         if served:
             self.tail.served(lease.path)
             if documents_end is not None and lease.open:
-                cached_tokens, _, prompt_tokens = reported or (None, None, None)
+                cached_tokens, _, prompt_tokens = reported
                 if prompt_tokens is not None and isinstance(self.residency, FeedbackResidency):
                     self.residency.learn_prompt(documents_end - self.tree.root.end, prompt_tokens)
                 # Nothing behind the exact documents is kept.
@@ -301,7 +289,6 @@ class _DetachedOwner:
         self.tiers = owner.tiers
         self.segments = owner.segments
         self.defer: Callable[[Callable[[], None]], None] = _at_once
-        self.report: Callable[[Exception], None] = _raise
 
     def changed(self) -> None:
         pass
@@ -309,10 +296,6 @@ class _DetachedOwner:
 
 def _at_once(outcome: Callable[[], None]) -> None:
     outcome()
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _make_mirror(

@@ -23,13 +23,11 @@ class Scopes(OrderedDict[Hashable, TurnScope], ScopeOwner):
         settings: Settings,
         tiers: EngineTiers,
         defer: Callable[[Callable[[], None]], None],
-        report: Callable[[Exception], None],
         blocks: EngineBlocks | None = None,
     ) -> None:
         super().__init__()
         self.tiers = tiers
         self.defer = defer
-        self.report = report
         self.blocks = blocks
         self.segments = KnownSegments()
         self._settings = settings

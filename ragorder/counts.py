@@ -1,12 +1,22 @@
-"""Numbers of tokens and of bytes, as text and estimated from texts."""
+"""Numbers of tokens: reported by engines, estimated from texts, and as text like numbers of bytes."""
 
 from __future__ import annotations
 
+import logging
 import re
+from contextlib import suppress
+from functools import partial
+from numbers import Real
+from typing import Any
 
-__all__ = ["BYTE_UNITS", "Estimate", "estimate_tokens", "parse_count", "parse_size"]
+from ragorder._deferred import run_or_defer
 
+__all__ = ["BYTE_UNITS", "Estimate", "estimate_tokens", "parse_count", "parse_size", "reported_count"]
+
+_logger = logging.getLogger("ragorder")
 _CHARACTERS_PER_TOKEN = 4
+_MOST = 1 << 32
+_told: dict[str, object] = {}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -22,6 +32,22 @@ class Estimate(int):
 
 def estimate_tokens(text: str) -> Estimate:
     return Estimate(-(-len(text) // _CHARACTERS_PER_TOKEN))
+
+
+def reported_count(value: Any) -> int | None:
+    """A number of tokens that an engine reported, in whole tokens; None for None, and for what cannot be one: it is
+    negative, not finite, 2**32 or more, or no number. The first of these in a process is logged. Never raises."""
+    if value is None or (type(value) is int and 0 <= value < _MOST):
+        return value
+    with suppress(Exception):
+        if isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < _MOST:
+            return int(value)
+    mark = object()
+    # One atomic step: of two threads, one logs.
+    if _told.setdefault("count", mark) is mark:
+        message = "an engine reported what is no number of tokens (%s): it is ignored, and so are others from now on"
+        run_or_defer(partial(_logger.warning, message, type(value).__name__))
+    return None
 
 
 def parse_count(text: str) -> int:

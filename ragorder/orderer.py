@@ -159,7 +159,7 @@ class Orderer:
         self._lengths = LearnedLengths()
         self._tiers = EngineTiers(self.settings)
         self._clouds = CloudScopes(cloud) if cloud is not None else None
-        self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, self._report, blocks)
+        self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, blocks)
         if self._tiers.unpriced:
             self.degrade(
                 "the profile has no load times: cached prefixes are compared in tokens; measure it with "
@@ -567,7 +567,7 @@ class Orderer:
     def after_fork(self) -> None:
         """A child process has no other threads: what they were changing is not whole, and no events come."""
         if self._lock.after_fork() or self._contents is not None:
-            self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, self._report)
+            self._scopes = Scopes(self.settings, self._tiers, self._lock.defer)
         if self._contents is not None:
             self._contents = self._reader.token_ids = None
             reason = "forked: only the parent process follows KV events; here the residency is a mirror"

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVa
 
 from ragorder._deferred import run_or_defer
 from ragorder.clouds import CloudRequest, Cost
+from ragorder.counts import reported_count
 from ragorder.trie.residency import Lease
 
 __all__ = ["Forecast", "Ordering", "RequestOutcome", "Reuse"]
@@ -179,7 +180,10 @@ class Ordering(Generic[D]):
         written_tokens: float | None = None,
     ) -> None:
         """The engine served the request. As far as reported: `cached_tokens` reused, `total_tokens` of prompt and
-        answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache."""
+        answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache. What is no number of tokens counts as
+        not reported."""
+        cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
+        prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
         if self.cloud is not None and self._finish is not None:
             self.cloud.report(cached_tokens, written_tokens, prompt_tokens)
         if (cost := self.cost) is None:

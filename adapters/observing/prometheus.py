@@ -21,7 +21,6 @@ __all__ = ["Metrics"]
 _ORDER_S = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
 _TBT_S = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
-_MAX_TOKENS = 1 << 32
 
 
 class OrdererState(Protocol):
@@ -128,7 +127,7 @@ class Metrics:
         self._settled.labels("served" if outcome.served else "discarded").inc()
         if not outcome.served:
             return
-        prompt_tokens, reported = _tokens(outcome.prompt_tokens), _tokens(outcome.cached_tokens)
+        prompt_tokens, reported = outcome.prompt_tokens, outcome.cached_tokens
         if prompt_tokens is not None and reported is not None and reported > prompt_tokens:
             # One of the two is wrong.
             prompt_tokens = reported = None
@@ -168,10 +167,3 @@ class _StateCollector:
         shadow = max((orderer.shadow for orderer in watched), default=False)
         says = "1 in shadow mode: retrieval order is served, ragorder's is only scored."
         yield GaugeMetricFamily("ragorder_shadow", says, value=int(shadow))
-
-
-def _tokens(value: float | None) -> float | None:
-    try:
-        return value if value is not None and 0 <= value < _MAX_TOKENS else None
-    except TypeError:
-        return None

@@ -111,11 +111,13 @@ class Call:
             self.answer = answer
             self._usage_option.accepted()
             self.setup.learn(answer)
-            self._answered(answer)
             counts: dict[str, Any] = {"prompt_tokens": answer.prompt_tokens}
             if ordering.cloud is not None:
                 counts["written_tokens"] = answer.written_tokens
-            ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
+            try:
+                self._answered(answer)
+            finally:
+                ordering.confirm(answer.cached_tokens, answer.total_tokens, **counts)
 
     def create(self, reply: Reply) -> Any:
         """The result of create() for an attempt. Call it at once: what is ordered first must be sent first."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
+from ragorder.counts import reported_count
 from ragorder.document import estimate_tokens
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining import CachedLengths, Usage
@@ -78,7 +79,8 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
     if usage is None:
         ordering.confirm()
         return
-    prompt, completion, cached = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    prompt, completion, cached = map(reported_count, counts)
     sent_s = getattr(usage, "sent_s", None)
     if cached is not None and sent_s is not None and sent_s < ordered_s and cached < ordering.cached_tokens:
         # A speculation was sent before its request was ordered. Tokens may have been cached in between: the orderer
@@ -208,9 +210,9 @@ class _CommittedRequest:
         self._ordered_s = time.perf_counter()
 
     def confirm(self, usage: Usage | None, /) -> None:
+        finish(self._ordering, usage, self._ordered_s)
         if usage is not None:
             self._answer_length.learn(usage.completion_tokens)
-        finish(self._ordering, usage, self._ordered_s)
 
     def discard(self) -> None:
         self._ordering.discard()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Protocol
 
 from ragorder.clouds.cost import Cost
@@ -15,8 +14,6 @@ from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency import CacheReport, MarkPlan
 
 __all__ = ["CloudModel", "CloudRequest", "RequestMirror"]
-
-_MAX_TOKENS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class CloudRequest:
         self._mirror.publish()
 
     def report(self, cached_tokens: float | None, written_tokens: float | None, prompt_tokens: float | None) -> None:
-        self._plan.report = CacheReport(_count(cached_tokens), _count(written_tokens), _count(prompt_tokens))
+        self._plan.report = CacheReport(cached_tokens, written_tokens, prompt_tokens)
 
     @property
     def cost(self) -> Cost:
@@ -99,10 +96,3 @@ class CloudRequest:
             model.prices.date if model.prices is not None else "",
             self._plan.report.cached_tokens is not None,
         )
-
-
-def _count(tokens: object) -> float | None:
-    """None for what is no number of tokens."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float):
-        return None
-    return float(tokens) if isfinite(tokens) and 0 <= tokens < _MAX_TOKENS else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ragorder.counts import reported_count
 from ragorder.trie.cache_rules import CacheRules, UsageFields
 
 __all__ = ["CloudUsage", "read_cloud_usage"]
 
-_MAX_COUNT = 1 << 32
 _KNOWN = (
     UsageFields("cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens", additive=True),
     UsageFields("cacheReadInputTokens", "cacheWriteInputTokens", "inputTokens", additive=True),
@@ -34,7 +34,9 @@ def read_cloud_usage(usage: Any, rules: CacheRules | None = None) -> CloudUsage:
     for fields in known:
         if _find(usage, fields.read) is None and _find(usage, fields.written) is None:
             continue
-        read, written, prompt = (_count(_find(usage, name)) for name in (fields.read, fields.written, fields.prompt))
+        read, written, prompt = (
+            reported_count(_find(usage, name)) for name in (fields.read, fields.written, fields.prompt)
+        )
         if fields.additive:
             prompt = None if prompt is None else prompt + (read or 0) + (written or 0)
         if prompt is not None and (read or 0) + (written or 0) > prompt:
@@ -50,7 +52,3 @@ def _find(usage: Any, name: str) -> Any:
     for member in name.split("."):
         found = found.get(member) if isinstance(found, Mapping) else getattr(found, member, None)
     return found
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < _MAX_COUNT else None

@@ -29,7 +29,7 @@ from ragorder.adapters.openai.prompts import TimedUsage
 from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.ordering import RequestOutcome
-from ragorder.pipelining import PipelinedStream, Provisional, Retrieval
+from ragorder.pipelining import PipelinedStream, Provisional, Retrieval, Usage
 
 openai = pytest.importorskip("openai")
 
@@ -707,6 +707,20 @@ class TestPrompts:
         committed = prompts.commit(Question("And?"), DOCUMENTS[:3])
         committed.confirm(TimedUsage(200, 0, 4, "stop", committed._ordered_s - ahead_s))
         assert orderer.order(DOCUMENTS[4:6]).prefix_documents == older
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -5, 10**400, 1 << 32, True, "x", [], {}])
+    def test_whose_engine_reports_no_numbers_end_and_spoil_no_other(self, bad: Any) -> None:
+        orderer, plain = Orderer(strict=True), Orderer(strict=True)
+        prompts, others = OrderedPrompts(orderer, PromptBuilder()), OrderedPrompts(plain, PromptBuilder())
+        for number in range(5):
+            question, found = Question(f"What is {number}?"), DOCUMENTS[number : number + 3]
+            prompts.commit(question, found).confirm(Usage(bad, bad, bad, None))
+            others.commit(question, found).confirm(Usage())
+            assert orderer.preview(found) == plain.preview(found)
+            assert orderer.predict_cached_tokens(found) == plain.predict_cached_tokens(found) > (0, 0)
+        prompts.commit(Question("What?"), DOCUMENTS[:2]).confirm(Usage(100, 0, 40))
+        question_tokens = PromptBuilder().suffix_tokens("What?")
+        assert prompts.suffix_tokens("What?", {}) == question_tokens + 39, "the mean of one answer"
 
     def test_of_another_form_are_refused(self) -> None:
         with pytest.raises(ValueError, match="'messages' or 'token_ids'"):

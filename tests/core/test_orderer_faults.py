@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ragorder import DegradedWarning, Document, Orderer
+from ragorder.clouds import CacheRules
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.ordering import RequestOutcome
 from ragorder.tokens import SegmentTokenizer
@@ -241,30 +242,88 @@ class Evil:
     __rmul__ = __add__ = __radd__ = __int__ = __mul__  # type: ignore[assignment]
 
 
-NUMBERS = [10**400, -(10**400), float("nan"), float("inf"), -float("inf"), "5", object(), Evil(), [1]]
+class EvilFloat(float):
+    def __le__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __lt__ = __ge__ = __gt__ = __int__ = __trunc__ = __le__  # type: ignore[assignment]
 
 
-class TestL9Numbers:
-    @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__ + str(number)[:4])
+NO_COUNTS = {
+    "giant": 10**400,
+    "negative giant": -(10**400),
+    "2**32": 1 << 32,
+    "negative": -1,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "negative infinite": -float("inf"),
+    "truth": True,
+    "text": "5",
+    "object": object(),
+    "evil": Evil(),
+    "evil float": EvilFloat(5),
+    "list": [1],
+}
+HYBRID = CacheRules("mine", resume="junctions", interval_tokens=64, marks=0, ttl_s=float("inf"))
+EVERY_KIND: dict[str, Callable[[], Orderer]] = {
+    "plain": lambda: Orderer(strict=True),
+    "unlimited": lambda: Orderer(residency="none", capacity_tokens=None, strict=True),
+    "tiers": lambda: Orderer(capacity_tokens=1_000, host_tokens=10_000, disk_tokens=10_000, strict=True),
+    "fused": lambda: Orderer(reuse="fused", strict=True),
+    "events": lambda: Orderer(blocks=EngineBlocks(16), token_ids=lambda each: range(each.token_count), strict=True),
+    "cloud": lambda: Orderer.for_cloud(rules=CacheRules("mine", minimum_tokens=0, resume="marks"), strict=True),
+    "hybrid": lambda: Orderer.for_cloud(rules=HYBRID, capacity_tokens=10_000, strict=True),
+}
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+class TestWhatIsNoNumberOfTokens:
+    """In an engine's report: it counts as not reported, whatever orderer gets it."""
+
     @pytest.mark.parametrize("estimated", [True, False])
-    def test_l9_an_invalid_length_raises_nothing_and_reaches_observers(self, number: Any, estimated: bool) -> None:
-        documents = [Document(str(place), "x" * 400, None if estimated else 100) for place in range(3)]
-        for report in ({"cached_tokens": number}, {"total_tokens": number}, {"prompt_tokens": number}):
-            orderer, told = Orderer(), list[RequestOutcome]()
-            ordering = orderer.order(documents)
-            ordering.add_done_callback(told.append)
+    def test_is_ignored(self, kind: str, estimated: bool) -> None:
+        documents = [Document(str(place), "x" * 400, None if estimated else 100) for place in range(6)]
+        names = ("cached_tokens", "total_tokens", "prompt_tokens", "written_tokens")
+        reports = [dict.fromkeys(each, bad) for bad in NO_COUNTS.values() for each in (names, *zip(names))]
+        told, plain = EVERY_KIND[kind](), EVERY_KIND[kind]()
+        for number, report in enumerate(reports):
+            given = [documents[(number * step) % 6] for step in (1, 3, 4)]
+            ordering, other = told.order(given), plain.order(given)
+            assert ordering.permutation == other.permutation
+            assert ordering.cached_tokens == other.cached_tokens, "as if nothing had been reported"
+            outcomes: list[RequestOutcome] = []
+            ordering.add_done_callback(outcomes.append)
             ordering.confirm(**report)
-            assert [outcome.served for outcome in told] == [True]
-            check(orderer)
-            assert orderer._scopes[None].tree.root.leases == 0, "the request has ended"
+            other.confirm()
+            assert outcomes == [RequestOutcome(True)]
+            assert ordering.cost == other.cost
+            check(told)
+        assert told.fallbacks == 0 and not told.degraded
+        root = told._scopes[None].tree.root
+        assert root.leases == 0, "each request has ended"
 
-    def test_l9_in_strict_mode_it_raises_and_still_reaches_observers(self) -> None:
-        orderer, told = Orderer(strict=True), list[RequestOutcome]()
-        ordering = orderer.order([Document("a", "text")])
-        ordering.add_done_callback(told.append)
-        with pytest.raises(OverflowError):
-            ordering.confirm(10**400)
-        assert len(told) == 1 and orderer._scopes[None].tree.root.leases == 0
+    def test_spoils_nothing_that_is_reported_with_it(self, kind: str) -> None:
+        ordering = EVERY_KIND[kind]().order(DOCUMENTS[:3])
+        outcomes: list[RequestOutcome] = []
+        ordering.add_done_callback(outcomes.append)
+        ordering.confirm(float("nan"), 400.9, prompt_tokens=390)
+        assert outcomes == [RequestOutcome(True, None, 400, 390)]
+
+
+def test_what_is_no_number_of_tokens_is_logged_once_without_its_content(python: Any) -> None:
+    done = python("-c", REPORTED)
+    assert done.returncode == 0 and done.stderr.count("no number of tokens (str") == 1, done.stderr
+    assert "SECRET" not in done.stderr and "retrieval order" not in done.stderr
+
+
+REPORTED = """
+import logging
+from ragorder import Document, Orderer
+logging.basicConfig()
+orderer = Orderer()
+for report in ("SECRET", -1, 10**400):
+    orderer.order([Document("a", "text")]).confirm(report)
+"""
 
 
 class BadHash:

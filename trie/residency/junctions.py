@@ -55,7 +55,7 @@ class JunctionsResidency(MarksResidency):
         states = self.marked.states
         for node in lease.path[: lease.cached_documents + 1]:
             if states.get(node, 0) > cached_tokens:
-                del states[node]
+                states.pop(node, None)
 
     def _leave(self, node: Node) -> None:
         self.marked.states.pop(node, None)
