@@ -26,7 +26,7 @@ from ragorder.conversation import (
 from ragorder.document import Document, content_key, estimate_tokens
 from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
-from ragorder.tokens import PromptFrame, SegmentTokenizer, special_token_escaper, split_text
+from ragorder.tokens import PromptFrame, SegmentTokenizer, repair_unicode, special_token_escaper, split_text
 from ragorder.trie.histories import Segment
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
@@ -100,7 +100,8 @@ class PromptBuilder:
     - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks.
     - `cached_documents`: documents whose tokens are kept, in 64 MiB at most.
 
-    Special tokens in documents and questions are escaped, lone surrogates replaced. Raises ValueError for a wrong
+    Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent as it is, and
+    counted as if it had none. Raises ValueError for a wrong
     template, or for `align_to` without a tokenizer.
     """
 
@@ -130,7 +131,7 @@ class PromptBuilder:
         _check_template("question_template", question_template, "query")
         if align_to is not None and (tokenizer is None or align_to < 1):
             raise ValueError("align_to needs a tokenizer and a positive number of tokens")
-        self.system = system
+        self.system = system = repair_unicode(system)
         self._document_template = document_template
         self._question_template = question_template
         self._state_ranking = state_ranking

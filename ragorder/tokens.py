@@ -57,6 +57,8 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
+        """Lone surrogates, which no tokenizer takes, are replaced."""
+        text = repair_unicode(text)
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids

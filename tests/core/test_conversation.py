@@ -447,3 +447,43 @@ class TestSegments:
         tokens = len(tokenizer.encode(before, add_special_tokens=False))
         # Seams between documents may save or cost a token each.
         assert abs(builder.prefix_tokens + lengths - tokens) <= 6
+
+
+LONE = "\ud800"
+WHERE = ["system", "question", "answer", "tool call", "id", "title", "label", "text", "reference", "halves of a pair"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_lone_surrogate_ends_no_conversation(where: str, tokenizer: Any) -> None:
+    """No tokenizer takes one, and a model may answer with one. In what is written here it is replaced."""
+
+    def odd(name: str, usual: str) -> str:
+        return usual + LONE if name == where else usual
+
+    builder = PromptBuilder(
+        odd("system", SYSTEM),
+        document_template="[{id} {label}] {title}\n{text}\n\n",
+        label=lambda document: odd("label", "label"),
+        tokenizer=tokenizer,
+    )
+    first = Document(odd("id", "a"), odd("text", "some text"), metadata={"title": odd("title", "title")})
+    other = Document("b\ud83d", "\ude00") if where == "halves of a pair" else Document("b", "another")
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": LONE}}
+    said = {
+        "role": "assistant",
+        "content": odd("answer", "yes"),
+        "tool_calls": [call] if where == "tool call" else None,
+    }
+    reference = odd("reference", "[{id}] is above.") + "\n"
+    orderer = Orderer(strict=True, capacity_tokens=400)
+    history: list[dict[str, Any]] = []
+    for rebase in (None, None, [first, other]):
+        asked = odd("question", "What?")
+        given = [first, other]
+        turn = builder.turn(asked, given, history=history, orderer=orderer, rebase=rebase, reference=reference)
+        assert LONE not in str(turn.message["content"]) and turn.message["content"].encode()
+        history = turn.confirm(said)
+        orderer.order([Document(str(number), "x" * 4_000) for number in range(4)]).confirm()
+    assert builder.segments(history)
+    assert builder.build(odd("question", "What?"), [first, other]).token_ids
+    assert builder.count_tokens(first) and builder.suffix_tokens(odd("question", "What?"))
