@@ -11,7 +11,11 @@ from ragorder.adapters.structs import readable_by_threads
 
 __all__ = ["SharedOrder", "UnreadableError", "is_shareable", "read_order"]
 
+# What a writer of the log can make a reader keep.
 _MOST_DOCUMENTS = 4096
+_MOST_TOKENS = 10_000_000
+_LONGEST_NAME = 1024
+_MOST_BYTES = 1 << 20
 
 
 class UnreadableError(ValueError):
@@ -21,7 +25,8 @@ class UnreadableError(ValueError):
 @readable_by_threads
 class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     """Keys and lengths of a request's documents by rank, and the rank at each place of the prompt. `process` is the
-    writer. Keys and scopes are texts, bytes or whole numbers, a scope also None."""
+    writer. Keys and scopes are texts or bytes of at most 1,024, or whole numbers, a scope also None. At most 4,096
+    documents and 10,000,000 tokens, in 1 MiB."""
 
     process: bytes
     scope: Any
@@ -33,25 +38,40 @@ class SharedOrder(msgspec.Struct, frozen=True, array_like=True):
     prefix_tokens: int | None = None
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        """Raises UnreadableError for what no reader would take, OverflowError for larger integers than of 64 bits,
+        UnicodeEncodeError for a text that has no bytes."""
+        _check(self)
+        return _bounded(msgspec.msgpack.encode(self))
 
 
 def read_order(content: bytes) -> SharedOrder:
     """Raises UnreadableError."""
     try:
-        order = msgspec.msgpack.decode(content, type=SharedOrder)
+        order = msgspec.msgpack.decode(_bounded(content), type=SharedOrder)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise UnreadableError("not an order") from None
-    count = len(order.keys)
-    numbers = [*order.tokens, order.suffix_tokens or 0, order.prefix_tokens or 0]
-    fits = count == len(order.tokens) <= _MOST_DOCUMENTS and sorted(order.permutation) == list(range(count))
-    if not fits or min(numbers) < 0 or not all(map(is_shareable, order.keys)):
-        raise UnreadableError("not an order of these documents")
-    if order.scope is not None and not is_shareable(order.scope):
-        raise UnreadableError("not a scope")
+    _check(order)
     return order
 
 
 def is_shareable(key: Hashable) -> bool:
-    """Whether a key or a scope is the same in all processes."""
-    return type(key) in (str, bytes, int)
+    """Whether a key or a scope is the same in all processes, and short."""
+    if isinstance(key, str | bytes):
+        return type(key) in (str, bytes) and len(key) <= _LONGEST_NAME
+    return type(key) is int
+
+
+def _bounded(content: bytes) -> bytes:
+    if len(content) > _MOST_BYTES:
+        raise UnreadableError(f"an order has at most {_MOST_BYTES:,} bytes")
+    return content
+
+
+def _check(order: SharedOrder) -> None:
+    count = len(order.keys)
+    numbers = [*order.tokens, order.suffix_tokens or 0, order.prefix_tokens or 0]
+    fits = count == len(order.tokens) <= _MOST_DOCUMENTS and sorted(order.permutation) == list(range(count))
+    if not fits or min(numbers) < 0 or sum(numbers) > _MOST_TOKENS or not all(map(is_shareable, order.keys)):
+        raise UnreadableError("not an order of these documents")
+    if not is_shareable(order.process) or not (order.scope is None or is_shareable(order.scope)):
+        raise UnreadableError("not a writer and a scope")

@@ -132,7 +132,7 @@ class OrderLog:
 
     def _read(self, client: Any) -> None:
         # Another server may have answered at this address since, and have put orders between those that were read.
-        self._read_all(client)
+        self._last = _START
         while not self._stopped:
             read = client.xread({self._stream: self._last}, count=_AT_ONCE, block=_BLOCK_MS)
             for _, entries in read or ():
@@ -141,12 +141,7 @@ class OrderLog:
                 if len(entries) < _AT_ONCE:
                     sleep(_GATHERED_S)
             if not read and self._ends_before(client):
-                self._read_all(client)
-
-    def _read_all(self, client: Any) -> None:
-        self._last = _START
-        for entry in reversed(client.xrevrange(self._stream, count=LENGTH)):
-            self._take(*entry)
+                self._last = _START
 
     def _ends_before(self, client: Any) -> bool:
         """Whether the stream's last entry lies before the one that was read last, as one that started over may do."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 from weakref import WeakMethod, finalize, ref
 
 from ragorder._request import RequestReader, read_length
-from ragorder.adapters.shared_orders.entry import SharedOrder, is_shareable
+from ragorder.adapters.shared_orders.entry import SharedOrder, UnreadableError
 from ragorder.adapters.shared_orders.log import OrderLog
 from ragorder.batch import Batch
 from ragorder.document import Estimate
@@ -22,7 +22,10 @@ __all__ = ["SharedOrderer"]
 D = TypeVar("D")
 
 _STREAM = "ragorder:orders"
-_NOT_SHARED = "orders are not shared whose keys or scope are neither strings nor bytes nor integers of 64 bits"
+_NOT_SHARED = (
+    "orders are not shared whose keys or scope are neither strings nor bytes of at most 1,024 nor integers of 64 bits, "
+    "nor those of more than 4,096 documents or 10,000,000 tokens"
+)
 
 
 class _Document(NamedTuple):
@@ -135,9 +138,6 @@ class SharedOrderer(Orderer):
             # As given: repeated documents are numbered by each reader.
             keys = self._reader.read_keys(given)
             request = self._reader.read(given)
-            if not all(map(is_shareable, keys)) or not (scope is None or is_shareable(scope)):
-                self.degrade(_NOT_SHARED)
-                return
             self._log.append(
                 SharedOrder(
                     self._log.process,
@@ -150,7 +150,7 @@ class SharedOrderer(Orderer):
                     None if prefix_tokens is None else read_length(prefix_tokens),
                 )
             )
-        except (OverflowError, UnicodeEncodeError):
+        except (OverflowError, UnicodeEncodeError, UnreadableError):
             self.degrade(_NOT_SHARED)
         except Exception as error:
             self._report(error)

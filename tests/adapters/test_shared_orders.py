@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec")
+msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("redis")
 pytest.importorskip("starlette")
 
@@ -189,7 +189,7 @@ class TestSharing:
     def test_what_the_log_cannot_hold_is_not_shared_and_no_error(
         self, sharing: Callable[..., SharedOrderer], server: RedisServer
     ) -> None:
-        for scope in (1 << 70, "\ud800"):
+        for scope in (1 << 70, "\ud800", "s" * 1025):
             one = sharing()
             with pytest.warns(UserWarning, match="not shared"):
                 assert not one.order(DOCUMENTS[:2], scope=scope).fallback
@@ -428,13 +428,44 @@ class TestEntries:
             {"scope": ["a"]},
             {"suffix_tokens": -1},
             {"prefix_tokens": -1},
+            {"tokens": [10, 20, 10**12]},
+            {"suffix_tokens": 10_000_001},
+            {"keys": ["a", b"b" * 1025, 3]},
+            {"scope": "s" * 1025},
+            {"process": b"p" * 1025},
         ],
-        ids=str,
+        ids=lambda wrong: str(wrong)[:40],
     )
-    def test_that_contradict_themselves_are_unreadable(self, wrong: dict[str, Any]) -> None:
+    def test_that_contradict_themselves_or_are_too_large_are_neither_read_nor_written(
+        self, wrong: dict[str, Any]
+    ) -> None:
         fields = {name: getattr(self.ORDER, name) for name in self.ORDER.__struct_fields__}
+        order = SharedOrder(**{**fields, **wrong})
         with pytest.raises(UnreadableError):
-            read_order(SharedOrder(**{**fields, **wrong}).encode())
+            read_order(msgspec.msgpack.encode(order))
+        with pytest.raises(UnreadableError):
+            order.encode()
+
+    def test_longer_than_a_mebibyte_are_not_even_decoded(self) -> None:
+        names = [f"{number:01024}" for number in range(1100)]
+        order = SharedOrder(b"writer", None, [*names], [1] * 1100, list(range(1100)))
+        with pytest.raises(UnreadableError, match="bytes"):
+            read_order(msgspec.msgpack.encode(order))
+
+    def test_that_no_request_has_leave_everything_as_it_was(
+        self, sharing: Callable[..., SharedOrderer], server: RedisServer
+    ) -> None:
+        """One order of 10^12 tokens emptied the mirror, and keys of a megabyte stayed in memory."""
+        one = sharing()
+        for start in range(5):
+            one.order(DOCUMENTS[start : start + 3]).confirm()
+        before = one.tree_size, one.evicted_blocks
+        for keys, tokens in ((["giant"], 10**12), (["K" * 1_000_000], 16), ([b"k"] * 4097, 1)):
+            order = SharedOrder(b"stranger", None, [*keys], [tokens] * len(keys), list(range(len(keys))))
+            server.client.xadd(STREAM, {"order": msgspec.msgpack.encode(order), "number": 1})
+        assert eventually(lambda: one.log.unreadable == 3)
+        assert (one.tree_size, one.evicted_blocks) == before
+        assert not one.degraded
 
     def test_of_other_writers_are_counted_and_skipped(
         self, sharing: Callable[..., SharedOrderer], server: RedisServer
@@ -448,7 +479,7 @@ class TestEntries:
 
     def test_only_what_is_the_same_everywhere_is_shareable(self) -> None:
         assert all(map(is_shareable, ("a", b"a", 1)))
-        assert not any(map(is_shareable, (None, True, 1.0, ("a",), object())))
+        assert not any(map(is_shareable, (None, True, 1.0, ("a",), object(), "a" * 1025)))
 
 
 class TestProcesses:
