@@ -70,7 +70,7 @@ def main(base_url: str) -> None:
             except dspy.utils.exceptions.AdapterParseError:
                 click.echo("(the model does not answer in the form that DSPy asks for)")
             usage = lm.history[-1]["usage"]
-            cached = dict(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            cached = dict(usage.get("prompt_tokens_details") or {}).get("cached_tokens", "unknown")
             click.echo(f"{question:52.52} cached {cached} of {usage['prompt_tokens']} tokens")
 
 

@@ -71,7 +71,7 @@ def main(base_url: str) -> None:
         history = done["feedback"]["history"]
         sources = ", ".join(map(name, done["prompt"]["documents"]))
         usage = done["feedback"]["replies"][0].meta["usage"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", "unknown")
         click.echo(f"{question:52} {sources:12} cached {cached} of {usage['prompt_tokens']} tokens")
 
 

@@ -70,7 +70,7 @@ def main(base_url: str) -> None:
         done = pipeline.run(asked, include_outputs_from={"order"})
         order = ", ".join(document.id for document in done["order"]["documents"])
         usage = done["llm"]["replies"][0].meta["usage"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", "unknown")
         click.echo(f"{question:52} {order:20} cached {cached} of {usage['prompt_tokens']} tokens")
 
 

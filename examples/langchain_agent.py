@@ -60,7 +60,7 @@ def main(base_url: str) -> None:
         for message in state["messages"][seen:]:
             if isinstance(message, AIMessage):
                 usage = message.usage_metadata
-                cached = usage["input_token_details"].get("cache_read", 0)
+                cached = usage["input_token_details"].get("cache_read", "unknown")
                 what = "searches" if message.tool_calls else "answers"
                 click.echo(f"{question:40} {what:8} cached {cached} of {usage['input_tokens']} tokens")
         named = re.findall(r"\[(\w+)\] is above", " ".join(str(each.content) for each in state["messages"][seen:]))

@@ -69,7 +69,7 @@ def main(base_url: str) -> None:
         history += result["messages"]
         usage = result["answer"].usage_metadata
         sources = ", ".join(document.metadata["source"] for document in result["sources"])
-        cached = usage["input_token_details"].get("cache_read", 0)
+        cached = usage["input_token_details"].get("cache_read", "unknown")
         click.echo(f"{question:52} {sources:18} cached {cached} of {usage['input_tokens']} tokens")
 
 

@@ -38,7 +38,7 @@ def main(base_url: str) -> None:
     for question in QUESTIONS:
         result = turn.invoke({"input": question, "context": CONTRACTS})
         details = result["answer"].usage_metadata["input_token_details"]
-        click.echo(f"{question:40} cached {details.get('cache_read', 0)} tokens")
+        click.echo(f"{question:40} cached {details.get('cache_read', 'unknown')} tokens")
     history = result["messages"]
     result = turn.invoke({"input": "And on Sundays?", "chat_history": history, "context": CONTRACTS[:2]})
     click.echo("".join(part["text"] for part in result["messages"][0].content))

@@ -83,7 +83,9 @@ def ask(name: str, base_url: str, retriever: RetrieverLike, tenant: str) -> None
     for question in QUESTIONS:
         answer = chain.invoke(question, config={"callbacks": [handler], "metadata": {"tenant": tenant}})
         usage = answer.usage_metadata
-        reused = usage["input_token_details"].get("cache_read", 0)
+        reused = usage["input_token_details"].get("cache_read")
+        if reused is None:
+            raise click.ClickException("no cached tokens are reported: start vLLM with --enable-prompt-tokens-details")
         click.echo(f"  {question}\n    {answer.text[:80]!r}  ({reused} of {usage['input_tokens']} tokens cached)")
         cached += reused
         prompt += usage["input_tokens"]

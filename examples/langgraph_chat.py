@@ -67,7 +67,7 @@ def main(base_url: str) -> None:
         state = chat.invoke({"messages": [HumanMessage(question)]}, {"configurable": {"thread_id": "one"}})
         usage = state["messages"][-1].usage_metadata
         sources = ", ".join(document.metadata["source"] for document in state["sources"])
-        cached = usage["input_token_details"].get("cache_read", 0)
+        cached = usage["input_token_details"].get("cache_read", "unknown")
         click.echo(f"{question:48} {sources:16} cached {cached} of {usage['input_tokens']} tokens")
 
 

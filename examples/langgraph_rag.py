@@ -86,7 +86,7 @@ def main(base_url: str) -> None:
             state = graph.invoke({"messages": [*messages, HumanMessage(question)]}, config={"callbacks": [handler]})
             messages, usage = state["messages"], state["messages"][-1].usage_metadata
             order = ", ".join(document.id for document in state["documents"])
-            cached = usage["input_token_details"].get("cache_read", 0)
+            cached = usage["input_token_details"].get("cache_read", "unknown")
             click.echo(f"{question:48} {order:24} cached {cached} of {usage['input_tokens']} tokens")
 
 

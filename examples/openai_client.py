@@ -51,7 +51,10 @@ def main(url: str) -> None:
         print(f"{question:28} {order:28} cached {answer.cached_tokens} of {answer.prompt_tokens} tokens")
 
     stats = Stats.of(metrics.registry.collect())
-    print(f"Cached {100 * stats.cached_share:.0f} %; in retrieval order {100 * (stats.other_cached_share or 0):.0f} %.")
+    cached = f"Cached {100 * stats.cached_share:.0f} %"
+    # What the other order would have had is predicted: so few requests do not correct it yet (stats.cannot_compare).
+    other = stats.predicted_other_share if stats.other_cached_share is None else stats.other_cached_share
+    print(f"{cached}; in retrieval order " + ("is not known." if other is None else f"about {100 * other:.0f} %."))
     orderer.close()
 
 

@@ -220,5 +220,13 @@ class TestWrites:
         lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=read, written=100) for name in NAMES]
         assert examine(lines)["writes and reads"].verdict == verdict
 
+    def test_of_answers_that_do_not_say_what_they_read_count_nothing(
+        self, examine: Callable[..., dict[str, Finding]]
+    ) -> None:
+        lines = [of_cloud(chat([name], "?", model="claude-opus-5-5"), read=27, written=100) for name in NAMES]
+        silent = of_cloud(chat(["a"], "?", model="claude-opus-5-5"), read=0, written=100_000)
+        del silent["response"]["usage"]["cache_read_input_tokens"]
+        assert examine([*lines, silent])["writes and reads"].verdict == "good"
+
     def test_cost_nothing_where_none_are_reported(self, examine: Callable[..., dict[str, Finding]]) -> None:
         assert examine(healthy())["writes and reads"].verdict == "good"

@@ -34,7 +34,7 @@ def test_the_openai_client(vllm_server: Any, python: Any) -> None:
     assert cached[0] == 0
     assert all(tokens > 0 for tokens in cached[1:])
     ordered, retrieval = map(int, re.findall(r"(\d+) %", summary))
-    assert ordered > retrieval
+    assert ordered > retrieval > 0, "the first prompts begin alike in any order"
 
 
 @pytest.mark.vllm
@@ -70,7 +70,7 @@ def test_the_offline_batch(vllm_model: Path, python: Any) -> None:
     questions = re.findall(r'^    "(.+?)": \[', (EXAMPLES / "offline_batch.py").read_text("utf-8"), re.MULTILINE)
     assert [line[:28].strip() for line in answers] == questions, "each answer stands where its question does"
     ordered, retrieval = map(int, re.findall(r"(\d+) %", summary))
-    assert ordered > retrieval
+    assert ordered > retrieval > 0, "the first prompts begin alike in any order"
 
 
 @pytest.mark.slow

@@ -21,14 +21,14 @@ def check(case: Case) -> Finding:
     written = read = 0
     on_top = saved = 0.0
     for request in case.log.requests:
-        if request.written_tokens is None:
+        if request.written_tokens is None or request.cached_tokens is None:
             continue
         rules = rules_of(request.model)
         write_price, read_price = (rules.write, rules.read) if rules else (_WRITE, _READ)
         written += request.written_tokens
-        read += request.cached_tokens or 0
+        read += request.cached_tokens
         on_top += (write_price - 1) * request.written_tokens
-        saved += (1 - read_price) * (request.cached_tokens or 0)
+        saved += (1 - read_price) * request.cached_tokens
     if not written:
         return Finding(_CHECK, "good", "no answer reports tokens written into a cache at a price")
     found = f"{written:,} tokens written, {read:,} read"

@@ -90,7 +90,7 @@ class _Turns:
         if arm.endswith(HALF) and (exact := sum(each.cached.total for each in done)) != half:
             raise EngineError(f"{half} tokens should be an exact prefix and {exact} are: nothing is measured")
         if len(done) > 1:
-            wall_ms = 1e3 * fmean(each.ttft_s or 0.0 for each in done)
+            wall_ms = 1e3 * fmean(each.ttft_s for each in done if each.ttft_s is not None)
         return wall_ms, cpu_ms / len(done), (by_tier[0], by_tier[1], by_tier[2])
 
     def _begin(self, prompt: PromptIds, rng: random.Random) -> None:
