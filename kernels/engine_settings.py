@@ -27,9 +27,9 @@ class EngineSettings(KVTierSettings):
     device_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Device memory for weights, KV and workspace together (on a CPU: memory besides host_bytes); "
-        "weights that do not fit stream from host memory and from the files of the model; none: the whole model, and "
-        "KV as device_tokens or device_share say.",
+        description="Device memory for weights, KV and workspace together (on a CPU: beside that of host_bytes); "
+        "weights that do not fit stream from host memory and from the files of the model.",
+        json_schema_extra={"unset": "room for the whole model and the KV of device_tokens"},
     )
     disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
     disk_backlog_bytes: int = Field(
@@ -42,7 +42,7 @@ class EngineSettings(KVTierSettings):
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
     device_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens of KV on the device; none: as many as fit."
+        default=None, ge=1, description="Tokens of KV on the device.", json_schema_extra={"unset": "as many as fit"}
     )
     device_share: float = Field(
         default=0.8, gt=0, le=1, description="Share of a GPU's free memory for KV, without device_tokens."
@@ -69,18 +69,26 @@ class EngineSettings(KVTierSettings):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Maximum time from a request's arrival to its last token; none: no limit.",
+        description="Maximum time from a request's arrival to its last token.",
+        json_schema_extra={"unset": "no limit"},
     )
     max_retries: int = Field(
         default=3, ge=0, description="How often a request is computed again after steps in which the device failed."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Maximum number of tokens of prompt and answer; none: the model's limit."
+        default=None,
+        ge=2,
+        description="Maximum number of tokens of prompt and answer.",
+        json_schema_extra={"unset": "the model's limit"},
     )
     device: str | None = Field(
-        default=None, description="cpu, cuda or cuda:N; none: the model's, or a GPU if there is one."
+        default=None,
+        description="cpu, cuda or cuda:N.",
+        json_schema_extra={"unset": "the model's, or a GPU if there is one"},
     )
-    dtype: str | None = Field(default=None, description=f"{', '.join(_DTYPES)}; none: as the weights are stored.")
+    dtype: str | None = Field(
+        default=None, description=f"{', '.join(_DTYPES)}.", json_schema_extra={"unset": "as the weights are stored"}
+    )
     chunk_tokens: int = Field(
         default=256, ge=1, description="Tokens of a node in prompts whose documents are not marked."
     )
@@ -106,8 +114,8 @@ class EngineSettings(KVTierSettings):
         default=1.0,
         gt=0,
         le=1,
-        description="With fused: of a request no more tokens than hold this share of what select measures of all: the "
-        "question's attention, or the deviation; 1: as many as recompute says, which is the most.",
+        description="With fused: of a request no more tokens than hold this share of all that is measured to choose "
+        "them, the question's attention or the deviation; 1: as many as may be recomputed, which is the most.",
     )
     as_if_last: bool = Field(
         default=False,

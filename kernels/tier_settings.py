@@ -29,7 +29,9 @@ class KVTierSettings(BaseModel):
         default=1 << 30, ge=0, description="Host memory for KV evicted from the device; 0: no tier."
     )
     disk_path: Path | None = Field(
-        default=None, description="Folder of the disk tier, used by one engine at a time; none: no disk."
+        default=None,
+        description="Folder of the disk tier, used by one engine at a time.",
+        json_schema_extra={"unset": "no disk"},
     )
     disk_bytes: int | None = Field(default=None, ge=1, description="Space that the disk tier may take.")
     policy: str = Field(
@@ -41,8 +43,8 @@ class KVTierSettings(BaseModel):
     max_cached_documents: int | None = Field(
         default=None,
         ge=1,
-        description="Documents of a request that are cached, the first ones; the others are computed each time; "
-        "none: all.",
+        description="Documents of a request that are cached, the first ones; the others are computed each time.",
+        json_schema_extra={"unset": "all"},
     )
     profile: Path | Literal["auto"] | None = Field(
         default=None,

@@ -41,8 +41,9 @@ class Settings(BaseSettings):
     )
     profile: Path | None = Field(
         None,
-        description="Prefill and load times on this engine, from `ragorder profile`: cached prefixes are then compared "
-        "in seconds; none: in tokens.",
+        description="Prefill and load times on this engine, from `ragorder profile`: cached prefixes are then "
+        "compared in seconds.",
+        json_schema_extra={"unset": "in tokens"},
     )
     block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
     prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
@@ -97,15 +98,19 @@ class Settings(BaseSettings):
         0, ge=0, description="Number of top-ranked documents that stand last, rank 1 next to the question."
     )
     max_displacement: int | None = Field(
-        None, ge=0, description="Positions by which a document may move from its rank; none: any number."
+        None,
+        ge=0,
+        description="Positions by which a document may move from its rank.",
+        json_schema_extra={"unset": "any number"},
     )
     keep_groups: bool = Field(False, description='Keep the order of documents with the same metadata "source".')
     max_gain_lost: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Share of retrieval order's discounted cumulative gain (nDCG, relevance 1/rank) that the order may "
-        "lose; none: any share.",
+        description="Share of retrieval order's discounted cumulative gain (nDCG, relevance 1/rank) that the "
+        "order may lose.",
+        json_schema_extra={"unset": "any share"},
     )
 
     events_endpoint: str | None = Field(

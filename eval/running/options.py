@@ -32,11 +32,15 @@ class Options(ServedBy):
     """What suites are run with: `Options(engine="vllm", seeds=(0,), policies=("retrieval", "auto"), limit=60)`."""
 
     base_url: str | None = Field(
-        default=None, description="openai: the server; none: a vLLM server is started for each size of cache."
+        default=None,
+        description="openai: the server.",
+        json_schema_extra={"unset": "a vLLM server is started for each size of cache"},
     )
     seeds: Sequence[int] = Field(default=(0, 1, 2), description="Seeds of workloads and random orders, with commas.")
     policies: Sequence[str] | None = Field(default=None, description="Only these of each suite's policies. Repeatable.")
-    limit: int | None = Field(default=None, ge=1, description="At most N requests a run; none: as the suite says.")
+    limit: int | None = Field(
+        default=None, ge=1, description="At most N requests a run.", json_schema_extra={"unset": "as the suite says"}
+    )
     reduced: bool = Field(
         default=False,
         description="The suites' short forms, for slow engines: fewer cells, policies and requests, a smaller cache. A "
@@ -53,8 +57,8 @@ class Options(ServedBy):
     )
     questions: Path | None = Field(
         default=None,
-        description="Folder with a file for each data set of a suite about quality, such as hotpotqa.json; none: "
-        "loaded from the Hugging Face Hub.",
+        description="Folder with a file for each data set of a suite about quality, such as hotpotqa.json.",
+        json_schema_extra={"unset": "loaded from the Hugging Face Hub"},
     )
     dry_run: bool = Field(
         default=False, description="List the runs without serving anything; quality runs all but the model."

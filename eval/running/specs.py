@@ -59,7 +59,7 @@ class ServedBy(_Spec):
         "Hub name of the served model, for its tokenizer [default: the one that the server names].",
     )
     served_model: str | None = Field(
-        default=None, description="The model's id on the server; none: the first one listed."
+        default=None, description="The model's id on the server.", json_schema_extra={"unset": "the first one listed"}
     )
     api_key: str | None = Field(default=None, repr=False)
     events: SkipValidation[EventsAddress | None] = None
@@ -72,29 +72,33 @@ class EngineSpec(ServedBy):
     like: Like = "lru"
     base_urls: Sequence[str] = Field(
         default=(),
-        description="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a "
-        "cache of its own (cache_salt). Repeated once for each policy: a server for each, all at the same time; none: "
-        "a vLLM server is started for the benchmark.",
+        description="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, "
+        'each with a cache of its own ("cache_salt"). Repeated once for each policy: a server for '
+        "each, all at the same time.",
+        json_schema_extra={"unset": "a vLLM server is started for the benchmark"},
     )
     capacity: SkipValidation[Capacity | None] = Field(
         default=None,
-        description="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited; none: "
-        "100000; openai: the server's /metrics.",
+        description="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited.",
+        json_schema_extra={"unset": "100000; openai: the server's /metrics"},
     )
     block_size: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in one KV block; none: 16 for sim and torch, 32 for vllm; openai: the server's /metrics.",
+        description="Tokens in one KV block.",
+        json_schema_extra={"unset": "16 for sim and torch, 32 for vllm; openai: the server's /metrics"},
     )
     host_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="torch: host memory for documents evicted from the device, in tokens; none: 0.",
+        description="torch: host memory for documents evicted from the device, in tokens.",
+        json_schema_extra={"unset": "0"},
     )
     output_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens an answer; none: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai.",
+        description="Tokens an answer.",
+        json_schema_extra={"unset": "as the arrivals say, else 32 for sim, 1 for vllm, torch and openai"},
     )
 
 
@@ -107,15 +111,18 @@ class TraceSpec(_Spec):
     order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
     retriever: SkipValidation[Retriever | None] = None
     top_k: int | None = Field(
-        default=None, ge=1, description="Documents a request; none: the workload's own; 5 for a corpus."
+        default=None,
+        ge=1,
+        description="Documents a request.",
+        json_schema_extra={"unset": "the workload's own; 5 for a corpus"},
     )
     arrivals: SkipValidation[Arrivals | None] = None
     seeds: Sequence[int] = Field(default=(0,), description="Seeds of workloads and random orders, with commas.")
     limit: int | None = Field(
         default=None,
         ge=1,
-        description="Only the first N requests; a synthetic workload is extended to N; none: all, or the length of the "
-        "trace of --arrivals.",
+        description="Only the first N requests; a synthetic workload is extended to N.",
+        json_schema_extra={"unset": "all, or the length of the trace of --arrivals"},
     )
 
     @property
@@ -138,7 +145,8 @@ class Bench(TraceSpec, EngineSpec):
     max_wait: int | None = Field(
         default=None,
         ge=0,
-        description="With --batch: a request is served at most this many places late; none: any number.",
+        description="With --batch: a request is served at most this many places late.",
+        json_schema_extra={"unset": "any number"},
     )
     concurrency: int | None = Field(
         default=None, ge=1, description="Keep N requests in flight; with --arrivals at most N."

@@ -118,7 +118,9 @@ def fuse() -> None:
         metavar="TEXT",
         help="A document in the prompt, with {id}, {text} and {title}. [default: that of PromptBuilder]",
     ),
-    option("--salt", metavar="TENANT", help="The tenant whose requests may use it: their cache_salt. [default: none]"),
+    option(
+        "--salt", metavar="TENANT", help='The tenant whose requests may use it: their "cache_salt". [default: none]'
+    ),
 )
 @section(
     "Model", _model, _engine_options(*_ENGINE), options_from(PreprocessingSettings, "batch_documents", "host_bytes")

@@ -61,7 +61,6 @@ M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_UNSET = "; none: "
 
 
 class Choice(_Choice):
@@ -174,13 +173,17 @@ class Rate(click.FloatRange):
 class Option(click.Option):
     """click's option, with a heading in the help.
 
-    `variable` is the environment variable of its model, which the option itself does not read; an `is_own_variable` of
-    click's is of this command alone, while others may be set for other programs.
+    `field` is that of its model, if it is of one, and `variable` that model's environment variable, which the option
+    itself does not read; an `is_own_variable` of click's is of this command alone, while others may be set for other
+    programs.
     """
 
-    def __init__(self, *args: Any, variable: str | None = None, **attributes: Any) -> None:
+    def __init__(
+        self, *args: Any, field: FieldInfo | None = None, variable: str | None = None, **attributes: Any
+    ) -> None:
         super().__init__(*args, **attributes)
         self.heading: str | None = None
+        self.field = field
         self.variable = variable
         self.is_own_variable = False
 
@@ -287,10 +290,11 @@ def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any])
     environment variable.
 
     An option that is not given is None, so that the model applies its own default. The help shows that default: the
-    field's, TEXT for a description that ends in "; none: TEXT.", or the text `default` in `changes`, which holds
+    field's, what "unset" in its `json_schema_extra` says of None, or the text `default` in `changes`, which holds
     attributes of click's option by field, and another spelling as `flag`. Choices come from a Literal or from "enum" in
-    `json_schema_extra`. A sequence is a repeatable option, and a field that ends in `_s` a duration, spelt without it.
-    A switch has its opposite (--no-NAME) unless `changes` say `is_flag`.
+    `json_schema_extra`. Other fields that a description names are shown as options. A sequence is a repeatable option,
+    and a field that ends in `_s` a duration, spelt without it. A switch has its opposite (--no-NAME) unless `changes`
+    say `is_flag`.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
@@ -316,28 +320,32 @@ def _option_of(
     **attributes: Any,
 ) -> Decorator:
     field = _fields_of(model)[name]
-    text, _, unset = (field.description or "").removesuffix(".").partition(_UNSET)
+    text = in_options(help or field.description or "", model).removesuffix(".")
+    unset = in_options(str(_extra(field).get("unset", "")), model)
     kind, metavar = _type_of(name, field)
     prefix = getattr(model, "model_config", {}).get("env_prefix")
     variable = f"{prefix}{name.upper()}" if prefix else None
     facts = [f"env var: {variable}"] if variable else []
     switch = attributes.get("is_flag", False)
-    if shown := default or unset or ("" if switch else _shown(name, field)):
+    if shown := default or unset or ("" if switch else _shown(attributes.get("type", kind), field)):
         facts.append(f"default: {shown}")
     extra = f" [{'; '.join(facts)}]" if facts else ""
-    settled = {"metavar": metavar, "type": kind, "required": field.is_required(), "variable": variable} | attributes
+    settled = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
     flags = flag or spelling(name)
     if kind is bool and not switch:
         flags = f"{flags}/{flags.replace('--', '--no-', 1)}"
-    return option(flags, name, default=None, help=f"{help or text}.{extra}".replace("..", "."), **settled)
+    return option(flags, name, default=None, help=f"{text}.{extra}", field=field, variable=variable, **settled)
+
+
+def _extra(field: FieldInfo) -> Mapping[str, Any]:
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, Mapping) else {}
 
 
 def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
     annotation = field.annotation
     choices = [str(each) for each in get_args(annotation)] if get_origin(annotation) is Literal else []
-    extra = field.json_schema_extra
-    if isinstance(extra, Mapping):
-        choices += [str(each) for each in extra.get("enum", ())]  # type: ignore[union-attr]
+    choices += map(str, _extra(field).get("enum", ()))
     if choices:
         return Choice(choices), None
     kinds = [each for each in get_args(annotation) if each is not NoneType] or [annotation]
@@ -362,7 +370,7 @@ def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
     return str, "TEXT"
 
 
-def _shown(name: str, field: FieldInfo) -> str:
+def _shown(kind: Any, field: FieldInfo) -> str:
     default = field.get_default()
     if field.is_required() or default is None:
         return ""
@@ -370,10 +378,10 @@ def _shown(name: str, field: FieldInfo) -> str:
         return "yes" if default else "no"
     if isinstance(default, tuple):
         return ",".join(map(str, default))
-    if name.endswith("_bytes"):
+    if isinstance(kind, Size):
         size, unit = max((size, unit) for unit, size in BYTE_UNITS.items() if default % size == 0)
         return f"{default // size}{unit}"
-    return f"{default:g}s" if name.endswith("_s") else str(default)
+    return f"{default:g}s" if isinstance(kind, Duration) else str(default)
 
 
 def spelling(name: str) -> str:

@@ -87,7 +87,7 @@ __all__ = ["order"]
         default=16,
         show_default=True,
         metavar="TOKENS",
-        help="With --prompts: the length of an answer, where a request has no output_tokens of its own.",
+        help='With --prompts: the length of an answer, where a request has no "output_tokens" of its own.',
     ),
 )
 @option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="Output file. [default: -]")

@@ -75,11 +75,11 @@ def serve(
 
     Documents are tagged in the body of a request to /v1/chat/completions, /v1/completions, /v1/responses or
     /v1/messages, {"ragorder": {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document
-    first, which a client sends as extra_body; or they are found in a message by --template. All other requests, and all
-    answers, are forwarded byte by byte. Cached tokens are read from the usage in an answer, which a stream has only if
-    its client requests it (stream_options.include_usage). GET /ragorder/openapi.json gives the schema; GET
-    /ragorder/health is for probes, and GET /ragorder/ready checks the server as well. The saving is shown at /ragorder
-    (a page), /ragorder/stats (JSON, see `ragorder stats`) and /metrics.
+    first, which a client sends as "extra_body"; or they are found in a message by --template. All other requests, and
+    all answers, are forwarded byte by byte. Cached tokens are read from the usage in an answer, which a stream has
+    only if its client requests it ("stream_options": {"include_usage": true}). GET /ragorder/openapi.json gives the
+    schema; GET /ragorder/health is for probes, and GET /ragorder/ready checks the server as well. The saving is shown
+    at /ragorder (a page), /ragorder/stats (JSON, see `ragorder stats`) and /metrics.
 
     With --engine torch the model runs in this process, without another server, and keeps documents' KV on the device,
     in host memory and on disk (see `ragorder tiers stats`).

@@ -19,19 +19,22 @@ class ServeLimits(BaseModel):
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
-        description="Send at most N requests at a time to the server; the waiting request with the largest cached "
-        "share is next; none: all at once.",
+        description="Send at most N requests at a time to the server; the waiting request with the largest "
+        "cached share is next.",
+        json_schema_extra={"unset": "all at once"},
     )
     reorder_window: int | None = Field(
         default=None,
         ge=0,
-        description="With --max-in-flight: no request is overtaken by more than N later ones; none: 32.",
+        description="With --max-in-flight: no request is overtaken by more than N later ones.",
+        json_schema_extra={"unset": "32"},
     )
     max_waiting: int | None = Field(
         default=None,
         ge=0,
-        description="With --max-in-flight or --engine torch: the number of requests that may wait; the next one is "
-        "answered with 503; none: 1000.",
+        description="With --max-in-flight or --engine torch: the number of requests that may wait; the next "
+        "one is answered with 503.",
+        json_schema_extra={"unset": "1000"},
     )
     connect_timeout_s: float = Field(
         default=10.0, gt=0, description="Maximum time until the server accepts a connection."
@@ -42,8 +45,9 @@ class ServeLimits(BaseModel):
     tries_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="With several replicas: longest time until an answer has begun, on all replicas together that a "
-        "request is tried on; none: 10m, or --read-timeout if that is longer.",
+        description="With several replicas: longest time until an answer has begun, on all replicas together "
+        "that a request is tried on.",
+        json_schema_extra={"unset": "10m, or --read-timeout if that is longer"},
     )
     client_timeout_s: float = Field(
         default=30.0,

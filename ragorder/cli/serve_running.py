@@ -47,7 +47,9 @@ class Running(BaseModel):
         default=None, description="Serve HTTPS with this certificate, and those of its authorities behind it (PEM)."
     )
     ssl_keyfile: Path | None = Field(
-        default=None, description="Its key, which is not encrypted (PEM); none: in --ssl-certfile."
+        default=None,
+        description="Its key, which is not encrypted (PEM).",
+        json_schema_extra={"unset": "in --ssl-certfile"},
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,19 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder import Settings
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
-from ragorder.cli.options import Choice, Command, Count, Duration, Rate, Size, build, option, options_from, section
+from ragorder.cli.options import (
+    Choice,
+    Command,
+    Count,
+    Duration,
+    Rate,
+    Size,
+    build,
+    in_options,
+    option,
+    options_from,
+    section,
+)
 from ragorder.cli.serve_limits import ServeLimits
 from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 from ragorder.eval.replay import DefaultLengths
@@ -27,9 +41,11 @@ class Oven(BaseModel):
     heat: int = Field(180, ge=30, le=300, description="Degrees.")
     mode: Literal["top", "bottom"] = Field("top", description="Which element heats.")
     fan: bool = Field(True, description="Use the fan.")
-    timer_s: float | None = Field(None, gt=0, description="Seconds; none: no timer.")
+    timer_s: float | None = Field(
+        None, gt=0, description="Seconds; none of tray_bytes.", json_schema_extra={"unset": "no timer"}
+    )
     tray_bytes: int = Field(1 << 30, ge=1, description="Size of the tray.")
-    spice: str = Field("salt", description="Spice.", json_schema_extra={"enum": ["salt", "pepper"]})
+    spice: str = Field("salt", description="Spice; none: without.", json_schema_extra={"enum": ["salt", "pepper"]})
     recipe_path: Path | None = Field(None, description="Folder of recipes.")
 
     @model_validator(mode="after")
@@ -83,9 +99,9 @@ class TestOptionsFromAModel:
             "--heat N Degrees. [default: 180]",
             "--mode [top|bottom] Which element heats. [default: top]",
             "--fan / --no-fan Use the fan. [default: yes]",
-            "--timer TIME Seconds. [default: no timer]",
+            "--timer TIME Seconds; none of --tray-bytes. [default: no timer]",
             "--tray-bytes SIZE Size of the tray. [default: 1GiB]",
-            "--spice [salt|pepper] Spice. [default: salt]",
+            "--spice [salt|pepper] Spice; none: without. [default: salt]",
             "--recipe-path FOLDER Folder of recipes.",
             "Plates, or unlimited. [env var: KITCHEN_PLATES; default: what the cupboard holds]",
         ):
@@ -165,12 +181,91 @@ def every_command(group: click.Group = main, path: tuple[str, ...] = ()) -> list
     return paths
 
 
+FOREIGN = {"--kv-transfer-config"}  # vLLM's
+
+
+# Where the command knows better than its model.
+WORKED_OUT = {("serve", "--capacity-tokens"), ("serve", "--block-size")}
+
+
+def read_as(option: click.Option, value: Any) -> str:
+    return str(option.type.convert(value, option, None))
+
+
+def command_at(path: tuple[str, ...]) -> click.Command:
+    command: click.Command = main
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None, path
+        command = found
+    return command
+
+
+def options_of(path: tuple[str, ...]) -> list[click.Option]:
+    return [each for each in command_at(path).params if isinstance(each, click.Option)]
+
+
+def help_of(path: tuple[str, ...], option: click.Option) -> str:
+    """The words of an option as its command's help shows them, with what click adds."""
+    record = option.get_help_record(click.Context(command_at(path)))
+    return "" if record is None else " ".join(" ".join(record).split())
+
+
+def owner_of(call: str) -> tuple[str, ...]:
+    """The command that is called by some words: its name, and that of its group."""
+    known = every_command()
+    words = tuple(takewhile(lambda word: not word.startswith("-"), call.split()))
+    return max((words[:count] for count in range(len(words) + 1) if words[:count] in known), key=len)
+
+
 class TestHelpOfEveryCommand:
     @pytest.mark.parametrize("path", every_command(), ids=" ".join)
     def test_fits_a_narrow_terminal_and_is_not_cut(self, path: tuple[str, ...]) -> None:
         said = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
         assert [line for line in said.splitlines() if len(line) > 80] == []
         assert "..." not in said.replace("SUITE...", "").replace("[ARGS]...", "").replace(",...", "")
+
+    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    def test_names_the_default_that_an_option_has(self, path: tuple[str, ...]) -> None:
+        for each in options_of(path):
+            field = getattr(each, "field", None)
+            real = each.default if field is None else field.get_default()
+            said = re.findall(r"default: (.*?)[;\]]", help_of(path, each))[-1:]
+            if real in (None, (), False) or not said or repr(real).endswith("UNSET"):
+                continue
+            if isinstance(real, bool):
+                assert said[0] in ("yes", each.opts[0][2:]), each.opts
+            elif (*path, each.opts[0]) not in WORKED_OUT:
+                wanted = [*real] if each.multiple else [real]
+                given = said[0].split(",") if each.multiple else said
+                assert [read_as(each, text.strip()) for text in given] == [read_as(each, one) for one in wanted]
+
+    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    def test_lists_each_choice(self, path: tuple[str, ...]) -> None:
+        for each in options_of(path):
+            if isinstance(each.type, click.Choice):
+                assert [name for name in each.type.choices if name not in help_of(path, each)] == [], each.opts
+
+    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    def test_names_options_as_they_are_typed(self, path: tuple[str, ...]) -> None:
+        """What has an underscore is a name in JSON, in quotes, or a part of a value (+keep_first=1)."""
+        said = [command_at(path).help or "", *(str(each.help) for each in options_of(path))]
+        for text in said:
+            unquoted = re.sub(r'"[^"\n]*"', "", text.partition("\b")[0])
+            assert re.findall(r"(?<![\w.+/])[a-z]+(?:_[a-z0-9]+)+\b(?!\.json)", unquoted) == []
+
+    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    def test_names_options_that_there_are(self, path: tuple[str, ...]) -> None:
+        """Those of another command stand with its name: `ragorder replay --json`."""
+        said = " ".join([command_at(path).help or "", *(str(each.help) for each in options_of(path))])
+        quoted = re.findall(r"`ragorder ([^`]*)`", said)
+        own = re.sub(r"`[^`]*`", "", said)
+        named = [(path, own), *((owner_of(call), call) for call in quoted)]
+        for command, text in named:
+            known = {name for each in options_of(command) for name in (*each.opts, *each.secondary_opts)}
+            wanted = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*\b", text)) - known - {"--help", *FOREIGN}
+            assert wanted == set(), command
 
     @pytest.mark.parametrize(
         ("path", "model", "names"),
@@ -192,4 +287,4 @@ class TestHelpOfEveryCommand:
         for name in names:
             description = model.__pydantic_fields__[name].description
             assert description is not None
-            assert description.removesuffix(".").partition("; none: ")[0] in said
+            assert in_options(description, model).removesuffix(".") in said

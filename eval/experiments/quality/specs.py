@@ -33,24 +33,36 @@ class QuestionsSpec(BaseModel):
     model_config = _STRICT
 
     dataset: DatasetName
-    data: Path | None = Field(default=None, description="The data set's official file, plain or .gz; none: the Hub's.")
+    data: Path | None = Field(
+        default=None,
+        description="The data set's official file, plain or .gz.",
+        json_schema_extra={"unset": "the Hub's"},
+    )
     config: str | None = Field(default=None, description="Hub: another configuration, such as unfiltered (TriviaQA).")
-    split: str | None = Field(default=None, description="Hub: another split; none: validation.")
+    split: str | None = Field(
+        default=None, description="Hub: another split.", json_schema_extra={"unset": "validation"}
+    )
     evidence: Path | None = Field(
-        default=None, description="triviaqa: the folder with web/ and wikipedia/; none: evidence/ beside the data."
+        default=None,
+        description="triviaqa: the folder with web/ and wikipedia/.",
+        json_schema_extra={"unset": "evidence/ beside the data"},
     )
     aliases: Path | None = Field(
-        default=None, description="2wikimultihopqa: id_aliases.json; none: the one beside the data, if it exists."
+        default=None,
+        description="2wikimultihopqa: id_aliases.json.",
+        json_schema_extra={"unset": "the one beside the data, if it exists"},
     )
     limit: int | None = Field(default=None, ge=1, description="Only the first N questions.")
     question_order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
     seed: int = Field(default=0, description="Seed of the random order and of policy random.")
-    top_k: int | None = Field(default=None, ge=1, description="Documents a question; none: all; 10 with --retriever.")
+    top_k: int | None = Field(
+        default=None, ge=1, description="Documents a question.", json_schema_extra={"unset": "all; 10 with --retriever"}
+    )
     document_words: int | None = Field(default=None, ge=1, description="Cut documents to N words.")
     retriever: Annotated[Retriever | str | None, SkipValidation] = Field(
         default=None,
-        description="Retrieve each question's documents from those of all questions, so that questions share them; "
-        "none: each question has its own, in the order of the data.",
+        description="Retrieve each question's documents from those of all questions, so that questions share them.",
+        json_schema_extra={"unset": "each question has its own, in the order of the data"},
     )
 
     @model_validator(mode="after")
@@ -80,17 +92,20 @@ class AnswererSpec(BaseModel):
     )
     base_url: str | None = Field(default=None, description="openai: the server, such as http://127.0.0.1:8000/v1.")
     served_model: str | None = Field(
-        default=None, description="openai: the model's id there; none: the first one listed."
+        default=None, description="openai: the model's id there.", json_schema_extra={"unset": "the first one listed"}
     )
     api_key: str | None = Field(default=None, repr=False, description="openai: the server's API key.")
     concurrency: int = Field(default=1, ge=1, description="openai: N questions in flight.")
     capacity_tokens: Annotated[Capacity | None, BeforeValidator(_parsed)] = Field(
-        default=None, description="The engine's cache; none: 100000; openai: the server's /metrics, else 262144."
+        default=None,
+        description="The engine's cache.",
+        json_schema_extra={"unset": "100000; openai: the server's /metrics, else 262144"},
     )
     block_size: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in one KV block; none: 32; torch: 16; openai: the server's /metrics, else 16.",
+        description="Tokens in one KV block.",
+        json_schema_extra={"unset": "32; torch: 16; openai: the server's /metrics, else 16"},
     )
     output_tokens: int = Field(default=32, ge=1, description="Tokens an answer, at most.")
 
