@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ragorder.extras import needs
-from ragorder.jsonl import printable
+from ragorder.jsonl import decode, printable
 
 if TYPE_CHECKING:
     import httpx2
@@ -129,8 +128,8 @@ class Server:
 
     def _json(self, path: str, content: bytes) -> Any:
         try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
+            return decode(content)
+        except ValueError:
             message = f"{self.root}{path} does not answer in JSON: give the address of an OpenAI-compatible server"
             raise ServerError(message, 200) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ragorder.jsonl import decode
 from ragorder.kernels.decoder_shape import DecoderShape, read_width
 from ragorder.pipelining.batching.sizes import ModelSizes
 
@@ -92,7 +92,7 @@ class _Parameters:
     @classmethod
     def read(cls, file: Path) -> _Parameters:
         try:
-            config = json.loads(file.read_bytes())
+            config = decode(file.read_bytes())
         except ValueError as error:
             raise ValueError(f"{file} is no JSON: give the config.json of a model") from error
         if not isinstance(config, dict):
@@ -135,7 +135,7 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
         try:
             if length > _LARGEST_HEADER:
                 raise ValueError("the header is too long")
-            entries = json.loads(stream.read(length))
+            entries = decode(stream.read(length))
             found = {
                 name: (prod(entry["shape"]) * _STORED[entry["dtype"]], _STORED[entry["dtype"]])
                 for name, entry in entries.items()

@@ -10,6 +10,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from ragorder.jsonl import decode
+
 __all__ = ["LINEAR", "PrefillProfile"]
 
 _FORMAT = "ragorder-prefill-profile"
@@ -165,10 +167,10 @@ class PrefillProfile:
     def from_file(cls, path: str | Path) -> Self:
         """Raises ValueError, naming the file."""
         try:
-            value = json.loads(Path(path).read_text("utf-8"))
+            value = decode(Path(path).read_bytes())
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}: name a profile that can be read, or {_MEASURE}") from None
-        except (ValueError, RecursionError):
+        except ValueError:
             raise ValueError(f"{path}: this is not JSON: {_MEASURE}") from None
         try:
             return cls.from_json(value)

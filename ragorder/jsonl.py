@@ -6,6 +6,8 @@ import gzip
 import json
 import lzma
 import os
+import re
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from io import BufferedReader
@@ -15,7 +17,7 @@ from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-__all__ = ["JSONLines", "JSONLinesError", "decode", "kind_of", "name_of", "printable", "problem_of"]
+__all__ = ["JSONLines", "JSONLinesError", "decode", "decode_toml", "kind_of", "name_of", "printable", "problem_of"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _XZ_MAGIC = b"\xfd7zXZ\x00"
@@ -197,6 +199,22 @@ def decode(data: bytes) -> Any:
         problem = "nested too deeply"
     except ValueError:
         problem = "a number in it cannot be read (NaN, infinite or too many digits)"
+    raise ValueError(problem)
+
+
+def decode_toml(data: bytes) -> dict[str, Any]:
+    """The fields of a TOML text. Raises ValueError, with a message that quotes nothing of it."""
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        problem = "not UTF-8"
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at (line [0-9]+, column [0-9]+|end of document)\)$", str(error))
+        problem = f"not TOML{f' ({place[1]})' if place else ''}"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError:
+        problem = "a date or a number in it cannot be read"
     raise ValueError(problem)
 
 

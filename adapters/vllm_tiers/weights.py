@@ -11,6 +11,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from ragorder.jsonl import decode
 from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["MEMORY", "UnknownWeightsError", "WeightDigests"]
@@ -136,8 +137,8 @@ def _read(memory: Path) -> dict[str, list[int | str]]:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return {}
-        found = json.loads(os.read(descriptor, _MAX_MEMORY_BYTES))
-    except (OSError, ValueError, RecursionError):
+        found = decode(os.read(descriptor, _MAX_MEMORY_BYTES))
+    except (OSError, ValueError):
         return {}
     finally:
         os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import click
 
 from ragorder.cli.options import Command, option
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.jsonl import decode
 
 if TYPE_CHECKING:
     from ragorder.eval.report import Report
@@ -104,14 +104,12 @@ def _section(path: Path) -> Section | None:
     if path.suffix == ".xz" or not path.is_file():
         return None
     try:
-        text = path.read_text("utf-8")
-        value = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ResultsError(f"{path}: {error}: {_EXPECTED}") from None
-    except ValueError:
-        if '"type"' in text.partition("\n")[0]:
+        data = path.read_bytes()
+        value = decode(data)
+    except ValueError as error:
+        if b'"type"' in data.partition(b"\n")[0]:
             return None
-        raise ResultsError(f"{path} is neither JSON nor results of suites: {_EXPECTED}") from None
+        raise ResultsError(f"{path} is neither JSON nor results of suites ({error}): {_EXPECTED}") from None
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         return None
     readers = ((is_replay, replay_section), (is_bench, bench_section), (is_pipelines, pipelines_section))

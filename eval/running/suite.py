@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -17,6 +16,7 @@ from ragorder.eval.running.cells import SuiteError, complaint
 from ragorder.eval.running.experiment import experiment_of, suite_files
 from ragorder.eval.running.policies import POLICIES
 from ragorder.eval.running.record import Cell
+from ragorder.jsonl import decode_toml
 
 __all__ = ["GROUPS", "Display", "PaperRow", "Reduced", "Suite", "choose_suites", "load_suite", "load_suites"]
 
@@ -273,8 +273,8 @@ def load_suite(path: Path) -> Suite:
 def read_suite(name: str, text: str, where: str) -> Suite:
     """Raises SuiteError naming file and field."""
     try:
-        fields = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        fields = decode_toml(text.encode("utf-8", "surrogatepass"))
+    except ValueError as error:
         raise SuiteError(f"{where}: {error}") from None
     try:
         suite = Suite.model_validate({**fields, "name": name})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ragorder.jsonl import decode
 
 __all__ = ["Checkpoint", "CheckpointError", "LayerReadError", "TensorEntry"]
 
@@ -130,7 +131,7 @@ class Checkpoint:
             length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
             if not 0 < length <= min(_LONGEST_HEADER, stat.st_size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {stat.st_size}")
-            header = json.loads(os.pread(descriptor, length, 8))
+            header = decode(os.pread(descriptor, length, 8))
             for name, facts in header.items():
                 if name != "__metadata__":
                     yield _entry(name, facts, file, 8 + length, stat.st_size)
@@ -169,7 +170,7 @@ def _files_of(folder: Path) -> list[Path]:
             "are needed"
         )
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = sorted(set(decode(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from error
     missing = [name for name in names if not (folder / name).is_file()]

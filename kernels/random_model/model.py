@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.extras import needs
+from ragorder.jsonl import decode
 
 __all__ = ["make_model"]
 
@@ -93,7 +94,7 @@ def _digest(texts: Sequence[str]) -> str:
 
 def _fingerprint_of(folder: Path) -> object:
     try:
-        return json.loads((folder / _FINGERPRINT).read_text(encoding="utf-8"))
+        return decode((folder / _FINGERPRINT).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ragorder.jsonl import decode
 from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
 __all__ = ["CHUNKS", "IDENTITY", "LOCK", "ChunkFolder", "StoreRefusedError"]
@@ -202,8 +203,8 @@ def read_identity(root: int) -> dict[str, object] | None:
     except OSError:
         return None
     try:
-        note = json.loads(os.read(descriptor, 4096))
-    except (OSError, ValueError, RecursionError):
+        note = decode(os.read(descriptor, 4096))
+    except (OSError, ValueError):
         return None
     finally:
         os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ragorder.jsonl import decode
 from ragorder.pipelining.batching.placement import Spread
 from ragorder.pipelining.batching.power_law import PowerLaw
 from ragorder.pipelining.batching.sizes import NO_INDEX, IndexSizes, ModelSizes, Workload
@@ -158,7 +158,7 @@ class PlacementProfile(BaseModel):
         """Raises OSError, and ValueError for a file that is no profile of placements."""
         text = Path(path).read_bytes()
         try:
-            content = json.loads(text)
+            content = decode(text)
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {_MEASURE}") from error
         if not isinstance(content, dict) or content.get("format") != "ragorder-placement-profile":

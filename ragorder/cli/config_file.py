@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from ragorder.cli.options import Decorator, Option, option
+from ragorder.jsonl import decode_toml
 
 __all__ = ["config_option", "with_environment"]
 
@@ -50,20 +50,20 @@ def config_option() -> Decorator:
 def _read(command: click.Command, path: Path) -> dict[str, Any]:
     """Values by parameter. Raises click.UsageError."""
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        values = decode_toml(path.read_bytes())
     except OSError as error:
         raise click.UsageError(f"--config: {path}: {error.strerror}") from None
     except ValueError as error:
-        # Without the line, which may have a key in it.
-        raise click.UsageError(f"--config: {path}: not TOML in UTF-8 ({error})") from None
+        raise click.UsageError(f"--config: {path}: {error}") from None
     known = {name: param for param in command.params if isinstance(param, Option) for name in _names(param)}
     found = {}
-    for name, value in values.items():
+    for place, (name, value) in enumerate(values.items(), 1):
         param = known.get(name.replace("-", "_"))
         if param is None or param.is_eager:
             near = get_close_matches(name.replace("-", "_"), known, n=1)
             meant = f": did you mean {near[0].replace('_', '-')}?" if near else ""
-            raise click.UsageError(f"--config: {path}: there is no option {name!r}{meant}")
+            # A key that was pasted in the wrong place may stand there.
+            raise click.UsageError(f"--config: {path}: the name of its entry {place} is no option{meant}")
         # The environment comes first, as it does for click's own variables.
         if param.name is not None and (param.variable is None or param.variable not in os.environ):
             found[param.name] = _as_given(param, value, f"--config: {path}: {name}")

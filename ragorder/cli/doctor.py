@@ -17,6 +17,7 @@ from rich.text import Text
 from ragorder.cli.doctor_memory import MEMORY_OPTIONS, memory_options, show_memory
 from ragorder.cli.doctor_requests import REQUEST_OPTIONS, checked_requests, examine_log, request_options
 from ragorder.cli.options import Command, Duration, api_key, events_address, kv_events, option, section
+from ragorder.jsonl import decode
 
 if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding, PromptSample
@@ -198,8 +199,8 @@ def _read(path: Path) -> PromptSample:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise click.BadParameter(f"{path}: {reason}", param_hint="--prompt") from None
     try:
-        messages: Any = json.loads(text)
-    except (ValueError, RecursionError):
+        messages = decode(text.encode())
+    except ValueError:
         return text
     if not isinstance(messages, list) or not any(isinstance(message, dict) for message in messages):
         return text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -60,6 +62,7 @@ __all__ = [
 M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+_LEAST_QUOTED = 4
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -189,12 +192,21 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """click's command, whose options stand under the headings of their sections."""
+    """click's command, whose options stand under the headings of their sections. Its errors quote no value of a file
+    or the environment, and no secret: a terminal or a log that shows them has other readers."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         # Its own, not only the group's: click remembers the help option of the first call, which may be a direct one.
         self.context_settings = {"help_option_names": ["-h", "--help"], **self.context_settings}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _unquoted(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _unquoted(ctx):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -205,6 +217,36 @@ class Command(click.Command):
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+@contextmanager
+def _unquoted(context: click.Context) -> Iterator[None]:
+    try:
+        yield
+    except click.ClickException as error:
+        for value, place in _hidden(context):
+            whole = rf"(?<![\w-]){re.escape(value)}(?![\w-])" if len(value) >= _LEAST_QUOTED else r"(?!)"
+            error.message = re.sub(f"{re.escape(repr(value))}|{whole}", lambda _, place=place: place, error.message)
+        raise
+
+
+def _hidden(context: click.Context) -> Iterator[tuple[str, str]]:
+    """Values that an error must not show, the longest first, and the words in their place. Names to choose from are
+    no secrets."""
+    found: dict[str, str] = {}
+    for param in context.command.params:
+        known = getattr(param.type, "choices", ())
+        given = (context.default_map or {}).get(param.name or "")
+        in_file = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+        variables = [param.envvar] if isinstance(param.envvar, str) else [*(param.envvar or ())]
+        variables += [param.variable] if isinstance(param, Option) and param.variable else []
+        places = dict.fromkeys(in_file, "the value in the file of --config")
+        places |= {os.environ[name]: f"the value of {name}" for name in variables if name in os.environ}
+        secret = context.params.get(param.name or "")
+        if isinstance(secret, str) and param.name and param.name.endswith(("key", "secret")):
+            places.setdefault(secret, f"the value of {param.opts[0]}")
+        found |= {value: place for value, place in places.items() if value and value not in known}
+    yield from sorted(found.items(), key=lambda each: -len(each[0]))
 
 
 class CommandGroup(click.Group):

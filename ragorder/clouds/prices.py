@@ -33,11 +33,11 @@ class Prices:
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
         """From a TOML file (default: the one that RAGORDER_PRICES names, or the package's own). Raises OSError, and
         ValueError naming file and field."""
-        import tomllib
+        from ragorder.jsonl import decode_toml
 
         where = Path(path or os.environ.get(PRICES_VARIABLE) or _OWN)
         try:
-            return cls._of(tomllib.loads(where.read_text("utf-8")))
+            return cls._of(decode_toml(where.read_bytes()))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error}") from None
 

@@ -131,25 +131,35 @@ class TestConfigFile:
     @pytest.mark.parametrize(
         ("content", "reason"),
         [
-            ("upstrem = 'http://127.0.0.1:9'", "there is no option 'upstrem': did you mean upstream?"),
-            ("config = 'other.toml'", "there is no option 'config'"),
-            ("port = 'x'", "'x' is no whole number"),
+            ("upstrem = 'http://127.0.0.1:9'", "the name of its entry 1 is no option: did you mean upstream?"),
+            ("port = 1\nconfig = 'other.toml'", "the name of its entry 2 is no option"),
+            ("geheim-7f3a9c = 1", "the name of its entry 1 is no option"),
+            ("port = 'geheim'", "'--port': the value in the file of --config is no whole number"),
+            ("block-size = 'geheim'", "'--block-size': the value in the file of --config is no whole number"),
+            ("engine = 'geheim'", "'--engine': the value in the file of --config is not one of"),
+            ("read-timeout = 'geheim'", "'--read-timeout': the value in the file of --config is no duration"),
+            ("upstream = 'geheim'", "--upstream"),
+            ("dtype = 'geheim'\nengine = 'torch'\nmodel = 'random'", "--dtype"),
             ("port = [1]", "port: write a text or a number"),
             ("port = true", "port: write a text or a number"),
             ("shadow = 1", "shadow: write true or false"),
             ("upstream = [true]", "upstream: write a text or a number, or a list of them"),
-            ("[serve]\nport = 1", "there is no option 'serve'"),
-            ("api-key = 'geheim", "not TOML in UTF-8"),
+            ("[serve]\nport = 1", "the name of its entry 1 is no option"),
+            ("api-key = 'geheim", "not TOML (end of document)"),
+            ("[geheim]\n[geheim]", "not TOML (line 2, column"),
+            ("port = " + "[" * 100_000, "nested too deeply"),
+            ("port = " + "9" * 5_000, "cannot be read"),
             ("api-key = ' '", "--api-key: the key is empty"),
             ("model = 'random'", "--model requires --engine torch"),
             ("route = true\nshadow = true", "--shadow is of a proxy that orders"),
         ],
-        ids=lambda text: text.partition("\n")[0],
+        ids=lambda text: text.partition("\n")[0][:40],
     )
     def test_that_is_wrong_is_refused(
         self, content: str, reason: str, serve: Callable[..., Served], file: Callable[[str], str]
     ) -> None:
-        served = serve("--upstream", "http://127.0.0.1:9", "--config", file(content))
+        upstream = [] if content.startswith(("upstream", "dtype")) else ["--upstream", "http://127.0.0.1:9"]
+        served = serve(*upstream, "--config", file(content))
         assert served.exit_code == 2
         assert reason in served.said
         assert "geheim" not in served.said
@@ -183,6 +193,12 @@ class TestEnvironment:
         )
         assert served.orderer.shadow and served.server["grace_s"] == 7
         assert {"a.example", "b.example"} < served.app["hosts"]
+
+    def test_with_a_wrong_value_is_named_without_it(self, serve: Callable[..., Served]) -> None:
+        served = serve("--upstream", "http://127.0.0.1:9", RAGORDER_SERVE_PORT="geheim", RAGORDER_BLOCK_SIZE="16")
+        assert "'--port': the value of RAGORDER_SERVE_PORT is no whole number" in served.said
+        served = serve("--upstream", "http://127.0.0.1:9", RAGORDER_BLOCK_SIZE="geheim")
+        assert served.exit_code == 2 and "--block-size" in served.said and "geheim" not in served.said
 
     def test_of_this_command_contradicts_as_the_command_line_does(self, serve: Callable[..., Served]) -> None:
         served = serve("--upstream", "http://127.0.0.1:9", RAGORDER_SERVE_MODEL="random")

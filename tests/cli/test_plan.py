@@ -283,6 +283,17 @@ class TestResume:
         (tmp_path / "plan" / "manifest.json").write_text("{", "utf-8")
         assert "cannot be read" in refusal(requests, "--out", tmp_path / "plan")
 
+    @pytest.mark.parametrize("name", ["manifest.json", ".plan/state.json"])
+    @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b'{"format": NaN}', b"[]"], ids=lambda data: data[:9])
+    def test_a_file_that_is_damaged_is_refused_by_name(
+        self, requests: Path, tmp_path: Path, name: str, content: bytes
+    ) -> None:
+        path = tmp_path / "plan" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+        said = refusal(requests, "--out", tmp_path / "plan")
+        assert f"{path} cannot be read" in said or f"{path} is no manifest of ragorder's" in said
+
     @pytest.mark.parametrize("option", ["--resume", "--no-resume"])
     def test_a_file_that_no_plan_has_written_stays(self, requests: Path, tmp_path: Path, option: str) -> None:
         (tmp_path / "manifest.json").write_text('{"name": "mine"}', "utf-8")

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.jsonl import JSONLines, JSONLinesError, decode
+from ragorder.jsonl import JSONLines, JSONLinesError, decode, decode_toml
 
 pytestmark = pytest.mark.merge
 
@@ -165,3 +166,25 @@ class TestWhatIsRefused:
     def test_one_value_of_several_lines(self) -> None:
         with pytest.raises(ValueError, match=r"not JSON \(line 2, column 4: "):
             decode(b"[1,\n 2 3]")
+
+
+class TestTOML:
+    def test_is_read(self) -> None:
+        assert decode_toml('[a]\nb = "ä"\n'.encode()) == {"a": {"b": "ä"}}
+
+    @pytest.mark.parametrize(
+        ("data", "said"),
+        [
+            (b"hunter2", "not TOML (end of document)"),
+            (b"[hunter2]\n[hunter2]", "not TOML (line 2, column 9)"),
+            (b"a = 1\na = 'hunter2'", "not TOML (line 2, column"),
+            (b"a = " + b"[" * 100_000, "nested too deeply"),
+            (b"a = " + b"9" * 10_000, "a date or a number in it cannot be read"),
+            (b"a = 'hunter2\xff'", "not UTF-8"),
+        ],
+        ids=lambda part: part[:20],
+    )
+    def test_that_cannot_be_read_is_not_quoted(self, data: bytes, said: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(said)) as caught:
+            decode_toml(data)
+        assert "hunter2" not in str(caught.value)

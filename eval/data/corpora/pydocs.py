@@ -17,6 +17,7 @@ from random import Random
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import BM25Retriever, Retriever
+from ragorder.jsonl import decode
 from ragorder.kernels.random_model import documentation
 from ragorder.kernels.random_model.documentation import Entry
 
@@ -192,7 +193,7 @@ def _fingerprint(modules: dict[str, Path], retriever: Retriever, top_k: int) -> 
 
 def _restore(path: Path) -> Corpus | None:
     try:
-        kept = json.loads(path.read_text("utf-8"))
+        kept = decode(path.read_bytes())
         return Corpus(
             kept["name"],
             [Document(id, text, metadata=metadata) for id, text, metadata in kept["documents"]],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from ragorder.jsonl import decode
 
 __all__ = ["RANDOM_WEIGHTS", "ModelFacts", "model_facts"]
 
@@ -47,8 +48,8 @@ def _count(folder: Path) -> int | None:
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
+                header = decode(file.read(length)) if length < _LONGEST_HEADER else {}
             total += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     return total or None

@@ -13,6 +13,7 @@ from typing import IO, Any
 import click
 
 from ragorder.cli.planning.spill import Spill
+from ragorder.jsonl import decode
 
 __all__ = ["PlanError", "PlanFolder", "write_json"]
 
@@ -79,7 +80,7 @@ class PlanFolder:
             raise PlanError(f"{self.path} holds shards that are no plan of ragorder's: name another folder")
         # One that cannot be read may be a plan's.
         with suppress(OSError, ValueError):
-            found = json.loads(self.manifest_path.read_text("utf-8"))
+            found = decode(self.manifest_path.read_bytes())
             if not isinstance(found, dict) or "format" not in found:
                 raise PlanError(f"{self.manifest_path} is no manifest of ragorder's: name another folder")
         with suppress(OSError, AttributeError):
@@ -118,7 +119,7 @@ def write_json(path: Path, value: Mapping[str, Any], work: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = decode(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
