@@ -15,7 +15,7 @@ from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
 from ragorder.pipelining.batching.explain import bottleneck
 from ragorder.pipelining.batching.placement_profile import PlacementProfile
 from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
-from ragorder.pipelining.batching.sizes import NO_INDEX, Workload
+from ragorder.pipelining.placement import NO_INDEX, Workload
 
 __all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"]
 

@@ -73,7 +73,7 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
     from ragorder.eval.experiments.profiling.placement_engine import PlacedSystem
     from ragorder.pipelining.batching.placement_profile import PlacementProfile
     from ragorder.pipelining.batching.plan import PlacementError, plan_placement
-    from ragorder.pipelining.batching.sizes import Workload
+    from ragorder.pipelining.placement import Workload
 
     if model is None:
         raise click.UsageError("--placement measures a model: give --model, its folder")

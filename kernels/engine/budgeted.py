@@ -22,7 +22,7 @@ from ragorder.kernels.offload.footprint import Footprint
 from ragorder.kernels.offload.residency import Place, Residency
 from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
-from ragorder.pipelining.batching.placement import Placement
+from ragorder.pipelining.placement import Placement
 
 __all__ = ["Relief", "StreamedMemory", "StreamedModel", "plan_streamed"]
 

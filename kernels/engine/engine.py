@@ -47,7 +47,7 @@ from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.offload.residency import Residency
 from ragorder.kernels.paging import OutOfBlocksError
-from ragorder.pipelining.batching.placement import Placement
+from ragorder.pipelining.placement import Placement
 
 __all__ = ["TieredEngine"]
 

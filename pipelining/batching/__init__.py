@@ -9,7 +9,6 @@ from ragorder.pipelining.batching.degradation import Relief, is_shortage
 from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
 from ragorder.pipelining.batching.footprint import Footprint
 from ragorder.pipelining.batching.kv import Context, KVTokens, TrieKV
-from ragorder.pipelining.batching.placement import Placement, Spread
 from ragorder.pipelining.batching.placement_profile import PlacementProfile
 from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
 from ragorder.pipelining.batching.power_law import PowerLaw
@@ -23,9 +22,9 @@ from ragorder.pipelining.batching.retrieval import (
 )
 from ragorder.pipelining.batching.server import DecoupledServer, ServingPlacement
 from ragorder.pipelining.batching.shared_tokens import shared_tokens
-from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes, Workload
 from ragorder.pipelining.batching.stream import BatchedStream
 from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
+from ragorder.pipelining.placement import IndexSizes, ModelSizes, Placement, Spread, Workload
 
 __all__ = [
     "AllWaiting",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ragorder.pipelining.batching.placement import Spread
-from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement import IndexSizes, ModelSizes, Spread, Workload
 
 __all__ = ["PlacementCosts", "mean_latency_s"]
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ragorder.pipelining.batching.placement import Spread
-from ragorder.pipelining.batching.sizes import NO_INDEX, IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement import NO_INDEX, IndexSizes, ModelSizes, Spread, Workload
 
 __all__ = ["EstimatedCosts", "Rates"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ragorder.pipelining.batching.budgets import Budgets, format_bytes
 from ragorder.pipelining.batching.costs import PlacementCosts
 from ragorder.pipelining.batching.footprint import Footprint
-from ragorder.pipelining.batching.placement import Placement, Spread
+from ragorder.pipelining.placement import Placement, Spread
 
 __all__ = ["bottleneck", "explanation"]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.batching.placement import Placement, Spread
-from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes
+from ragorder.pipelining.placement import IndexSizes, ModelSizes, Placement, Spread
 
 __all__ = ["Footprint"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ragorder.pipelining.batching.sizes import IndexSizes
+from ragorder.pipelining.placement import IndexSizes
 from ragorder.pipelining.search.partition_file import PartitionFile
 
 __all__ = ["index_sizes"]

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragorder.jsonl import decode
-from ragorder.pipelining.batching.placement import Spread
 from ragorder.pipelining.batching.power_law import PowerLaw
-from ragorder.pipelining.batching.sizes import NO_INDEX, IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement import NO_INDEX, IndexSizes, ModelSizes, Spread, Workload
 
 __all__ = ["GenerationSample", "PlacementProfile", "RetrievalSample"]
 

@@ -10,7 +10,7 @@ from ragorder.pipelining.batching.budgets import Budgets
 from ragorder.pipelining.batching.costs import PlacementCosts, mean_latency_s
 from ragorder.pipelining.batching.explain import explanation
 from ragorder.pipelining.batching.footprint import Footprint
-from ragorder.pipelining.batching.placement import Placement, Spread
+from ragorder.pipelining.placement import Placement, Spread
 
 __all__ = ["PlacementError", "PlannedPlacement", "plan_placement"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from ragorder.pipelining.batching.sizes import Curve
+from ragorder.pipelining.placement import Curve
 
 __all__ = ["shared_tokens"]
 

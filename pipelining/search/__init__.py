@@ -7,8 +7,7 @@ from ragorder.pipelining.search.continuous import ContinuousIVF
 from ragorder.pipelining.search.handle import SearchHandle
 from ragorder.pipelining.search.history import History
 from ragorder.pipelining.search.memory import MemorySplit, Throughput, split_memory
-from ragorder.pipelining.search.partitioned import PartitionedSearch
-from ragorder.pipelining.search.partitioned_pass import PartitionedPass
+from ragorder.pipelining.search.partitioned import PartitionedPass, PartitionedSearch
 from ragorder.pipelining.search.process import SearchProcess, SearchProcessError
 from ragorder.pipelining.search.tiers import ClusterScan, IndexTiers
 

@@ -6,22 +6,23 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.partition_file import PartitionFile, PartitionLists
-from ragorder.pipelining.search.partitioned_pass import PartitionedPass, PartitionWalk
 from ragorder.pipelining.search.pass_rows import PassRows
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
+from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
 from ragorder.pipelining.staged._ivf import read_nprobe
 
-__all__ = ["PartitionedSearch"]
+__all__ = ["PartitionedPass", "PartitionedSearch"]
 
 # Partitions that are held stay unless another is used this much more: exchanging them saves nothing by itself.
 _STAY = 1.1
@@ -187,7 +188,7 @@ class PartitionedSearch:
     def _drop_least(self) -> None:
         del self._held[min(self._held, key=self._uses.__getitem__)]
 
-    def _advance(self, rows: PassRows, walk: PartitionWalk) -> None:
+    def _advance(self, rows: PassRows, walk: _Walk) -> None:
         """The residents that are needed, or the next other partition. Whatever it raises, `rows` are as before."""
         with self._lock:
             self._check_open()
@@ -251,6 +252,114 @@ class PartitionedSearch:
         lists = self._file.read(partition)
         self.read_bytes += lists.read_bytes
         return lists
+
+
+class PartitionedPass(Iterator[Stage]):
+    """The stages of one search. `rows` hold what each query has found and what it still needs: a checkpoint, also of
+    some of the queries alone (`rows.part`), after whatever a stage has raised."""
+
+    def __init__(self, search: PartitionedSearch, begin: Callable[[], PassRows]) -> None:
+        self._search = search
+        self._begin = begin
+        self._rows: PassRows | None = None
+        self._walk = _Walk(search)
+        self._number = 0
+        self._over = False
+
+    @property
+    def rows(self) -> PassRows:
+        if self._rows is None:
+            self._rows = self._begin()
+            self._search._begun()
+        return self._rows
+
+    @property
+    def joinable(self) -> bool:
+        """A partition has been read since queries joined: if they join no sooner, the others go on."""
+        return self._walk.moved
+
+    def __next__(self) -> Stage:
+        if self._over:
+            raise StopIteration
+        rows = self.rows
+        if len(rows.needed):
+            self._search._advance(rows, self._walk)
+        held, needed = self._search._held, rows.needed.tolist()
+        left = sum(partition not in held for partition in needed) + any(partition in held for partition in needed)
+        self._number += 1
+        self._over = not left
+        return self._stage(left)
+
+    def join(self, parts: Sequence[PassRows]) -> None:
+        """Queries of other searches go on with this pass, between two stages. Their rows follow those that are here;
+        what they need of the partitions passed before comes when the pass has gone around. Results are those of a pass
+        of their own. Raises ValueError for another k or number of clusters."""
+        self._rows = PassRows.join([self.rows, *parts])
+        self._walk.moved = False
+        self._over = False
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Go on with these queries alone, whose rows are renumbered."""
+        self._rows = self.rows.part(chosen)
+
+    def close(self) -> None:
+        """Give back what has been read ahead."""
+        self._over = True
+        self._walk.drop()
+
+    def _stage(self, left: int) -> Stage:
+        index = self._search._file.index
+        distances, ids = self.rows.results(similarity=index.similarity)
+        return Stage(self._number, self._number + left, index.core.ids(ids), distances)
+
+
+class _Walk:
+    """Where a pass stands, and at most one partition ahead of it, read while another is scanned. `moved`: a partition
+    has been read since queries joined."""
+
+    def __init__(self, search: PartitionedSearch) -> None:
+        self.moved = True
+        self._search = search
+        self._place = 0
+        self._partition = -1
+        self._reading: Future[PartitionLists] | None = None
+
+    def order(self, needed: NDArray[np.intp]) -> list[int]:
+        """Sorted partitions from here on, and around."""
+        ordered: list[int] = [*needed[needed >= self._place].tolist(), *needed[needed < self._place].tolist()]
+        return ordered
+
+    def begin(self, partition: int) -> None:
+        """Read it ahead."""
+        if self._search._reader is None or self._partition == partition:
+            return
+        self.drop()
+        with suppress(RuntimeError):
+            # The search is being closed.
+            self._reading = self._search._reader.submit(self._search._read, partition)
+            self._partition = partition
+
+    def take(self, partition: int) -> PartitionLists:
+        """Raises what reading has raised; the next call reads again."""
+        if self._partition != partition or self._reading is None:
+            self.drop()
+            return self._search._read(partition)
+        reading, self._reading, self._partition = self._reading, None, -1
+        return reading.result()
+
+    def go_on(self, read: int | None, others: Sequence[int]) -> None:
+        """The residents, or the partition that was read, have been scanned; `others` are still needed."""
+        self.moved |= read is not None
+        if others:
+            # It is being read: queries that join begin with it.
+            self._place = others[0]
+        elif read is not None:
+            self._place = read + 1
+
+    def drop(self) -> None:
+        reading, self._reading, self._partition = self._reading, None, -1
+        if reading is not None:
+            reading.cancel()
 
 
 def _give_back() -> None:

@@ -15,7 +15,7 @@ from ragorder.adapters.doctor.memory import choose_budgets
 from ragorder.cli import main
 from ragorder.pipelining.batching.budgets import Budgets
 from ragorder.pipelining.batching.placement_profile import GenerationSample, PlacementProfile
-from ragorder.pipelining.batching.sizes import ModelSizes
+from ragorder.pipelining.placement import ModelSizes
 
 doctor = partial(run_command, main, "doctor", "--memory")
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.batching.placement import Spread
 from ragorder.pipelining.batching.placement_profile import GenerationSample, PlacementProfile, RetrievalSample
 from ragorder.pipelining.batching.plan import plan_placement
-from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes
+from ragorder.pipelining.placement import IndexSizes, ModelSizes, Spread
 
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30),))
 INDEX = IndexSizes(partitions=(10,) * 4)

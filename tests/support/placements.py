@@ -8,8 +8,7 @@ from itertools import accumulate
 from random import Random
 
 from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.batching.placement import Placement, Spread
-from ragorder.pipelining.batching.sizes import IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement import IndexSizes, ModelSizes, Placement, Spread, Workload
 
 STEP = 64
 

@@ -17,7 +17,7 @@ from ragorder.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
 from ragorder.pipelining.batching.budgets import Budgets, format_bytes
 from ragorder.pipelining.batching.index_sizes import index_sizes
-from ragorder.pipelining.batching.sizes import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
 
 __all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
 
