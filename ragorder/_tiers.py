@@ -20,12 +20,14 @@ _HISTORY_NODES = 65_536
 
 
 class EngineTiers:
-    """Raises ValueError if the profile cannot be read."""
+    """Raises ValueError for an unknown policy, and if the profile cannot be read."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._profile = None if settings.profile is None else _read_profile(settings.profile)
         self._several = settings.capacity_tokens is not None and bool(settings.host_tokens or settings.disk_tokens)
+        if "tier_policy" in settings.model_fields_set:
+            _check_policy(settings.tier_policy)
 
     @property
     def unpriced(self) -> bool:
@@ -78,6 +80,15 @@ class EngineTiers:
     @property
     def _price(self) -> Price | None:
         return self._profile.with_loads if self._profile is not None and self._profile.loads else None
+
+
+def _check_policy(name: str) -> None:
+    from ragorder.kernels.policies import policies
+
+    try:
+        policies.check(name)
+    except ValueError as error:
+        raise ValueError(f"tier_policy: {error}") from None
 
 
 def _read_profile(path: Path) -> PrefillProfile:

@@ -135,15 +135,6 @@ class Settings(BaseSettings):
     def _with_unit(cls, value: object) -> object:
         return _count(value)
 
-    @field_validator("tier_policy")
-    @classmethod
-    def _known_policy(cls, policy: str) -> str:
-        from ragorder.kernels.policies import POLICIES
-
-        if policy not in POLICIES:
-            raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
-        return policy
-
     @model_validator(mode="after")
     def _one_end(self) -> Self:
         if self.keep_first and self.keep_last:

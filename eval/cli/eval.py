@@ -37,8 +37,8 @@ def schema() -> None:
     """The JSON schema of a line of results.jsonl."""
     import json
 
-    from ragorder.eval.running.experiment import experiments
     from ragorder.eval.running.record import json_schema
+    from ragorder.eval.running.suite import experiments
 
     click.echo(json.dumps(json_schema([each.record for each in experiments().values()]), indent=2))
 

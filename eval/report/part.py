@@ -12,9 +12,8 @@ from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.compared import Compared
 from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.tables import Table
-from ragorder.eval.running.experiment import Experiment
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Suite
 
 __all__ = ["Part", "part_of"]
 

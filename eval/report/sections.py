@@ -18,11 +18,10 @@ from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import cell_words, policy_words
-from ragorder.eval.running.experiment import experiments
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Suite, experiments
 
 __all__ = ["Report", "Section", "make_report"]
 
@@ -212,7 +211,7 @@ def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
         )
     if not any(_gpu(session) for session in results.sessions):
         said.append("A GPU: no session has seen one. The paper's milliseconds are of GPUs, ours are not.")
-    said += [why for each in experiments().values() if (why := each.not_measured(results))]
+    said += [why for each in experiments().values() if (why := each.not_measured(results.records, results.own_checks))]
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     rest = [name for name, suite in suites.items() if name not in results.suites and not suite.needs]
     if rest:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ragorder.counts import parse_count
 from ragorder.eval.data.names import unknown
+from ragorder.eval.running.record import Cell
 
-__all__ = ["SuiteCell", "SuiteError", "complaint", "one_of"]
+__all__ = ["STRICT", "Display", "PaperRow", "Reduced", "SuiteCell", "SuiteError", "complaint", "one_of"]
+
+
+STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class SuiteError(ValueError):
@@ -94,3 +99,37 @@ def complaint(error: ValidationError) -> str:
     field = ".".join(map(str, first["loc"]))
     message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
     return f"{field}: {message}" if field else message
+
+
+class Display(BaseModel):
+    model_config = STRICT
+
+    chart: str = Field(validation_alias=AliasChoices("chart", "figure"))
+    x: str | None = None
+    metrics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    label: str
+    policy: str | None
+    hardware: str
+    unit: str
+    at: Cell
+    values: Mapping[str, float | str]
+
+    def matches(self, cell: Cell) -> bool:
+        return all(name not in cell or cell[name] == value for name, value in self.at.items())
+
+
+class Reduced(BaseModel):
+    """Replacements in a suite's short form. A parameter in `cell` or `sweep` replaces the suite's own in either."""
+
+    model_config = STRICT
+
+    policies: tuple[str, ...] | None = None
+    warmup: int | None = None
+    requests: int | None = None
+    cell: Mapping[str, Any] = {}
+    sweep: Mapping[str, tuple[Any, ...]] = {}
+    extra: tuple[Mapping[str, tuple[Any, ...]], ...] | None = None

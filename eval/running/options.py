@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.specs import ServedBy
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["SIM_LIKE", "HarnessError", "Options"]
 
@@ -76,10 +73,10 @@ class Options(ServedBy):
             raise ValueError("--model requires --engine vllm, torch or openai: the simulated engine has none")
         return self
 
-    def arguments(self, suites: Sequence[Suite]) -> dict[str, Any]:
+    def arguments(self, suites: Sequence[str]) -> dict[str, Any]:
         """As recorded in a session: without keys and passwords."""
         return {
-            "suites": [suite.name for suite in suites],
+            "suites": list(suites),
             "engine": self.engine,
             "like": SIM_LIKE if self.engine == "sim" else None,
             "reduced": self.reduced,

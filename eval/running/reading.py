@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ragorder.eval.running.experiment import experiments
 from ragorder.eval.running.record import (
     RESULTS,
     SCHEMA,
@@ -19,6 +18,7 @@ from ragorder.eval.running.record import (
     UnavailableRecord,
     key_of,
 )
+from ragorder.eval.running.suite import experiments
 from ragorder.jsonl import JSONLines
 
 __all__ = ["Results", "ResultsError", "read_results"]

@@ -9,12 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ragorder.eval.data.machine import describe_environment
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing, experiment_of
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.record import SCHEMA
 from ragorder.eval.running.store import Store
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite, experiment_of
 
 __all__ = ["Outcome", "Plan", "begin_session", "plan_run", "run_suites"]
 
@@ -115,7 +114,7 @@ class _Session:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        self.id = begin_session(self._store, self._options.arguments(self._suites))
+        self.id = begin_session(self._store, self._options.arguments([suite.name for suite in self._suites]))
         for kind, suites in _by_kind(self._suites).items():
             experiment = experiment_of(kind)(self._options, self._store, self.id, self._progress)
             missing: list[Missing] = []

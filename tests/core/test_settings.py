@@ -137,6 +137,16 @@ class TestValidation:
     def test_a_misspelt_policy_is_suggested(self, name: str, misspelt: str, meant: str) -> None:
         assert f"did you mean '{meant}'?" in problem(**{name: misspelt})
 
+    @pytest.mark.parametrize("tiers", [{}, {"capacity_tokens": 1024, "host_tokens": 4096}])
+    def test_a_misspelt_policy_of_the_tiers_is_refused_by_the_orderer(self, tiers: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r"^tier_policy: .*'lru', 'pgdsf', got 'pgsdf': did you mean 'pgdsf'"):
+            Orderer(tier_policy="pgsdf", **tiers)
+
+    def test_a_misspelt_policy_of_the_tiers_in_the_environment_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_TIER_POLICY", "pgsdf")
+        with pytest.raises(ValueError, match="did you mean 'pgdsf'"):
+            Orderer()
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [

@@ -24,9 +24,9 @@ from ragorder.eval.experiments.batching.serving import rates, serve
 from ragorder.eval.experiments.batching.settings import PARTITIONS, SETTINGS, Generator
 from ragorder.eval.experiments.batching.sizes import BacklogSizes, FixedSizes, RateSizes
 from ragorder.eval.experiments.batching.systems import SYSTEMS
-from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.cells import Display, SuiteError
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Display, Suite, load_suites
+from ragorder.eval.running.suite import Suite, load_suites
 from ragorder.eval.virtual.loop import run_virtual
 
 times = st.lists(st.tuples(st.floats(0.01, 5), st.floats(0.01, 5)), min_size=1, max_size=40)

@@ -18,13 +18,13 @@ pytest.importorskip("jinja2")
 from ragorder.eval import experiments as folder
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.running import reading
-from ragorder.eval.running.experiment import experiments
+from ragorder.eval.running.suite import experiments
 
 EXPERIMENT = """
 from typing import Literal
 
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.experiment import Experiment
+from ragorder.eval.running.suite import Experiment
 from ragorder.eval.running.record import Record
 
 

@@ -20,12 +20,11 @@ from ragorder.eval.experiments.partition import experiment, playing, real, virtu
 from ragorder.eval.experiments.partition.record import PartitionCell, PartitionRecord
 from ragorder.eval.experiments.partition.report import make_part
 from ragorder.eval.experiments.staging.measuring import clustered
-from ragorder.eval.running.experiment import Job
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.progress import silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.store import Store
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Job, Suite
 from ragorder.eval.virtual.costs import ScanCosts
 
 POLICIES = ("equal shares", "oldest first", "shortest first")

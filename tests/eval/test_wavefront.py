@@ -43,7 +43,7 @@ class TestSuite:
     def test_without_a_package_it_says_which_extra_has_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.eval.running.experiment.find_spec", lambda name: None)
+        monkeypatch.setattr("ragorder.eval.running.suite.find_spec", lambda name: None)
         CliRunner().invoke(main, ["eval", "run", "hedra-overhead", "--output", str(tmp_path)])
         recorded = (tmp_path / "results.jsonl").read_text()
         assert "the measurement needs numpy: in a clone of ragorder, pip install '.[retrieval]'" in recorded

@@ -24,9 +24,9 @@ from ragorder.eval.experiments.workflows.record import WorkflowsCell, WorkflowsR
 from ragorder.eval.experiments.workflows.report import make_part
 from ragorder.eval.experiments.workflows.script import WORKFLOWS, Script, WordTokenizer, without_marks
 from ragorder.eval.experiments.workflows.systems import SYSTEMS, System
-from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.cells import Display, SuiteError
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.suite import Display, Suite, load_suites
+from ragorder.eval.running.suite import Suite, load_suites
 from ragorder.eval.virtual.costs import EngineCosts, SearchCosts
 from ragorder.eval.virtual.loop import run_virtual
 

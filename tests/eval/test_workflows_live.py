@@ -34,12 +34,11 @@ from ragorder.eval.experiments.workflows_live.parts import BatchedSearch, Script
 from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.report import make_part
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
-from ragorder.eval.running.experiment import Job
 from ragorder.eval.running.options import Options
 from ragorder.eval.running.progress import silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.store import Store
-from ragorder.eval.running.suite import Suite, load_suites
+from ragorder.eval.running.suite import Job, Suite, load_suites
 from ragorder.pipelining import AnswerChunk, Usage
 
 DOCUMENTS = 30

@@ -13,6 +13,8 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,18 @@ def own_python_files(folder: str) -> list[Path]:
         for name in names
         if name.endswith(".py") and "__pycache__" not in parent
     ]
+
+
+def imported(source: str, modules: Collection[str]) -> set[str]:
+    """Modules of the package that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in names}
+    return found & set(modules)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +114,14 @@ class TestImport:
         assert {name.partition(".")[0] for name in loaded}.isdisjoint(HEAVY)
         assert not [name for name in loaded if name.startswith("ragorder.eval")]
 
+    @pytest.mark.parametrize("module", ["ragorder.kernels.engine", "ragorder.kernels.model_sizes"])
+    def test_the_embedded_engine_loads_no_server_of_batches(self, python: Any, module: str) -> None:
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        done = python("-c", f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))")
+        assert done.returncode == 0, done.stderr
+        assert not [name for name in json.loads(done.stdout) if name.startswith("ragorder.pipelining.batching")]
+
     def test_the_package_offers_the_names_in_all(self, python: Any) -> None:
         done = python("-c", "import ragorder; print([getattr(ragorder, name).__name__ for name in ragorder.__all__])")
         assert done.returncode == 0, done.stderr
@@ -115,6 +137,16 @@ class TestImport:
 
 
 class TestTree:
+    def test_no_imports_are_circular(self) -> None:
+        """Those in functions and those for type checkers included."""
+        modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources()}
+        graph = {module: imported((ROOT / name).read_text("utf-8"), modules) for module, name in modules.items()}
+        assert sum(map(len, graph.values())) > len(graph) > 500, "otherwise nothing is tested"
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
     @pytest.mark.parametrize("folder", LINKED)
     def test_folders_at_the_root_are_linked_relatively(self, folder: str) -> None:
         link = ROOT / "ragorder" / folder

@@ -177,9 +177,8 @@ def _found(claim: Claim, row: str, column: str) -> str:
 def tables_of(data: str, suite: str) -> list[Table]:
     """Of the report on this suite, without its pictures."""
     from ragorder.eval.report.part import part_of
-    from ragorder.eval.running.experiment import experiments
     from ragorder.eval.running.reading import read_results
-    from ragorder.eval.running.suite import Suite, load_suites
+    from ragorder.eval.running.suite import Suite, experiments, load_suites
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.jsonl"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.attention.cells import TOLERANCE, AttentionCell
 from ragorder.eval.experiments.attention.record import AttentionRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 __all__ = ["Attention"]
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.experiments.batch_kv.measuring import POLICIES, measure
 from ragorder.eval.experiments.batch_kv.record import SUFFIX_TOKENS, BatchKVCell, BatchKVRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["BatchKV"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.clouds import CacheRules, cache_rules
 from ragorder.eval.data.workloads import make_workload
@@ -13,10 +13,7 @@ from ragorder.eval.experiments.clouds.policies import POLICIES
 from ragorder.eval.experiments.clouds.record import CloudsCell, CloudsRecord
 from ragorder.eval.experiments.clouds.talking import serve_conversations, talks
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["Clouds"]
 

@@ -13,14 +13,13 @@ from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.experiments.conversations.layouts import LAYOUTS, TEMPLATE, Body, ChatTurn, conversations
 from ragorder.eval.experiments.conversations.servers import ChatServers, whole_conversations
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
     import httpx2
 
     from ragorder.eval.experiments.conversations.servers import ChatServer
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["ConversationCell", "ConversationRecord", "Conversations", "make_proxy", "send_conversations"]
 

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
 from ragorder.eval.experiments.disk_index.record import DiskIndexCell, DiskIndexRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.extras import install_hint
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["DiskIndex"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
@@ -11,10 +11,7 @@ from ragorder.eval.experiments.embedded.cells import EmbeddedCell
 from ragorder.eval.experiments.embedded.clocks import threads
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.shapes import SHAPES, hardware
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 __all__ = ["Embedded"]
 

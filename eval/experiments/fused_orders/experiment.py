@@ -9,7 +9,7 @@ from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.experiments.fused_orders.measuring import ORDERS, measure
 from ragorder.eval.experiments.fused_orders.record import FusedOrdersCell, FusedOrdersRecord
 from ragorder.eval.experiments.replacement.streams import stream_of_trace
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 __all__ = ["FusedOrders"]
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ragorder.eval.experiments.fused_storage.measuring import POLICIES, measure
 from ragorder.eval.experiments.fused_storage.record import StorageCell, StorageRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 __all__ = ["FusedStorage"]
 

@@ -12,11 +12,10 @@ from ragorder.eval.experiments.fusion.arms import ARMS
 from ragorder.eval.experiments.fusion.cells import FusionCell, TrainingCell
 from ragorder.eval.experiments.fusion.checkpoints import SHIPPED, checkpoint, earlier
 from ragorder.eval.experiments.fusion.record import FusionRecord, TrainingRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.fusion.curves import Measured
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["Fusion", "FusionTraining"]
 

@@ -13,11 +13,10 @@ from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import TorchModel, lacks_torch
 from ragorder.eval.experiments.fusion_deviation.cells import COPIES, PREPROCESSED, DeviationCell
 from ragorder.eval.experiments.fusion_deviation.record import DeviationRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.fusion_deviation.measuring import Measured
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["FusionDeviation"]
 

@@ -10,12 +10,11 @@ from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.gpu_day.parts import PARTS
 from ragorder.eval.experiments.gpu_day.record import GpuDayCell, GpuDayRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing, experiment_of
 from ragorder.eval.running.progress import silent
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite, experiment_of
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.gpu_day.clock import DayClock
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["GpuDay"]
 

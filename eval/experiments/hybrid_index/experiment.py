@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ragorder.cache_folder import cache_folder
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.hybrid_index.record import HybridCell, HybridRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 __all__ = ["HybridIndex"]
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.cache_folder import cache_folder
 from ragorder.eval.experiments.locality.record import LocalityCell, LocalityRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["Locality"]
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.partition.record import PartitionCell, PartitionRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.partition.playing import Clock, System
-    from ragorder.eval.running.suite import Suite
     from ragorder.eval.virtual.costs import ScanCosts
 
     Prepared = tuple[Callable[[str], tuple[System, Clock]], Callable[[], dict[str, float]]]

@@ -14,12 +14,11 @@ from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.experiments.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 from ragorder.eval.running.specs import EngineSpec
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["Pipelining"]
 

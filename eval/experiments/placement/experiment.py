@@ -13,12 +13,12 @@ from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.experiments.placement.prompts import PLACES, PlacedPrompts
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.load import serve_in_turn
 from ragorder.eval.running.options import SIM_LIKE
 from ragorder.eval.running.policies import ORDERERS, make_policy
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.runner import Run
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 __all__ = ["Placement", "PlacementCell", "PlacementRecord"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,11 +13,8 @@ from ragorder.eval.data.machine import load_average, peak_mb
 from ragorder.eval.experiments.proxy_load.load import measure_latency, run_streams, servers
 from ragorder.eval.experiments.proxy_load.upstream import allow_many_connections
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import Record, as_column
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["ProxyLoad", "ProxyLoadCell", "ProxyLoadRecord"]
 

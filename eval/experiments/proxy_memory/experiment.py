@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,11 +21,8 @@ from ragorder.eval.experiments.proxy_memory.attacks import (
     attack_with_everything,
 )
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import Record
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["ProxyMemory", "ProxyMemoryCell", "ProxyMemoryRecord", "attacked_proxy", "measure_peak"]
 

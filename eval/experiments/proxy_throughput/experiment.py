@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.proxy_load.load import ServerProcess, instant_server, proxy_server
 from ragorder.eval.experiments.proxy_throughput.log_server import log_program, log_server
 from ragorder.eval.experiments.proxy_throughput.record import ThroughputCell, ThroughputRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["ProxyThroughput"]
 

@@ -11,13 +11,11 @@ from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.cells import QualityCell
 from ragorder.eval.experiments.quality.record import QualityRecord
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-from ragorder.eval.running.record import RESULTS
+from ragorder.eval.running.record import RESULTS, Record
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.quality.specs import QualityBench
-    from ragorder.eval.running.reading import Results
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["Quality"]
 
@@ -127,8 +125,6 @@ class Quality(Experiment):
 
     @classmethod
     def own_suites(cls) -> Mapping[str, Suite]:
-        from ragorder.eval.running.suite import Suite
-
         asked = Suite.unlisted(
             "quality",
             "Answer quality, measured by itself",
@@ -139,8 +135,8 @@ class Quality(Experiment):
         return {asked.name: asked}
 
     @classmethod
-    def not_measured(cls, results: Results) -> str | None:
+    def not_measured(cls, records: Sequence[Record], checks: Sequence[Mapping[str, Any]]) -> str | None:
         from ragorder.eval.experiments.quality.report import quality_not_measured
 
-        why = quality_not_measured(results)
+        why = quality_not_measured(records, checks)
         return f"Whether another order changes answers (EM, F1): {why}." if why else None

@@ -12,7 +12,7 @@ from ragorder.eval.report.statistics import summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, format_number, policy_words, signed
 from ragorder.eval.running.reading import Results
-from ragorder.eval.running.record import key_of
+from ragorder.eval.running.record import Record, key_of
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part", "print_quality", "quality_not_measured"]
@@ -88,12 +88,12 @@ def print_quality(lines: Sequence[Mapping[str, Any]], checks: Sequence[_Check]) 
         console.print(verdict["message"], style="bold", markup=False)
 
 
-def quality_not_measured(results: Results) -> str | None:
+def quality_not_measured(records: Sequence[Record], checks: Sequence[_Check]) -> str | None:
     """The reason why nothing is known about quality, if there is one."""
-    verdicts = [check for check in results.own_checks if check["name"] == "quality-verdict"]
+    verdicts = [check for check in checks if check["name"] == "quality-verdict"]
     if any(verdict["measured"] for verdict in verdicts):
         return None
-    asked = results.of(QualityRecord)
+    asked = [each for each in records if isinstance(each, QualityRecord)]
     if not asked:
         return "no capable model answered questions"
     if all(line.dry_run for line in asked):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ragorder.eval.engines.torch import need_torch
 from ragorder.eval.experiments.fusion.checkpoints import SHIPPED, checkpoint
@@ -12,10 +11,7 @@ from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.orders import Order
 from ragorder.eval.experiments.quality_positions.record import PositionsCell, PositionsRecord
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 __all__ = ["QualityPositions"]
 

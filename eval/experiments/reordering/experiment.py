@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,12 +20,9 @@ from ragorder.eval.experiments.reordering.queueing import (
     own_server,
 )
 from ragorder.eval.running.cells import SuiteCell, one_of
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.load import ServiceTimes, rotated
 from ragorder.eval.running.record import RunRecord
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["Reordering", "ReorderingCell", "ReorderingRecord"]
 

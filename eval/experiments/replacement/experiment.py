@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.data.corpora import CorpusError
 from ragorder.eval.data.machine import load_average
@@ -24,10 +24,7 @@ from ragorder.eval.experiments.replacement import (
 )
 from ragorder.eval.experiments.replacement.cells import ReplacementCell
 from ragorder.eval.experiments.replacement.record import ReplacementRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 __all__ = ["Replacement"]
 

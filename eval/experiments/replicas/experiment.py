@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.experiments.replicas.measuring import serve
 from ragorder.eval.experiments.replicas.record import ReplicasCell, ReplicasRecord
 from ragorder.eval.experiments.replicas.routers import ROUTERS
-from ragorder.eval.running.experiment import Experiment, Job, Line
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["Replicas"]
 

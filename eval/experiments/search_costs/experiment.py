@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.search_costs.record import CostsCell, CostsRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
-from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["SearchCosts"]
 

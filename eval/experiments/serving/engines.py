@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.experiments.serving.cells import ServingCell
 from ragorder.eval.running.bench import run_traces
-from ragorder.eval.running.experiment import Job
 from ragorder.eval.running.options import SIM_LIKE, Options
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench, EngineSpec, EventsAddress
+from ragorder.eval.running.suite import Job
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.pool import EnginePool

@@ -11,14 +11,13 @@ from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.experiments.serving.cells import ServingCell
 from ragorder.eval.peers import PEERS, PeerError, make_peer
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 from ragorder.eval.running.policies import ORDERERS, POLICIES
 from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.serving.engines import Engines
     from ragorder.eval.running.runner import Run
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["Serving"]
 

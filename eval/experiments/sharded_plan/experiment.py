@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.sharded_plan.measuring import run_plan
 from ragorder.eval.experiments.sharded_plan.record import ShardedPlanCell, ShardedPlanRecord
 from ragorder.eval.experiments.sharded_plan.requests import draw, write_requests
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 __all__ = ["ShardedPlan"]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.experiments.sharing.measuring import BLOCK_SIZE, serve
 from ragorder.eval.experiments.sharing.record import SharingCell, SharingRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 __all__ = ["Sharing"]
 

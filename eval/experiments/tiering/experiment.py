@@ -14,12 +14,11 @@ from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.experiments.tiering import ARMS, PromptStream, kv_bytes_per_token, make_sizes, make_stream
 from ragorder.eval.experiments.tiering.cells import TieringCell
 from ragorder.eval.experiments.tiering.record import TieringRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.server import VLLMServer
     from ragorder.eval.running.options import Options
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["Tiering"]
 

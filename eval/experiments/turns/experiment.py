@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,11 +14,8 @@ from ragorder.eval.experiments.conversations.layouts import conversations
 from ragorder.eval.experiments.conversations.servers import ChatServers, whole_conversations
 from ragorder.eval.experiments.turns.sending import CHATS, SYSTEM, send_turns
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import RunRecord
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 
 __all__ = ["TurnCell", "TurnRecord", "Turns"]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.wavefront.record import WavefrontCell, WavefrontRecord
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 __all__ = ["WavefrontTime"]
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,13 +22,10 @@ from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.running.cells import SuiteCell
-from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 from ragorder.eval.running.load import rotated
 from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Experiment, Job, Line, Missing, Suite
 from ragorder.kernels.random_model import make_model
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["SeveralOrderers", "WorkersCell", "WorkersRecord", "questions_by_topic"]
 

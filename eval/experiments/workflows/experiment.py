@@ -12,7 +12,7 @@ from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.experiments.workflows.costs import CLUSTERS
 from ragorder.eval.experiments.workflows.record import WorkflowsCell, WorkflowsRecord
 from ragorder.eval.experiments.workflows.systems import SYSTEMS
-from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.suite import Experiment, Job, Line
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.workflows.embedder import Embedder

@@ -17,15 +17,14 @@ from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.engines.torch import lacks_torch
 from ragorder.eval.experiments.workflows_live.record import LiveCell, LiveRecord
 from ragorder.eval.experiments.workflows_live.systems import SYSTEMS
-from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.load import rotated
+from ragorder.eval.running.suite import Experiment, Job, Line, Suite
 from ragorder.extras import install_hint
 
 if TYPE_CHECKING:
     from ragorder.eval.data.corpora import Corpus
     from ragorder.eval.experiments.workflows_live.engines import LiveEngine
     from ragorder.eval.experiments.workflows_live.measuring import LiveMaterials
-    from ragorder.eval.running.suite import Suite
 
 __all__ = ["WorkflowsLive"]
 
