@@ -44,14 +44,17 @@ _EXPECTED = (
     metavar="DIR",
     help="Write the pictures of the page as SVG files into this folder.",
 )
-def report(paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None) -> None:
+@option("--title", metavar="TEXT", help="Title of the report. [default: the titles of what was measured]")
+def report(
+    paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None, title: str | None
+) -> None:
     """Report on results: what ordering saves.
 
     PATH is a folder or a results.jsonl of `ragorder eval run` or `ragorder eval quality`, or the JSON of `ragorder
     bench --json` or `ragorder replay --json`; several are reported on together. The report begins with what ordering
     saves, with its 95 % interval. Without --html, --markdown and --pictures it is printed.
     """
-    _write(_made(paths), page, markdown, pictures)
+    _write(_made(paths, title), page, markdown, pictures)
 
 
 @click.command(cls=Command)
@@ -77,7 +80,7 @@ def eval_report(folder: Path, output: Path | None, markdown: Path | None) -> Non
     _write(_made([folder]), output or folder / "report.html", markdown)
 
 
-def _made(paths: tuple[Path, ...] | list[Path]) -> Report:
+def _made(paths: tuple[Path, ...] | list[Path], title: str | None = None) -> Report:
     from ragorder.eval.report import ResultsError, make_report, read_results
     from ragorder.eval.running.suite import load_suites
 
@@ -86,7 +89,7 @@ def _made(paths: tuple[Path, ...] | list[Path]) -> Report:
         folders = [path for path in paths if path not in others]
         results = read_results(*folders) if folders else None
         with progress_bar() as progress:
-            return make_report(results, load_suites(), progress, list(others.values()))
+            return make_report(results, load_suites(), progress, list(others.values()), title)
     except (ResultsError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport
+from ragorder.eval.report.words import policy_words
 from ragorder.extras import needs
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _by_capacity(report: ReplayReport, axes: Any) -> None:
     places = range(len(report.capacities))
     for policy in report.policies:
         ratios = [100 * report.at(policy, capacity).cached_ratio for capacity in report.capacities]
-        axes.plot(places, ratios, label=policy, **_style(policy))
+        axes.plot(places, ratios, label=policy_words(policy), **_style(policy))
     overlap = report.overlap
     about = "" if overlap.exact else "about "
     bound, one_prompt = 100 * overlap.bound_ratio, 100 * overlap.one_prompt_ratio
@@ -87,7 +88,9 @@ def _along(report: ReplayReport, axes: Any) -> None:
     capacity = report.focus
     for policy in report.policies:
         tenths = report.at(policy, capacity).tenths
-        axes.plot(range(1, len(tenths) + 1), [100 * ratio for ratio in tenths], label=policy, **_style(policy))
+        axes.plot(
+            range(1, len(tenths) + 1), [100 * ratio for ratio in tenths], label=policy_words(policy), **_style(policy)
+        )
     axes.set_xticks(range(1, 11))
     axes.set_xlabel("tenth of the log")
     axes.set_title(f"Along the log, cache {capacity.name}")

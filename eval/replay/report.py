@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
+from ragorder.eval.report.words import policy_words
 from ragorder.request_lines import describe
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
@@ -153,12 +154,12 @@ class ReplayReport:
             return " ".join(f"{_ANSWERS[saving.verdict]}: {saving.says}." for saving in asked)
         helping = [saving for saving in savings if saving.verdict in ("helps", "helps a little")]
         if not helping:
-            return f"No: {policy} saves nothing worth having at any of these capacities."
+            return f"No: {policy_words(policy)} saves nothing worth having at any of these capacities."
         helping.sort(key=lambda saving: saving.share_of_prefill)
         span = " to ".join(f"{100 * share:.1f}" for share in _ends([each.share_of_prefill for each in helping]))
         where = "all" if len(helping) == len(savings) else f"{len(helping)} of the {len(savings)}"
         yes = _ANSWERS[helping[-1].verdict]
-        return f"{yes}: {policy} saves {span} % of the prefill tokens at {where} capacities."
+        return f"{yes}: {policy_words(policy)} saves {span} % of the prefill tokens at {where} capacities."
 
     def as_json(self) -> dict[str, Any]:
         """JSON values, with the environment."""
@@ -203,8 +204,8 @@ class ReplayReport:
             tokens_per_1000_requests=round(1000 * per_request, 1),
             seconds_per_1000_requests=round(1000 * per_request / rate, 3) if rate else None,
             verdict=verdict,
-            says=f"at {capacity.name} {policy} saves {100 * share:.1f} % of the prefill, {per_request:,.1f} tokens a "
-            f"request: {reason}",
+            says=f"at {capacity.name} {policy_words(policy)} saves {100 * share:.1f} % of the prefill, "
+            f"{per_request:,.1f} tokens a request: {reason}",
         )
 
     def _verdict(self, share: float, per_request: float) -> tuple[Verdict, str]:

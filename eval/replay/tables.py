@@ -13,7 +13,7 @@ from rich.markup import escape
 from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
 from ragorder.eval.replay.runs import RETRIEVAL
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
-from ragorder.eval.report.headline import Chart, Headline
+from ragorder.eval.report.headline import Chart, Headline, Lead
 from ragorder.eval.report.marks import Mark
 from ragorder.eval.report.sections import Section
 from ragorder.eval.report.statistics import compare_seeds
@@ -69,8 +69,9 @@ def _headline(report: ReplayReport) -> Headline:
     decided = "" if focus.known and not focus.low <= 0 <= focus.high else " (not decided: the interval covers zero)"
     changed = f"changes the cached share of prompt tokens by {focus.shown} points"
     words.append(f"With {focus.label} {policy_words(str(policy))} {changed}{decided}.")
-    title = f"Cached tokens of {policy}, against retrieval order"
-    return Headline(words, [Chart(title, "percentage points", marks, _INTERVAL)])
+    title = f"Cached tokens of {policy_words(str(policy))}, against retrieval order"
+    lead = Lead([focus.value], "percentage points", f"{title}, {focus.label}.")
+    return Headline(words, [Chart(title, "percentage points", marks, _INTERVAL)], lead)
 
 
 def _by_capacity(report: ReplayReport) -> Picture:
@@ -137,7 +138,7 @@ def _cached(report: ReplayReport) -> Table:
             Entry(f"{100 * each.cached_ratio:.1f}", tone="good" if each.cached_tokens == most else "")
             for each, most in zip(figures, best, strict=True)
         ]
-        table.add(policy, *entries)
+        table.add(policy_words(policy), *entries)
     return table
 
 
@@ -151,7 +152,7 @@ def _heading(report: ReplayReport, capacity: CapacityInfo) -> str:
 def _savings(report: ReplayReport) -> Table:
     timed = report.prefill_tokens_per_s is not None
     headings = ["cache", "of the\nlog", "share", "per 1,000\nrequests", *["seconds\nper 1,000"] * timed, "verdict"]
-    title = f"Prefill tokens (those that the cache does not spare) that {report.compared_policy} saves"
+    title = f"Prefill tokens that {policy_words(str(report.compared_policy))} saves: prompt tokens that are not cached"
     table = Table(title, headings)
     for saving in report.savings:
         fields = [f"{saving.saved_tokens:,}", f"{100 * saving.share_of_prefill:.1f} %"]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ragorder.eval.report.console import deciles_table, legend, results_table
-from ragorder.eval.report.headline import Chart, Headline, main_policy, saving_words
+from ragorder.eval.report.headline import Chart, Headline, Lead, main_policy, saving_words
 from ragorder.eval.report.marks import Mark
 from ragorder.eval.report.sections import Section
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare_seeds
@@ -58,7 +58,7 @@ def _groups(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:
 
 def _headline(results: Sequence[RunResult]) -> Headline:
     headline, groups = Headline(), list(_groups(results))
-    marks = []
+    marks, changes = [], []
     for runs in groups:
         policies = list(dict.fromkeys(run.policy for run in runs))
         baseline = "retrieval" if "retrieval" in policies else policies[0]
@@ -71,6 +71,7 @@ def _headline(results: Sequence[RunResult]) -> Headline:
             continue
         cached, times = found[policy]
         if cached is not None:
+            changes.append(cached.difference)
             headline.words.append(
                 saving_words(policy, baseline, cached, times, where=where.rstrip(", "), unknown=_ONE_SEED)
             )
@@ -78,6 +79,9 @@ def _headline(results: Sequence[RunResult]) -> Headline:
             headline.words.append(f"{where}not decided: {policy} and {baseline} have no seed in common.")
     if marks:
         headline.charts.append(Chart("Cached tokens, against retrieval order", "percentage points", marks, _INTERVAL))
+    if changes:
+        traces = f": the smallest and the largest change of {len(changes)} traces" if len(changes) > 1 else ""
+        headline.lead = Lead(changes, "percentage points", f"Cached tokens, against retrieval order{traces}.")
     return headline
 
 

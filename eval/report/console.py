@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ragorder.eval.report.statistics import known_mean
 from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.results import RunResult
 
 __all__ = ["deciles_table", "legend", "print_results", "results_table"]
@@ -21,9 +22,9 @@ _COLUMNS = (
 _POLICIES = {
     "none": "no prefix cache",
     "retrieval": "documents as retrieval ranked them",
-    "greedy": "RAGCache++",
-    "best": "the longest cached beginning, the rest as ranked",
-    "auto": "ragorder's default: the longest cached beginning, the rest laid out for the requests to come",
+    "greedy": "Algorithm 1 of RAGCache++: at each node of the tree the cached child with the best retrieval rank",
+    "best": "the longest cached prefix, the rest as ranked",
+    "auto": "the default: the longest cached prefix, the rest in the order that later requests are expected to share",
     "events": "auto, told by the server's KV events what is cached",
     "oracle": "reads the engine's cache, and does not look ahead",
 }
@@ -43,7 +44,7 @@ def print_results(results: Sequence[RunResult], *, stderr: bool = False) -> None
 def legend(results: Sequence[RunResult]) -> str:
     """Explanation of columns and policies."""
     names = dict.fromkeys(result.policy for result in results)
-    policies = [f"{name}: {_POLICIES[name]}." for name in names if name in _POLICIES]
+    policies = [f"{policy_words(name)}: {_POLICIES[name]}." for name in names if name in _POLICIES]
     return " ".join([_COLUMNS, *policies])
 
 
@@ -85,7 +86,7 @@ def results_table(results: Sequence[RunResult]) -> Table:
             failures = sum(row.failures for row in rows)
             cells += [Entry(f"{failures:,}", tone="bad" if failures else "")]
         cells += [", ".join(f"{fmean(row.order_us[name] for row in rows):.0f}" for name in ("p50", "p99"))]
-        table.add(policy, *cells, tone="good" if policy == best else "")
+        table.add(policy_words(policy), *cells, tone="good" if policy == best else "")
     return table
 
 

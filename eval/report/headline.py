@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.marks import Mark, draw_marks
 from ragorder.eval.report.statistics import PairedDifference
-from ragorder.eval.report.words import THIN, change_words, format_number, policy_words, signed
+from ragorder.eval.report.words import THIN, capital, change_words, format_number, policy_words, signed, spread_words
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Chart", "Headline", "main_policy", "saving_words"]
+__all__ = ["Chart", "Headline", "Lead", "main_policy", "saving_words"]
 
 _BAR = 30
 
@@ -28,12 +28,6 @@ class Chart:
     marks: Sequence[Mark]
     caption: str = ""
     lower_is_better: bool = False
-
-    @property
-    def spread(self) -> str:
-        """From the smallest value to the largest."""
-        values = sorted(mark.value for mark in self.marks)
-        return " to ".join(dict.fromkeys((signed(values[0]), signed(values[-1]))))
 
     def picture(self) -> Picture:
         """Raises ImportError naming the extra."""
@@ -56,11 +50,25 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
+class Lead:
+    """The first figure of a report: the smallest and the largest of these changes. The first sentence has the same."""
+
+    changes: Sequence[float]
+    unit: str
+    says: str
+
+    @property
+    def figure(self) -> str:
+        return spread_words(self.changes)
+
+
+@dataclass(slots=True)
 class Headline:
-    """The most important sentence comes first."""
+    """The most important sentence comes first; it says in words what `lead` says."""
 
     words: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
+    lead: Lead | None = None
 
 
 def main_policy(policies: Sequence[str], baseline: str) -> str | None:
@@ -87,7 +95,7 @@ def saving_words(
     )
     if times is not None:
         words += f". The median time to the first token changes by {_changed(times, '', unknown)}"
-    return f"{words}." if where else f"{words[0].upper()}{words[1:]}."
+    return f"{words if where else capital(words)}."
 
 
 def _changed(found: PairedDifference, unit: str, unknown: str) -> str:

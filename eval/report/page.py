@@ -45,7 +45,6 @@ def render_html(report: Report, progress: Progress = silent) -> str:
         report=report,
         charts=charts,
         opening=opening.suite if opening is not None else None,
-        lead=next((chart for chart in report.headline.charts if chart.marks), None),
         pictures=pictures,
         colours=COLOURS,
         script=script,

@@ -17,7 +17,7 @@ from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import cell_words, policy_words
+from ragorder.eval.report.words import cell_words, policy_words, range_words
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
@@ -66,7 +66,7 @@ class Report:
     sections: list[Section]
     not_measured: list[str]
     checks: Table | None
-    sessions: Table
+    machines: list[str]
     commands: list[str]
     notes: list[str]
 
@@ -76,8 +76,10 @@ def make_report(
     suites: Mapping[str, Suite],
     progress: Progress = silent,
     others: Sequence[Section] = (),
+    title: str | None = None,
 ) -> Report:
-    """`others` are sections on results of other commands, which come first. Raises ImportError naming the extra."""
+    """`others` are sections on results of other commands, which come first. `title`: instead of the suites' titles.
+    Raises ImportError naming the extra."""
     need_scipy()
     sections = list(others)
     if results is None:
@@ -94,7 +96,7 @@ def make_report(
         finding([group for section in of_suites for group in section.groups]) if papers else ([], None)
     )
     return Report(
-        title=f"ragorder: {'what ordering changes' if papers else _titles(sections)}",
+        title=title or f"ragorder: {_titles(sections)}",
         measured=_measured(results) if of_suites else ", ".join(section.suite.title for section in others),
         headline=_headline(of_suites, others),
         overview=_overview(of_suites),
@@ -104,7 +106,7 @@ def make_report(
         sections=sections,
         not_measured=_not_measured(results, suites) if of_suites or not others else [],
         checks=_checks(results),
-        sessions=_sessions(results, others),
+        machines=_machines(results, others),
         commands=list(dict.fromkeys(_command(session, results.folder_of(session)) for session in results.sessions)),
         notes=results.notes,
     )
@@ -127,8 +129,10 @@ def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headlin
     found.append(headline_of([(section.suite.title, section.compared) for section in own or compared]))
     if not compared and any(section.groups for section in sections):
         found.append(Headline(["Not decided: no two policies were compared."]))
+    found.sort(key=lambda each: each.lead is None)
     words = [words for each in found for words in each.words]
-    return Headline(words, [chart for each in found for chart in each.charts])
+    lead = next((each.lead for each in found if each.lead is not None), None)
+    return Headline(words, [chart for each in found for chart in each.charts], lead)
 
 
 def _overview(sections: Sequence[Section]) -> Table | None:
@@ -179,16 +183,13 @@ def _few(cells: Sequence[str]) -> str:
 
 
 def _measured(results: Results) -> str:
-    days = sorted(session.started[:10] for session in results.sessions if session.started)
-    when = f"{days[0]} to {days[-1]}" if days and days[0] != days[-1] else days[0] if days else "at an unknown time"
     every = _all_runs(results)
     runs = [run for run in every if "copied_from" not in (run.model_extra or {})]
-    requests = sum(run.requests for run in runs)
     if not runs:
-        return f"Measured {when}"
+        return ""
     copies = len(every) - len(runs)
     again = f" ({copies:,} results in other suites are copies of these runs, and add no evidence)" if copies else ""
-    return f"{len(runs):,} runs, {requests:,} requests after warm-up{again}, measured {when}"
+    return f"{len(runs):,} runs, {sum(run.requests for run in runs):,} requests after warm-up{again}"
 
 
 def _all_runs(results: Results) -> list[Record]:
@@ -196,26 +197,17 @@ def _all_runs(results: Results) -> list[Record]:
 
 
 def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
-    runs = _all_runs(results)
-    engines = {str(run.engine.get("name")) for run in runs}
-    models = {str(run.engine.get("model") or "") for run in runs if run.engine.get("name") != "sim"}
+    runs = [run for run in results.runs if "copied_from" not in (run.model_extra or {})]
+    served = [run for run in runs if run.engine.get("name") != "sim"]
     said = []
-    if engines and not engines - {"sim"}:
-        said.append(
-            "A real engine: all runs are simulated. There are cached tokens, and times only of a virtual clock."
-        )
-    elif engines and any("random" in model or not model for model in models):
-        said.append(
-            "A model with real weights: those of a served model were random. Its answers mean nothing; times and hits "
-            "are real."
-        )
-    if not any(_gpu(session) for session in results.sessions):
-        said.append("A GPU: no session has seen one. The paper's milliseconds are of GPUs, ours are not.")
+    if runs and not served:
+        said.append("Times: the engine is simulated. Cached tokens are those of a real engine, to the block.")
+    elif any(run.column("ttft_ms") is not None for run in served) and not any(map(_gpu, results.sessions)):
+        said.append("Times on a GPU: these are of a CPU. Cached tokens do not depend on it.")
+    if any("random" in str(run.engine.get("model") or "random") for run in served):
+        said.append("Answers: the served model has random weights. Cached tokens and times do not depend on them.")
     said += [why for each in experiments().values() if (why := each.not_measured(results.records, results.own_checks))]
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
-    rest = [name for name, suite in suites.items() if name not in results.suites and not suite.needs]
-    if rest:
-        said.append(f"Other suites: {len(rest)} more are listed by `ragorder eval list`.")
     return said
 
 
@@ -240,28 +232,33 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _sessions(results: Results, others: Sequence[Section]) -> Table:
-    rows = [[Entry(section.suite.title), Entry(_environment(section.environment))] for section in others]
+def _machines(results: Results, others: Sequence[Section]) -> list[str]:
+    """A line for each machine and set of versions, with the seeds and the load of what ran there."""
+    said = [f"{each.suite.title}: {words}" for each in others if (words := _machine(each.environment))]
+    loads: dict[str, list[float]] = {}
+    seeds: dict[str, set[int]] = {}
     for session in results.sessions:
-        said = _environment(session.environment)
-        loads = [run.load_average for run in results.runs if run.session == session.id and run.load_average is not None]
-        if loads:
-            said = f"{f'{said}; ' if said else ''}load average after the runs: {min(loads)} to {max(loads)}"
-        rows.append([Entry(session.id, session.started), Entry(said or "not recorded")])
-    return Table("Sessions", ["session", "environment"], rows)
+        machine = _machine(session.environment) or "a machine that was not recorded"
+        of_it = [run for run in results.records if run.is_run and run.session == session.id]
+        before = session.environment.get("load_average") or []
+        after = [run.load_average for run in of_it if run.load_average is not None]
+        loads.setdefault(machine, []).extend([*before[:1], *after])
+        seeds.setdefault(machine, set()).update(run.seed for run in of_it)
+    for machine, found in loads.items():
+        load = f"; load average {range_words(found, 1)}" if found else ""
+        names = ", ".join(map(str, sorted(seeds[machine])))
+        said.append(f"{machine}{load}{f'; seeds {names}' if names else ''}")
+    return said
 
 
-def _environment(environment: Mapping[str, Any]) -> str:
-    names = ("processor", "cores", "gpu", "platform", "python", "load_average", "packages")
-    known = {name: environment[name] for name in (*names, *environment) if environment.get(name) is not None}
-    known.pop("time", None)
-    said = []
-    for name, value in known.items():
-        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else value
-        shown = ", ".join(map(str, shown)) if isinstance(shown, list) else shown
-        if shown != "":
-            said.append(f"{name.replace('_', ' ')}: {shown}")
-    return "; ".join(said)
+def _machine(environment: Mapping[str, Any]) -> str:
+    """What figures depend on; when and on what system they were measured is in the results."""
+    cores = environment.get("cores")
+    parts = [environment.get("processor"), environment.get("gpu"), f"{cores} cores" if cores else None]
+    packages = {"Python": environment.get("python"), **dict(environment.get("packages") or {})}
+    versions = [f"{name} {version}" for name, version in packages.items() if version]
+    commit = [f"commit {environment['commit']}"] if environment.get("commit") else []
+    return "; ".join(filter(None, (", ".join(filter(None, parts)), ", ".join([*versions, *commit]))))
 
 
 def _command(session: SessionRecord, folder: Path) -> str:

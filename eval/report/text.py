@@ -20,11 +20,12 @@ def render_markdown(report: Report) -> str:
 def _lines(report: Report) -> Iterator[str]:
     yield f"# {report.title}\n"
     yield from (f"**{markdown_text(words)}**\n" for words in report.headline.words)
-    yield f"{report.measured}.{f' {report.statistics}' if report.statistics else ''}\n"
+    if report.measured:
+        yield f"{report.measured}.\n"
     if report.overview:
         yield from report.overview.markdown("##")
     if report.finding:
-        yield "## The paper's trace, honestly\n"
+        yield "## The paper's trace, and the same with its ranks shuffled\n"
     yield from (f"{markdown_text(words)}\n" for words in report.finding)
     if report.side_by_side is not None:
         yield from report.side_by_side.markdown("")
@@ -40,7 +41,9 @@ def _lines(report: Report) -> Iterator[str]:
         yield "## To repeat it\n\n```"
         yield from report.commands
         yield "```\n"
-    yield from report.sessions.markdown("##")
+    if report.statistics:
+        yield f"## How to read the figures\n\n{report.statistics}\n"
+    yield from (f"Measured on: {markdown_text(words)}.\n" for words in report.machines)
     if report.notes:
         yield "Notes on reading the results:\n"
         yield from (f"- {markdown_text(note)}" for note in report.notes)
@@ -67,7 +70,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(words, "bold green"))
     for chart in report.headline.charts:
         console.print("", chart)
-    console.print(Text(f"\n{report.measured}.\n", "dim"))
+    if report.measured:
+        console.print(Text(f"\n{report.measured}.\n", "dim"))
     if report.overview is not None:
         console.print(report.overview)
     for words in report.finding:
@@ -93,3 +97,5 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(f"- {words}"))
     if report.statistics:
         console.print(Text(f"\n{report.statistics}", "dim"))
+    for words in report.machines:
+        console.print(Text(f"Measured on: {words}.", "dim"))

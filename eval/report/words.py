@@ -11,6 +11,7 @@ from ragorder.eval.report.statistics import PairedDifference
 __all__ = [
     "THIN",
     "axis_words",
+    "capital",
     "cell_words",
     "change_words",
     "format_number",
@@ -20,6 +21,7 @@ __all__ = [
     "seeds_by_row",
     "served_words",
     "signed",
+    "spread_words",
     "value_words",
     "verdict_words",
 ]
@@ -30,7 +32,8 @@ _POLICIES = {
     "none": "no cache",
     "retrieval": "retrieval order",
     "sorted": "sorted by id",
-    "greedy": "greedy (RAGCache++)",
+    "greedy": "RAGCache++ (greedy)",
+    "auto": "ragorder (auto)",
     "contextpilot": "ContextPilot",
 }
 _PARAMETERS = {
@@ -67,6 +70,11 @@ def format_number(value: float | None, decimals: int = 1) -> str:
 def signed(value: float, decimals: int = 1) -> str:
     shown = format_number(value, decimals)
     return shown if value < 0 or float(f"{value:.{decimals}f}") == 0 else f"+{shown}"
+
+
+def spread_words(values: Sequence[float], decimals: int = 1) -> str:
+    """Return the smallest change and the largest, or the one that all have."""
+    return " to ".join(dict.fromkeys(signed(end, decimals) for end in (min(values), max(values))))
 
 
 def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
@@ -109,6 +117,11 @@ def seeds_by_row(rows: Sequence[Iterable[int]]) -> tuple[list[str], str]:
     if len(set(seeds)) > 1:
         return words, "rows differ in their seeds, which stand in each"
     return [""] * len(seeds), words[0] if words else ""
+
+
+def capital(words: str) -> str:
+    """As a sentence begins; a name keeps its small letter."""
+    return words if words.startswith("ragorder") else f"{words[:1].upper()}{words[1:]}"
 
 
 def axis_words(name: str) -> str:

@@ -827,7 +827,7 @@ class TestTheCommand:
         with own_suite(tmp_path) as path:
             done = invoke("run", path, "-o", tmp_path / "out", "--seeds", "0", "--limit", "60")
         assert done.exit_code == 0, done.output
-        assert "mine: auto changes the cached tokens" in " ".join(done.output.split())
+        assert "mine: ragorder (auto) changes the cached tokens" in " ".join(done.output.split())
         assert done.output.index("At a glance") < done.output.index("next: ragorder report")
 
     def test_a_dry_run_says_what_would_be_served_and_leaves_nothing(self, tmp_path: Path) -> None:

@@ -815,7 +815,7 @@ class TestTheSaving:
             (-1_599, "not worth it", "within what a block boundary explains"),
             (1_600, "helps a little", "more than a block boundary explains, but little"),
             (3_999, "helps a little", "more than a block boundary explains, but little"),
-            (4_000, "helps", "at 1,000 tokens auto saves 5.0 % of the prefill, 40.0 tokens a request: worth it"),
+            (4_000, "helps", "ragorder (auto) saves 5.0 % of the prefill, 40.0 tokens a request: worth it"),
             (-1_600, "costs", "retrieval order reuses more; leave it as it is"),
         ],
     )
@@ -826,20 +826,21 @@ class TestTheSaving:
 
     def test_of_several_capacities_is_summed_up(self) -> None:
         assert report_of(0, 8_000, 16_000).answer == (
-            "Yes: auto saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
+            "Yes: ragorder (auto) saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
         )
         assert report_of(8_000, 16_000, 2_000).answer == (
-            "Yes: auto saves 2.5 to 20.0 % of the prefill tokens at all capacities."
+            "Yes: ragorder (auto) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
         )
-        assert report_of(16_000).answer == "Yes: auto saves 20.0 % of the prefill tokens at all capacities."
+        assert report_of(16_000).answer == "Yes: ragorder (auto) saves 20.0 % of the prefill tokens at all capacities."
+        said = "A little: ragorder (auto) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
+        assert report_of(0, 2_000).answer == said
         assert (
-            report_of(0, 2_000).answer == "A little: auto saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
+            report_of(0, -9_000).answer == "No: ragorder (auto) saves nothing worth having at any of these capacities."
         )
-        assert report_of(0, -9_000).answer == "No: auto saves nothing worth having at any of these capacities."
 
     def test_at_the_capacity_that_was_asked_for_is_the_answer(self) -> None:
-        assert report_of(16_000, 0, asked=1).answer.startswith("No: at 2,000 tokens auto saves 0.0 % of the prefill")
-        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens auto saves 20.0 %")
+        assert report_of(16_000, 0, asked=1).answer.startswith("No: at 2,000 tokens ragorder (auto) saves 0.0 %")
+        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens ragorder (auto) saves 20.0 %")
         assert report_of(16_000, 0, asked=1).focus.tokens == 2_000
 
     def test_needs_something_to_compare(self) -> None:
@@ -855,7 +856,7 @@ class TestTheSaving:
         log = read(*(line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(100)))
         report = replay(log, capacities=["50%"])
         assert {saving.verdict for saving in report.savings} == {"not worth it"}
-        assert report.answer.startswith("No: at 50 % auto saves 0.0 % of the prefill")
+        assert report.answer.startswith("No: at 50 % ragorder (auto) saves 0.0 % of the prefill")
         assert report.overlap.sharing_two_ratio == 0
         assert report.overlap.jaccard_mean == 0
 
@@ -970,11 +971,11 @@ class TestTheCommand:
     def test_shows_what_is_cached_what_is_saved_why_and_the_answer(self, log_file: Path) -> None:
         done = invoke(log_file)
         assert done.exit_code == 0, done.output
-        for words in ("retrieval", "greedy", "auto", "5 %", "100 %", "that auto saves", "helps"):
+        for words in ("retrieval", "greedy", "auto", "5 %", "100 %", "that ragorder (auto) saves", "helps"):
             assert words in done.stdout
         assert "share two documents or more with an earlier one" in done.stdout
         assert "so that no order can reuse more than" in done.stdout
-        assert "Would it help? Yes: auto saves" in done.stdout
+        assert "Would it help? Yes: ragorder (auto) saves" in done.stdout
 
     @pytest.mark.parametrize("columns", [80, 200])
     def test_the_tables_fit_a_terminal(self, log_file: Path, columns: int) -> None:
@@ -1001,8 +1002,8 @@ class TestTheCommand:
     def test_gives_verdicts_where_it_is_not_worth_it(self, tmp_path: Path) -> None:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
         shown = " ".join(invoke(path).stdout.split())
-        assert "auto saves 0.0 % of the prefill, 0.0 tokens a request: within what a block boundary explains" in shown
-        assert "Would it help? No: auto saves nothing worth having at any of these capacities." in shown
+        assert "ragorder (auto) saves 0.0 % of the prefill, 0.0 tokens a request: within what a block" in shown
+        assert "Would it help? No: ragorder (auto) saves nothing worth having at any of these capacities." in shown
 
     def test_writes_everything_as_json(self, log_file: Path, tmp_path: Path) -> None:
         target = tmp_path / "report.json"
@@ -1017,7 +1018,7 @@ class TestTheCommand:
         assert {run["policy"] for run in found["runs"]} == {"retrieval", "greedy", "auto"}
         assert all(len(run["tenths"]) == 10 for run in found["runs"])
         assert len(found["savings"]) == 7
-        assert found["answer"].startswith("Yes: at 9,000 tokens auto saves")
+        assert found["answer"].startswith("Yes: at 9,000 tokens ragorder (auto) saves")
         assert 0 < found["overlap"]["one_prompt_ratio"] < found["overlap"]["bound_ratio"] < 1
         assert found["speed"]["requests_per_s"] > 0
 

@@ -18,6 +18,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from support.results import titles
 from support.rings import grid
 
 np = pytest.importorskip("numpy")
@@ -39,6 +40,7 @@ from ragorder.eval.report import (
     render_html,
     render_markdown,
 )
+from ragorder.eval.report.compared import headline_of
 from ragorder.eval.report.downloads import csv_text, json_text
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.bench import run_traces
@@ -402,16 +404,61 @@ class TestTitle:
         more = written(tmp_path, *(a_run(suite=suite) for suite in ("guards", "skew", "tails")))
         assert make_report(read_results(more), load_suites()).title.endswith(", and 2 more")
 
-    def test_results_on_the_papers_trace_are_about_ordering(self, report: Report) -> None:
-        assert report.title == "ragorder: what ordering changes"
+    def test_is_the_one_that_was_given(self, small: Path) -> None:
+        assert reported(small, "--title", "Two suites", "--markdown", "-").startswith("# Two suites\n")
+
+
+class TestHeadline:
+    """The figure in large letters is the one of the first sentence."""
+
+    def test_of_one_suite_with_several_cells(self, report: Report) -> None:
+        (section,) = (each for each in report.sections if each.suite.name == "figure-3")
+        found = headline_of([(section.suite.title, section.compared)])
+        rows = [row[-2].note for table in section.tables[:1] for row in table.rows]
+        assert found.lead.figure == f"{least(rows)} to {most(rows)}"
+        assert f"by {found.lead.figure} points" in found.words[0]
+        assert "5 cells" in found.lead.says and "of 5 cells" in found.words[0]
+
+    def test_of_several_suites(self, report: Report) -> None:
+        lead, first = report.headline.lead, report.headline.words[0]
+        changes = [row[3].text for row in report.overview.rows if row[2].text == "cached tokens"]
+        assert lead.figure == f"{least(changes)} to {most(changes)}"
+        assert f"ragorder (auto) changes the cached tokens by {lead.figure} points" in first
+        assert f"in {len({row[0].text for row in report.overview.rows})} suites" in first
+
+    def test_of_one_cell(self, tmp_path: Path) -> None:
+        lines = simulated("figure-3", {"workload": "ov0.4"}, ("retrieval", "auto"), workload="ov0.4")
+        found = make_report(read_results(written(tmp_path, SESSION, *lines)), suites()).headline
+        assert f": {found.lead.figure} [" in found.words[0]
+
+    def test_stands_large_on_the_page(self, report: Report, page: Path) -> None:
+        (shown,) = re.findall(r'class="big">(.*?) <small>percentage points', page.read_text("utf-8"))
+        assert shown == report.headline.lead.figure
+
+
+def least(changes: Sequence[str]) -> str:
+    return min(signs(changes), key=value_of)
+
+
+def most(changes: Sequence[str]) -> str:
+    return max(signs(changes), key=value_of)
+
+
+def signs(changes: Sequence[str]) -> list[str]:
+    """The changes of fields such as "+4.1 to +28.1 points" and "+4.1 [+3.0, +5.3]"."""
+    return [each for change in changes for each in re.findall(r"[+−]?\d+\.\d", change.partition("[")[0])]
+
+
+def value_of(change: str) -> float:
+    return float(change.replace("−", "-"))
 
 
 class TestTables:
     def test_stand_beside_the_papers_own_numbers(self, report: Report) -> None:
         rows = rows_of(report, "table-1")
-        assert rows["greedy (RAGCache++)"][-1].text == "40.1"
-        assert rows["greedy (RAGCache++)"][-1].note.startswith("−32.7")
-        assert rows["auto"][-1].text == "–"
+        assert rows["RAGCache++ (greedy)"][-1].text == "40.1"
+        assert rows["RAGCache++ (greedy)"][-1].note.startswith("−32.7")
+        assert rows["ragorder (auto)"][-1].text == "–"
 
     def test_say_what_the_runs_say(self, folder: Path, report: Report) -> None:
         runs = [r for r in read_results(folder).runs if r.suite == "table-1" and r.cell["workload"] == "paper-shuf"]
@@ -422,7 +469,7 @@ class TestTables:
                 for name in ("cached_tokens", "prompt_tokens")
             )
             shares[policy] = 100 * cached / prompts
-        row = rows_of(report, "table-1", 1)["auto"][1]
+        row = rows_of(report, "table-1", 1)["ragorder (auto)"][1]
         assert row.text == f"{shares['auto']:.1f}"
         assert row.note.startswith(f"+{shares['auto'] - shares['retrieval']:.1f} [+")
         assert row.verdict == "better"
@@ -517,19 +564,17 @@ class TestTheFinding:
 class TestWhatWasNotMeasured:
     def test_is_said(self, report: Report) -> None:
         said = " ".join(report.not_measured)
-        for words in ("real weights", "A GPU", "dry run", "needs pipelining"):
+        for words in ("random weights", "Times on a GPU", "dry run", "needs pipelining"):
             assert words in said
 
     def test_an_untimed_simulation_is_no_real_engine(self, tmp_path: Path) -> None:
         found = make_report(read_results(written(tmp_path, a_run())), suites())
         said = " ".join(found.not_measured)
-        assert "A real engine" in said
+        assert "Times: the engine is simulated" in said
 
-    def test_suites_that_were_not_run_are_one_line(self, tmp_path: Path) -> None:
-        found = make_report(read_results(written(tmp_path, a_run())), suites())
-        (line,) = [words for words in found.not_measured if "suites" in words]
-        assert "`ragorder eval list`" in line
-        assert "figure-3" not in line
+    def test_what_nobody_asked_for_is_not_said_to_be_missing(self, tmp_path: Path) -> None:
+        found = make_report(read_results(written(tmp_path, SESSION, a_run())), load_suites())
+        assert [words.partition(":")[0] for words in found.not_measured] == ["Times"]
 
 
 def answered(policy: str, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
@@ -636,7 +681,7 @@ class TestMarkdown:
         text = render_markdown(report)
         for section in report.sections:
             assert f"## {section.suite.title}" in text
-        assert "| greedy (RAGCache++) |" in text
+        assert "| RAGCache++ (greedy) |" in text
         assert "ragorder eval run paper -o" in text
         assert "<no" not in text
 
@@ -707,7 +752,7 @@ class TestWhatIsCommitted:
     def test_renders_whole_and_as_it_was_written_down(self, folder: Path) -> None:
         results = read_results(folder)
         assert results.notes == []
-        report = make_report(results, load_suites())
+        report = make_report(results, load_suites(), title=titles()[folder.name])
         # Results without ordering have none of the three.
         found = [bool(report.headline.words), bool(report.headline.charts), report.overview is not None]
         assert (
@@ -745,6 +790,12 @@ class TestWhatIsCommitted:
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', render_html(report).replace(XLINK, ""))
         kept = [line for line in (folder / "report.md").read_text("utf-8").splitlines() if line.startswith("#")]
         assert kept == [line for line in render_markdown(report).splitlines() if line.startswith("#")]
+        lead, text = report.headline.lead, (folder / "report.md").read_text("utf-8")
+        assert lead is None or f" {lead.figure}" in text.split("\n\n")[1]
+
+    def test_each_has_a_title_of_its_own_and_a_place_among_all(self) -> None:
+        assert sorted(titles()) == [folder.name for folder in self.FOLDERS]
+        assert len(set(titles().values())) == len(self.FOLDERS)
 
     @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
     def test_the_command_that_repeats_it_is_one(self, folder: Path, tmp_path: Path) -> None:
@@ -893,7 +944,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestReportOnAnyResult:
     def test_of_a_benchmark_begins_with_the_saving_and_its_interval(self, benched: Path) -> None:
         headline = " ".join(reported(benched).split("Cached tokens, against")[0].split())
-        numbers = r"Auto finds ([\d.]+)\W%.* retrieval order ([\d.]+)\W%: \+([\d.]+) \[\+[\d.]+, \+[\d.]+\]"
+        numbers = r"ragorder \(auto\) finds ([\d.]+)\W%.* order ([\d.]+)\W%: \+([\d.]+) \[\+[\d.]+, \+[\d.]+\]"
         found = re.search(numbers, headline)
         assert found, headline
         ours, plain, gain = map(float, found.groups())
@@ -912,7 +963,7 @@ class TestReportOnAnyResult:
         answer = json.loads(replayed.read_text())["answer"]
         text = " ".join(reported(replayed).split())
         assert f"log.jsonl: {answer}" in text
-        assert "Cached tokens of auto, against retrieval order" in text
+        assert "Cached tokens of ragorder (auto), against retrieval order" in text
 
     def test_of_a_suite_has_its_picture_on_the_console(self, folder: Path) -> None:
         text = reported(folder)

@@ -114,7 +114,7 @@ class TestYourOwnCorpus:
         assert shown["retrieval"] == "'dense'"
         assert _numbers(shown["two-orders"], "ragorder (auto)")[1] > _numbers(shown["two-orders"], "retrieval")[1]
         assert shown["moved"] == shown["guards"] == shown["replay"] == "<png>"
-        assert "auto saves" in shown["answer"]
+        assert "ragorder (auto) saves" in shown["answer"]
 
 
 @pytest.mark.slow

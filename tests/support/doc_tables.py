@@ -253,7 +253,7 @@ def _committed(data: str) -> list[tuple[str, str, Cells]]:
     if place.suffix == ".xz":
         return _benched(place)
     text = (place / "report.md" if place.is_dir() else place).read_text("utf-8").replace("\u00a0", " ")
-    found = [each for each in doc_tables(text, data) if not each.head.startswith("| session |")]
+    found = doc_tables(text, data)
     if not found:
         return [("", "", [[[value] for value in _values(line)] for line in text.splitlines()])]
     return [(each.title, each.head, [[_values(cell) for cell in row[1:]] for row in each.rows]) for each in found]

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragorder.eval.experiments.pipelining.bench import PipelineResult
 from ragorder.eval.experiments.pipelining.tables import pipelines_table
-from ragorder.eval.report.headline import Chart, Headline
+from ragorder.eval.report.headline import Chart, Headline, Lead
 from ragorder.eval.report.marks import Mark
 from ragorder.eval.report.sections import Section
 from ragorder.eval.report.statistics import StatisticsError, compare_seeds
@@ -59,4 +59,8 @@ def pipelines_section(path: Path, value: Mapping[str, Any]) -> Section:
     caption = "95 % intervals over the seeds."
     chart = Chart("Median TTFT, against no pipeline", "per cent", marks, caption, lower_is_better=True)
     section.headline = Headline(words or ["Not decided: there is no run without a pipeline."], [chart] if marks else [])
+    if marks:
+        compared = f": the smallest and the largest change of {len(marks)} runs" if len(marks) > 1 else ""
+        says = f"Median time to the first token, against no pipeline{compared}."
+        section.headline.lead = Lead([mark.value for mark in marks], "per cent", says)
     return section

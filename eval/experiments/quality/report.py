@@ -46,7 +46,9 @@ def _headline(suite: Suite, results: Results) -> list[str]:
             low, high = check["f1_low"], check["f1_high"]
             change = f"{signed(check['f1_difference'])} points [{signed(low)}, {signed(high)}]"
             undecided = " (not decided: the interval covers zero)" * (low <= 0 <= high)
-            words.append(f"{cell_words(check['cell']) or suite.title}: auto changes F1 by {change}{undecided}.")
+            words.append(
+                f"{cell_words(check['cell']) or suite.title}: {policy_words('auto')} changes F1 by {change}{undecided}."
+            )
     return words or ["Not decided: whether another order changes answers was not measured."]
 
 
@@ -95,7 +97,7 @@ def quality_not_measured(records: Sequence[Record], checks: Sequence[_Check]) ->
         return None
     asked = [each for each in records if isinstance(each, QualityRecord)]
     if not asked:
-        return "no capable model answered questions"
+        return None
     if all(line.dry_run for line in asked):
         return "only a dry run, whose answers are made up"
     reasons = dict.fromkeys(str(verdict["reason"]) for verdict in verdicts if not verdict["dry_run"])
