@@ -40,8 +40,9 @@ def reported_count(value: Any) -> int | None:
     if value is None or (type(value) is int and 0 <= value < _MOST):
         return value
     with suppress(Exception):
-        if isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < _MOST:
-            return int(value)
+        number: Any = value
+        if isinstance(value, Real) and not isinstance(value, bool) and 0 <= number < _MOST:
+            return int(number)
     mark = object()
     # One atomic step: of two threads, one logs.
     if _told.setdefault("count", mark) is mark:

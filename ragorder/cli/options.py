@@ -226,7 +226,8 @@ def _unquoted(context: click.Context) -> Iterator[None]:
     except click.ClickException as error:
         for value, place in _hidden(context):
             whole = rf"(?<![\w-]){re.escape(value)}(?![\w-])" if len(value) >= _LEAST_QUOTED else r"(?!)"
-            error.message = re.sub(f"{re.escape(repr(value))}|{whole}", lambda _, place=place: place, error.message)
+            hidden = re.compile(f"{re.escape(repr(value))}|{whole}")
+            error.message = hidden.sub(place.replace("\\", r"\\"), error.message)  # type: ignore[misc]
         raise
 
 
