@@ -276,14 +276,13 @@ class WorkflowRun(Generic[D, R]):
             self._workers.facts.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
     def _is_answer(self, piece: Piece, node: Generation) -> bool:
-        """One that nothing changes: no later node, no other run in this round or the next."""
+        """One that nothing changes: no later node, and none beside it that leads to another answer."""
         graph, others = self.graph, [run.id for run in self._tokens.running if run != piece.run]
         ahead = {place for id in others for place in (id, *graph.topology.later(id)) if place is not END}
         return (
             node.parse is None
             and node.output == graph.answer
             and not graph.foreseen(node.id)
-            and self.trace.rounds[node.id] == 1
             and not any(graph.answer in graph.nodes[id].writes for id in ahead)
         )
 

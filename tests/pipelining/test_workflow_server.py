@@ -542,7 +542,16 @@ class TestServer:
         assert "search" in ahead
 
     async def test_one_of_several_answers_of_a_loop_is_streamed_whole(self, search: ContinuousIVF) -> None:
-        """Each round searches, and answers beside the decision to search again: the last answer counts."""
+        engine, compiled = SlowEngine(pause_s=0.001), irg(rounds=2).compile()
+        async with (
+            WorkflowServer(engine, search, vector, document, PlainPrompts()) as server,
+            server.stream(compiled, "why?") as stream,
+        ):
+            pieces = [piece async for piece in stream]
+        assert stream.trace.rounds["answer"] == 2 and pieces == [stream.result.text]
+
+    async def test_an_answer_that_a_loop_leads_to_is_generated_once_and_streamed(self, search: ContinuousIVF) -> None:
+        """Each round leads to it beside the decision to search again: what the last one has found counts."""
         graph = RAGraph("rounds", max_rounds=2)
         graph.add_step("count", lambda state: {"round": state.get("round", 0) + 1}, writes="round")
         graph.add_retrieval("search", query=lambda state: f"{state['query']} {state['round']}")
@@ -556,7 +565,9 @@ class TestServer:
             server.stream(compiled, "why?") as stream,
         ):
             pieces = [piece async for piece in stream]
-        assert stream.trace.rounds["answer"] == 2 and pieces == [stream.result.text]
+        assert (stream.trace.rounds["search"], stream.trace.rounds["answer"]) == (2, 1)
+        assert "".join(pieces) == stream.result.text and len(pieces) > 1
+        assert [asked.question.text for asked in engine.sent][-1] == "why? the documents above 2"
 
     async def test_a_stream_that_is_left_early_frees_its_pieces(self, search: ContinuousIVF) -> None:
         engine, prompts = SlowEngine(pause_s=0.001), PlainPrompts()
