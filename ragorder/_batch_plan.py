@@ -32,7 +32,6 @@ def plan_batch(
     requests: _Requests,
     max_wait: int | None,
     suffix_tokens: int | None = None,
-    answer_tokens: int = 0,
 ) -> list[Step]:
     """The steps of the best plan, in serving order, none more than `max_wait` places late. `scope` is a copy of the
     batch's own. Time is near-linear in the number of requests, and proportional to `max_wait` up to 64."""
@@ -41,7 +40,7 @@ def plan_batch(
         return as_they_come
 
     def dry_run(plan: _Plan) -> _DryRun:
-        run = _DryRun(scope.copy(), suffix_tokens, answer_tokens)
+        run = _DryRun(scope.copy(), suffix_tokens)
         plan(run, requests)
         return run
 
@@ -55,17 +54,17 @@ def plan_batch(
 
 
 class _DryRun:
-    def __init__(self, scope: Scope, suffix_tokens: int | None, answer_tokens: int = 0) -> None:
+    def __init__(self, scope: Scope, suffix_tokens: int | None) -> None:
         self.scope = scope
         self.steps: list[Step] = []
         self.cached_tokens = 0
-        self._suffix = suffix_tokens, answer_tokens
+        self._suffix_tokens = suffix_tokens
 
     def order(self, number: int, request: OrderRequest[Any], waiting: Sequence[frozenset[Any]] = ()) -> None:
-        self._serve(number, self.scope.order(request, waiting, *self._suffix))
+        self._serve(number, self.scope.order(request, waiting, self._suffix_tokens))
 
     def start(self, number: int, request: OrderRequest[Any], permutation: list[int]) -> None:
-        self._serve(number, self.scope.start(request, permutation, *self._suffix))
+        self._serve(number, self.scope.start(request, permutation, self._suffix_tokens))
 
     def _serve(self, number: int, ordering: Any) -> None:
         self.steps.append(Step(number, list(ordering.permutation)))

@@ -142,10 +142,9 @@ class CloudScope(TurnScope):
         turn: TurnEnd | None,
         suffix_tokens: int,
         token_ids: Sequence[TokenIds],
-        answer_tokens: int,
     ) -> Lease:
         assert turn is not None
-        return self.mirror.lease_turn(path, turn, suffix_tokens, answer_tokens)
+        return self.mirror.lease_turn(path, turn, suffix_tokens)
 
     def _at_cloud(self, ordering: Ordering[Any]) -> Ordering[Any]:
         lease: Any = ordering._lease

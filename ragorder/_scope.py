@@ -91,13 +91,11 @@ class Scope:
     def whole(self, whole: bool) -> None:
         self.mirror.whole = whole
 
-    def order(
-        self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None, answer_tokens: int = 0
-    ) -> Ordering[D]:
+    def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         self.residency.refresh(request)
         self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
-        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens, answer_tokens)
+        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
     def copy(self) -> Scope:
         """An independent scope that continues from here; nothing corrects its mirror."""
@@ -134,20 +132,18 @@ class Scope:
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
-    def start(
-        self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None, answer_tokens: int = 0
-    ) -> Ordering[D]:
+    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         self.residency.refresh()
         self.tail.observe(request)
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
-        return self._begin(request, planned, 0, suffix_tokens, answer_tokens)
+        return self._begin(request, planned, 0, suffix_tokens)
 
     def record(self, request: OrderRequest[D], permutation: list[int], suffix_tokens: int | None) -> None:
         """A request that was served elsewhere, in the order of its guards."""
         self.residency.refresh(request)
         self.tail.observe(request)
-        self._begin(request, permutation, 0, suffix_tokens, 0).confirm()
+        self._begin(request, permutation, 0, suffix_tokens).confirm()
 
     def finish(
         self,
@@ -237,7 +233,6 @@ class Scope:
         permutation: list[int],
         guard_cost_tokens: int,
         suffix_tokens: int | None,
-        answer_tokens: int,
     ) -> Ordering[D]:
         keys, tokens = request.keys, self._tokens(request)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
@@ -250,7 +245,7 @@ class Scope:
         token_ids = request.token_ids
         if token_ids:
             token_ids = [token_ids[rank] for rank in kept]
-        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids, answer_tokens)
+        lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids)
         documents = request.documents
         ordering = Ordering(
             [documents[rank] for rank in permutation],

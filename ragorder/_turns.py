@@ -37,12 +37,11 @@ class TurnScope(Scope):
         waiting: Waiting,
         behind: Behind,
         suffix_tokens: int | None,
-        answer_tokens: int = 0,
     ) -> Ordering[D]:
         """`order` of a request in a conversation."""
         follows = self._follows
         if not follows and not behind.segments:
-            return self.order(request, waiting, suffix_tokens, answer_tokens)
+            return self.order(request, waiting, suffix_tokens)
         self.residency.refresh(None if behind.segments else request)
         if not behind.segments:
             self.tail.observe(request)
@@ -62,7 +61,7 @@ class TurnScope(Scope):
             suffix_tokens += end - path[0].end
         # The tokens of a history are not known one by one: what stands behind it is followed by the mirror.
         token_ids = [request.token_ids[rank] for rank in permutation] if request.token_ids and path[1:] else ()
-        lease = self._lease_turn(path, turn, suffix_tokens, () if behind.segments else token_ids, answer_tokens)
+        lease = self._lease_turn(path, turn, suffix_tokens, () if behind.segments else token_ids)
         held = max(0, min(lease.cached_documents, turn.documents) - turn.history) if turn is not None else 0
         documents = [request.documents[rank] for rank in permutation]
         ordering = Ordering(
@@ -86,9 +85,8 @@ class TurnScope(Scope):
         turn: TurnEnd | None,
         suffix_tokens: int,
         token_ids: Sequence[TokenIds],
-        answer_tokens: int,
     ) -> Lease:
-        lease = self.residency.lease(path, suffix_tokens, token_ids, answer_tokens)
+        lease = self.residency.lease(path, suffix_tokens, token_ids)
         lease.turn = turn
         return lease
 

@@ -60,7 +60,6 @@ class OrdererLike(Protocol):
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
@@ -97,7 +96,6 @@ class OrdererLike(Protocol):
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]: ...
 
@@ -283,7 +281,6 @@ class Orderer:
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
@@ -292,10 +289,7 @@ class Orderer:
 
         `waiting` holds the documents of requests that already wait, next first: the tail is arranged for them. `scope`
         separates requests that share no prefix: model, prompt template, tenant. `suffix_tokens` (question and answer)
-        and `prefix_tokens` (before the documents; read with a scope's first request) override the settings. The last
-        `answer_tokens` of the suffix are an expected answer, for which engines take room as they generate it: they
-        count from the request's end, with the length reported then. No adapter gives them: with 32 requests in flight
-        up to 0.9 points less were cached than if room for the whole suffix is made at once.
+        and `prefix_tokens` (before the documents; read with a scope's first request) override the settings.
 
         In a conversation (docs/conversations.md) the documents stand `behind` the segments of its history, as ranked,
         and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Of a conversation that is
@@ -313,7 +307,6 @@ class Orderer:
             backlog = self._reader.read_waiting(waiting)
             if suffix_tokens is not None:
                 suffix_tokens = read_length(suffix_tokens)
-            answer_tokens = read_length(answer_tokens)
             if prefix_tokens is not None:
                 prefix_tokens = read_length(prefix_tokens)
         except Exception as error:
@@ -321,12 +314,10 @@ class Orderer:
             return self.fall_back(given, error)
         try:
             if turn is None:
-                return self._enter(
-                    scope, lambda known: known.order(request, backlog, suffix_tokens, answer_tokens), prefix_tokens
-                )
+                return self._enter(scope, lambda known: known.order(request, backlog, suffix_tokens), prefix_tokens)
             return self._enter(
                 scope,
-                lambda known: known.order_turn(request, backlog, turn, suffix_tokens, answer_tokens),
+                lambda known: known.order_turn(request, backlog, turn, suffix_tokens),
                 prefix_tokens,
             )
         except Exception as error:
@@ -436,7 +427,6 @@ class Orderer:
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents follow one another.
@@ -452,8 +442,7 @@ class Orderer:
             read = [self._reader.read(documents) for documents in given]
             if suffix_tokens is not None:
                 suffix_tokens = read_length(suffix_tokens)
-            answer_tokens = read_length(answer_tokens)
-            steps = plan_batch(self._copy_of(scope, read), read, max_wait, suffix_tokens, answer_tokens)
+            steps = plan_batch(self._copy_of(scope, read), read, max_wait, suffix_tokens)
         except Exception as error:
             for documents in given:
                 self._reader.refuse(documents, error)
@@ -466,9 +455,9 @@ class Orderer:
                 ordering = self._enter(
                     scope,
                     lambda known: (
-                        known.order(read[number], (), suffix_tokens, answer_tokens)
+                        known.order(read[number], (), suffix_tokens)
                         if permutation is None
-                        else known.start(read[number], permutation, suffix_tokens, answer_tokens)
+                        else known.start(read[number], permutation, suffix_tokens)
                     ),
                 )
             except Exception as error:

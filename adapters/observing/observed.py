@@ -131,7 +131,6 @@ class ObservedOrderer:
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
@@ -141,7 +140,6 @@ class ObservedOrderer:
         options: dict[str, Any] = {
             "scope": scope,
             "suffix_tokens": suffix_tokens,
-            "answer_tokens": answer_tokens,
             "prefix_tokens": prefix_tokens,
             "behind": None if behind is None else list(behind),
             "question": question,
@@ -157,12 +155,11 @@ class ObservedOrderer:
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]:
         """In shadow mode requests and documents stay in place."""
         given = [list(documents) for documents in requests]
-        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens, "answer_tokens": answer_tokens}
+        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens}
 
         def plan(orderer: Orderer) -> Batch[D]:
             return orderer.order_batch(given, max_wait=0 if orderer is self._plain else max_wait, **options)

@@ -69,7 +69,6 @@ class SharedOrderer(Orderer):
         waiting: Sequence[Iterable[D]] = (),
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
@@ -82,7 +81,6 @@ class SharedOrderer(Orderer):
             waiting=waiting,
             scope=scope,
             suffix_tokens=suffix_tokens,
-            answer_tokens=answer_tokens,
             prefix_tokens=prefix_tokens,
             behind=behind,
             question=question,
@@ -98,13 +96,10 @@ class SharedOrderer(Orderer):
         *,
         scope: Hashable = None,
         suffix_tokens: int | None = None,
-        answer_tokens: int = 0,
         max_wait: int | None = None,
     ) -> Batch[D]:
         given = [list(documents) for documents in requests]
-        batch = super().order_batch(
-            given, scope=scope, suffix_tokens=suffix_tokens, answer_tokens=answer_tokens, max_wait=max_wait
-        )
+        batch = super().order_batch(given, scope=scope, suffix_tokens=suffix_tokens, max_wait=max_wait)
 
         def start(place: int) -> Ordering[D]:
             ordering = batch[place]

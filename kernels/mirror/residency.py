@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from ragorder.kernels.mirror.pool import TieredPool
 from ragorder.kernels.mirror.tiers import Arrival, Rank
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency import Lease, Loads, LRUResidency, Place, TokenIds
+from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["TieredResidency"]
@@ -34,12 +34,6 @@ class TieredResidency(LRUResidency):
 
     def refresh(self, requested: object = None) -> None:
         self.pool.refresh(self)
-
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
-    ) -> Lease:
-        """The tiers make room for the answer at once."""
-        return super().lease(path, suffix_tokens, token_ids)
 
     def serve(self, path: Sequence[Node], lease: Lease, expected_uses: Callable[[], Sequence[float]]) -> None:
         if not lease.open:

@@ -75,10 +75,12 @@ class Tenants:
             "capacity_tokens": capacity_tokens and round(told_capacity * capacity_tokens),
             "block_size": BLOCK,
             "prefix_tokens": PREFIX,
-            "suffix_tokens": QUESTION + ANSWER - 1,
             "partial_blocks_first": self.engine.partial_blocks_first,
             "strict": True,
         } | options
+        # A pool is told of the question alone, as vLLM takes room for an answer's tokens one by one; its length is
+        # reported. KV events correct what was expected.
+        self._suffix_tokens = QUESTION if tell_every is None else QUESTION + ANSWER - 1
         if tell_every is not None:
             self._options |= {"token_ids": token_ids, "prefix_ids": range(PREFIX), "blocks": self._blocks}
         self._orderers: dict[int | None, Orderer] = {}
@@ -101,7 +103,7 @@ class Tenants:
         ]
         prefix_tokens = PREFIX if self._tell_every is not None else PREFIX + 3 * tenant
         ordering = self.orderer(tenant).order(
-            given, scope=f"t{tenant}", prefix_tokens=prefix_tokens, answer_tokens=ANSWER - 1
+            given, scope=f"t{tenant}", prefix_tokens=prefix_tokens, suffix_tokens=self._suffix_tokens
         )
         prompt = array("q", range(prefix_tokens))
         for document in ordering.documents:

@@ -42,12 +42,10 @@ def prompt_blocks(documents_tokens: int, suffix_tokens: int = SUFFIX) -> int:
     return -(-(PREFIX + documents_tokens + suffix_tokens) // BLOCK)
 
 
-def start(
-    residency: LRUResidency, documents: str, tokens: int = 30, suffix_tokens: int = SUFFIX, answer_tokens: int = 0
-) -> Lease:
+def start(residency: LRUResidency, documents: str, tokens: int = 30, suffix_tokens: int = SUFFIX) -> Lease:
     """A request for the documents named by these letters, in this order."""
     path = residency.tree.insert(documents, [tokens] * len(documents), range(len(documents)))
-    return residency.lease(path, suffix_tokens, answer_tokens=answer_tokens)
+    return residency.lease(path, suffix_tokens)
 
 
 def serve(residency: LRUResidency, documents: str, tokens: int = 30) -> Lease:
@@ -303,31 +301,22 @@ class BoundedContract(ResidencyContract):
             assert residency.pool.used_blocks == recomputed_blocks(residency)
         check_invariants(residency, [])
 
-    def test_room_for_an_answer_is_made_when_it_is_there(self) -> None:
-        """It may be shorter than expected, and what was evicted for it would be lost."""
+    def test_an_answer_takes_the_room_that_it_is_reported_with(self) -> None:
         residency = self.make(2 * prompt_blocks(30))
         serve(residency, "a")
         held = residency.pool.used_blocks
-        lease = start(residency, "b", answer_tokens=32)
+        lease = start(residency, "b", suffix_tokens=SUFFIX - 32)
         assert residency.pool.used_blocks == held + prompt_blocks(30, SUFFIX - 32) - PREFIX // BLOCK
-        assert residency.pool.evicted_blocks == 0
         residency.release(lease, total_tokens=PREFIX + 30 + SUFFIX - 32 + 1)
         assert residency.pool.evicted_blocks == 0, "the last token of an answer takes no room"
-        residency.release(start(residency, "b", answer_tokens=32), total_tokens=PREFIX + 30 + 200)
+        residency.release(start(residency, "b", suffix_tokens=SUFFIX - 32), total_tokens=PREFIX + 30 + 200)
         assert residency.pool.evicted_blocks > 0
         assert residency.pool.used_blocks == recomputed_blocks(residency) <= residency.pool.capacity_blocks
 
-    def test_an_answer_of_unreported_length_is_as_long_as_expected(self) -> None:
-        early, late = self.make(50), self.make(50)
-        early.release(start(early, "abc"))
-        late.release(start(late, "abc", answer_tokens=32))
-        assert late.pool.used_blocks == early.pool.used_blocks
-        assert [use.suffix_blocks for use in late.pool.log] == [use.suffix_blocks for use in early.pool.log]
-
-    def test_a_request_that_ends_for_its_room_takes_none_for_its_answer(self) -> None:
+    def test_a_request_that_ended_for_its_room_takes_none_for_its_answer(self) -> None:
         residency = self.make(2 * prompt_blocks(60, SUFFIX - 32))
-        oldest = start(residency, "ab", answer_tokens=32)
-        newest = start(residency, "wxyz", answer_tokens=32)
+        oldest = start(residency, "ab", suffix_tokens=SUFFIX - 32)
+        newest = start(residency, "wxyz", suffix_tokens=SUFFIX - 32)
         assert (oldest.open, newest.open) == (False, True)
         assert residency.pool.used_blocks == recomputed_blocks(residency) <= residency.pool.capacity_blocks
         before = residency.pool.used_blocks
@@ -336,17 +325,10 @@ class BoundedContract(ResidencyContract):
 
     def test_of_a_request_whose_answer_exceeds_the_cache_the_head_stays(self) -> None:
         residency = self.make(20)
-        residency.release(start(residency, "abc", answer_tokens=32), total_tokens=10_000)
+        residency.release(start(residency, "abc"), total_tokens=10_000)
         assert residency.pool.used_blocks == 20
         check_invariants(residency, [])
         assert start(residency, "abc").cached_documents == 3
-
-    def test_a_request_that_fails_takes_no_room_for_its_answer(self) -> None:
-        residency = self.make(50)
-        serve(residency, "ab")
-        before = residency.pool.used_blocks, list(residency.pool.log)
-        residency.cancel(start(residency, "ab", answer_tokens=32))
-        assert (residency.pool.used_blocks, list(residency.pool.log)[:1]) == (before[0], before[1])
 
     def test_the_tree_mirrors_the_cache_and_no_more(self) -> None:
         residency = self.make(100)
@@ -436,16 +418,16 @@ class Invariants(RuleBasedStateMachine):
 
     @rule(
         documents=st.permutations("abcdef").flatmap(lambda keys: st.integers(0, 6).map(lambda n: keys[:n])),
-        answer_tokens=st.sampled_from([0, 1, 9]),
+        suffix_tokens=st.sampled_from([4, 12, 13]),
     )
-    def order(self, documents: list[str], answer_tokens: int) -> None:
+    def order(self, documents: list[str], suffix_tokens: int) -> None:
         lengths = [self.lengths[key] for key in documents]
         node = self.search.find(self.tree, {key: rank for rank, key in enumerate(documents)})
         predicted = self.tree.cached_tokens(node)
         prefix = ranks_on_path(node, {key: rank for rank, key in enumerate(documents)})
         order = prefix + [rank for rank in range(len(documents)) if rank not in prefix]
         path = self.tree.insert(documents, lengths, order)
-        lease = self.residency.lease(path, suffix_tokens=13, answer_tokens=answer_tokens)
+        lease = self.residency.lease(path, suffix_tokens)
         assert lease.cached_tokens == predicted
         assert lease.cached_documents <= len(documents)
         self.open.append((lease, list(path)))

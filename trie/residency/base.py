@@ -15,13 +15,11 @@ class Lease:
     """A request in flight since `stamp`.
 
     `cached_documents` and `cached_tokens` (system prompt included) of its `path` were held at its start. After the
-    documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part; `answered_suffix_tokens`:
-    tokens there once an answer that is not counted yet has been generated. `previous_stamp`: last use of the last held
-    node (0: in use). `turn`: of a request in a conversation.
+    documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last
+    use of the last held node (0: in use). `turn`: of a request in a conversation.
     """
 
     __slots__ = (
-        "answered_suffix_tokens",
         "cached_documents",
         "cached_tokens",
         "open",
@@ -42,7 +40,6 @@ class Lease:
         cached_documents: int,
         cached_tokens: int,
         previous_stamp: int,
-        answered_suffix_tokens: int | None = None,
     ) -> None:
         self.path = path
         self.stamp = stamp
@@ -51,7 +48,6 @@ class Lease:
         self.cached_documents = cached_documents
         self.cached_tokens = cached_tokens
         self.previous_stamp = previous_stamp
-        self.answered_suffix_tokens = answered_suffix_tokens
         self.open = True
         self.turn: TurnEnd | None = None
 
@@ -64,7 +60,6 @@ class Lease:
             self.cached_documents,
             self.cached_tokens,
             self.previous_stamp,
-            self.answered_suffix_tokens,
         )
 
 
@@ -78,11 +73,9 @@ class Residency(Protocol):
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
         """Apply the engine's news, and find the requested documents in its cache. Called before each search."""
 
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
-    ) -> Lease:
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         """A request starts, with `suffix_tokens` (question and answer) after its documents. What it computes counts as
-        held at once, but for the last `answer_tokens`: their room may be made when the answer is there."""
+        held at once."""
 
     def release(
         self,

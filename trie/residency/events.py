@@ -44,10 +44,7 @@ class EventsResidency(LRUResidency):
             for served in list(discover(self.tree, self._blocks, self._contents, pool.watched, requested)):
                 self._adopt(self.tree.insert(requested.keys, requested.tokens, served.ranks), served.contents)
 
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
-    ) -> Lease:
-        """Room for the answer is made at once: what the engine keeps until then comes back with its events."""
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         contents = self._contents
         for node, ids in zip(path[1:], token_ids, strict=False):
             if node not in contents and node.parent in contents and len(ids) == node.end - node.parent.end:

@@ -66,10 +66,8 @@ class FeedbackResidency:
         self.lengths.engine.learn_loss(kept_blocks)
         self.mirror.pool.losses = self.lengths.engine.losses
 
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
-    ) -> Lease:
-        return self.mirror.lease(path, suffix_tokens, token_ids, answer_tokens)
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+        return self.mirror.lease(path, suffix_tokens, token_ids)
 
     def release(
         self,

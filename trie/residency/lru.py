@@ -40,9 +40,7 @@ class LRUResidency:
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
-    ) -> Lease:
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         block_size = self.tree.block_size
         stamp = next(self.pool.clock)
         documents_end = path[-1].end
@@ -65,14 +63,12 @@ class LRUResidency:
                 node.missing = 0
                 node.leases += 1
                 node.stamp = stamp
-        # The engine takes blocks for an answer as it generates it: one made room for now might never be written.
-        prompt_end = documents_end + max(0, suffix_tokens - answer_tokens)
-        suffix_blocks = prompt_end // block_size - documents_blocks
-        partial_blocks = 1 if prompt_end % block_size else 0
+        end = documents_end + suffix_tokens
+        suffix_blocks = end // block_size - documents_blocks
+        partial_blocks = 1 if end % block_size else 0
         self.used_blocks += new_blocks + suffix_blocks + partial_blocks
         cached_documents = held - 1 if held else 0
-        answered = suffix_tokens if answer_tokens else None
-        lease = Lease(path, stamp, suffix_blocks, partial_blocks, cached_documents, held_end, previous_stamp, answered)
+        lease = Lease(path, stamp, suffix_blocks, partial_blocks, cached_documents, held_end, previous_stamp)
         self.pool.begin(self, lease)
         return lease
 
@@ -87,8 +83,7 @@ class LRUResidency:
             return
         lease.open = False
         pool = self.pool
-        answered = total_tokens is not None or lease.answered_suffix_tokens is not None
-        if answered:
+        if total_tokens is not None:
             self._count_answer(lease, total_tokens)
             pool.count(self)
             if pool.used_blocks > pool.capacity_blocks:
@@ -110,18 +105,14 @@ class LRUResidency:
         pool.append(UseEntry(self, path[-1], stamp, suffix_blocks))
         pool.count(self)
         lease.path = ()
-        if answered and pool.used_blocks > pool.capacity_blocks:
+        if total_tokens is not None and pool.used_blocks > pool.capacity_blocks:
             # It alone exceeds the cache: its head stays.
             pool.make_room(self)
 
-    def _count_answer(self, lease: Lease, total_tokens: float | None) -> None:
-        """Of `total_tokens` reported, or as expected. The last token of an answer is never computed on: its keys and
-        values are nowhere."""
+    def _count_answer(self, lease: Lease, total_tokens: float) -> None:
+        """The last token of an answer is never computed on: its keys and values are nowhere."""
         block_size, documents_end = self.tree.block_size, lease.path[-1].end
-        if total_tokens is None:
-            kept_tokens = documents_end + (lease.answered_suffix_tokens or 0)
-        else:
-            kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
+        kept_tokens = max(documents_end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - documents_end // block_size
         partial_blocks = 1 if kept_tokens % block_size else 0
         self.used_blocks += suffix_blocks + partial_blocks - lease.suffix_blocks - lease.partial_blocks

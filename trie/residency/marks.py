@@ -71,14 +71,12 @@ class MarksResidency(LRUResidency):
             self._prune(node)
         self.pool.count(self)
 
-    def lease(
-        self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = (), answer_tokens: int = 0
-    ) -> Lease:
-        return self._begin(path, suffix_tokens, answer_tokens, None)
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+        return self._begin(path, suffix_tokens, None)
 
-    def lease_turn(self, path: Sequence[Node], turn: TurnEnd, suffix_tokens: int, answer_tokens: int = 0) -> Lease:
+    def lease_turn(self, path: Sequence[Node], turn: TurnEnd, suffix_tokens: int) -> Lease:
         """The same for a request in a conversation, whose next turn resumes at the end of this one."""
-        return self._begin(path, suffix_tokens, answer_tokens, turn)
+        return self._begin(path, suffix_tokens, turn)
 
     def keep_marks(self, lease: Lease, breakpoints: Collection[int]) -> None:
         """Of its marks the request has these alone."""
@@ -174,11 +172,11 @@ class MarksResidency(LRUResidency):
         tree = self.marked
         return node.end < max(1, self.rules.minimum_tokens) or node in tree.pending or bool(tree.resumable(node))
 
-    def _begin(self, path: Sequence[Node], suffix_tokens: int, answer_tokens: int, turn: TurnEnd | None) -> Lease:
-        prompt_tokens = path[-1].end + max(0, suffix_tokens - answer_tokens)
+    def _begin(self, path: Sequence[Node], suffix_tokens: int, turn: TurnEnd | None) -> Lease:
+        prompt_tokens = path[-1].end + suffix_tokens
         plan = self._plan(path, prompt_tokens, turn)
         self.choice.budget.add(prompt_tokens, self.rules.cost(*plan.predicted))
-        lease = super().lease(path, suffix_tokens, (), answer_tokens)
+        lease = super().lease(path, suffix_tokens)
         lease.cached_documents, lease.cached_tokens, lease.turn = max(0, plan.resumed), plan.cached_tokens, turn
         if lease.open:
             self.plans[lease] = plan

@@ -181,7 +181,6 @@ class Pool:
             holder, lease = self.in_flight[0]
             pinned = lease.open and not holder.closed
             if pinned:
-                lease.answered_suffix_tokens = None
                 self.change(holder, current, holder.release, lease)
             # Only now: after an interrupt it would be pinned for ever.
             self.in_flight.popleft()
