@@ -12,6 +12,13 @@ from ragorder.counts import Estimate, estimate_tokens
 
 __all__ = ["Document", "Estimate", "check_readable", "estimate_tokens"]
 
+# By the package of other documents.
+_ADAPTERS = {
+    "langchain_core": "langchain (CacheOrderRetriever, CacheOrderTransformer)",
+    "llama_index": "llama_index (CacheOrderRetriever, CacheOrderPostprocessor)",
+    "haystack": "haystack (CacheOrderRanker)",
+}
+
 
 def content_key(id: str, text: str) -> str:
     name = id.encode("utf-8", "surrogatepass")
@@ -57,15 +64,19 @@ class Document:
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
     """Raise TypeError if no object has one of the `wanted` attributes, each with the `Orderer` argument that replaces
-    it."""
-    for attribute, argument in wanted.items():
-        if given and not any(_has(each, attribute) for each in given):
-            kind = type(given[0]).__name__
-            advice = "leave the scores out" if isinstance(given[0], tuple) else "wrap each: Document(id, text)"
-            raise TypeError(
-                f"documents must be ragorder.Document objects, got {kind} without {attribute!r}: {advice}, "
-                f"or give Orderer({argument}=…)"
-            )
+    it; the message says what to give instead."""
+    missing = {name: argument for name, argument in wanted.items() if not any(_has(each, name) for each in given)}
+    if given and missing:
+        kind = type(given[0])
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        adapter = _ADAPTERS.get(kind.__module__.partition(".")[0])
+        advice = "wrap each: ragorder.Document(id, text)" if adapter is None else f"use ragorder.adapters.{adapter}"
+        if kind is tuple:
+            advice = "leave the scores out"
+        raise TypeError(
+            f"documents must be ragorder.Document objects, got {name} without {' and '.join(map(repr, missing))}: "
+            f"{advice}, or give Orderer({', '.join(f'{argument}=…' for argument in missing.values())})"
+        )
 
 
 def _has(document: Any, attribute: str) -> bool:

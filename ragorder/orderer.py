@@ -110,8 +110,9 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`. Documents are `Document`s, or any objects with `key` (content identity,
-    hashable), `tokens` (length in the prompt) and `group` (for `keep_groups`; default: its metadata's "source").
+    The options are the fields of `Settings`. Give `capacity_tokens`, what the engine's KV cache holds: without it
+    262,144 tokens are assumed. Documents are `Document`s, or any objects with `key` (content identity, hashable),
+    `tokens` (length in the prompt) and `group` (for `keep_groups`; default: its metadata's "source").
 
     `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (those
     before the documents) locate documents among the engine's `blocks` (`ragorder.adapters.vllm.kv_events`); a scope is
@@ -225,7 +226,9 @@ class Orderer:
 
     def __repr__(self) -> str:
         settings = self.settings
-        capacity = "unlimited" if settings.capacity_tokens is None else settings.capacity_tokens
+        capacity = "unlimited" if settings.capacity_tokens is None else str(settings.capacity_tokens)
+        if "capacity_tokens" not in settings.model_fields_set:
+            capacity += " (assumed: give the engine's)"
         degraded = f", degraded: {'; '.join(self.degraded)}" if self.degraded else ""
         return (
             f"{type(self).__name__}(capacity_tokens={capacity}, block_size={settings.block_size}, "
@@ -475,7 +478,7 @@ class Orderer:
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
         """An orderer with changed settings and the same callables, empty trees and no KV events, for comparison.
         Lengths learnt from the engine's reports are shared."""
-        clone = Orderer(self.settings.model_copy(update=dict(changes)), **self._callables)
+        clone = Orderer(self.settings.changed(**changes), **self._callables)
         clone._lengths = self._lengths
         return clone
 

@@ -181,7 +181,8 @@ class Ordering(Generic[D]):
     ) -> None:
         """The engine served the request. As far as reported: `cached_tokens` reused, `total_tokens` of prompt and
         answer, `prompt_tokens`; by a cloud also `written_tokens` into its cache. What is no number of tokens counts as
-        not reported."""
+        not reported. The first `confirm` or `discard` counts, later ones do nothing: what ends a request and what
+        cleans up after it need not know of each other."""
         cached_tokens, total_tokens = reported_count(cached_tokens), reported_count(total_tokens)
         prompt_tokens, written_tokens = reported_count(prompt_tokens), reported_count(written_tokens)
         if self.cloud is not None and self._finish is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -125,6 +127,13 @@ class Settings(BaseSettings):
     )
     strict: bool = Field(False, description="Raise internal errors instead of falling back to retrieval order.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            _check_names(given, cls.model_fields)
+        return given
+
     @field_validator("capacity_tokens", mode="before")
     @classmethod
     def _unlimited(cls, value: object) -> object:
@@ -160,6 +169,18 @@ class Settings(BaseSettings):
     @property
     def guards(self) -> Guards:
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups, self.max_gain_lost)
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with other values, which are not checked. Raises ValueError for an unknown name."""
+        _check_names(changes, type(self).model_fields)
+        return self.model_copy(update=changes)
+
+
+def _check_names(given: Iterable[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
+            raise ValueError(f"there is no setting {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
 
 def _count(value: object) -> object:

@@ -24,6 +24,7 @@ from ragorder.adapters.langchain.base import CacheOrderModel
 from ragorder.adapters.langchain.feedback import abandon
 from ragorder.adapters.langchain.transformer import CacheOrderTransformer
 from ragorder.adapters.reorder import degrade
+from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
 
@@ -59,14 +60,16 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
 
     retriever: RetrieverLike
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, retriever: Any = None, *orderer: OrdererLike, **options: Any) -> Any:
         # A BaseRetriever takes a question only.
-        retriever: Any = options.get("retriever")
         if not _takes_a_mapping(retriever):
             return super().__new__(cls)
         config = {name: options.pop(name) for name in ("tags", "metadata") if name in options}
-        del options["retriever"]
-        return (retriever | CacheOrderTransformer(**options)).with_config(**config)
+        return (retriever | CacheOrderTransformer(*orderer, **options)).with_config(**config)
+
+    def __init__(self, retriever: RetrieverLike, orderer: OrdererLike, **options: Any) -> None:
+        fields: dict[str, Any] = {"retriever": retriever, "orderer": orderer}
+        super().__init__(**fields, **options)
 
     def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         if _inside_another(config):

@@ -102,7 +102,12 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
         try:
             cache = cache_config(server)
         except ServerError as error:
-            if not {"block_size", "capacity_tokens"} <= settings.model_fields_set:
+            if _is_proxy(server):
+                missing.append(
+                    f"{server.root} is ragorder serve, which orders by itself: give the address of the server, its "
+                    "--upstream, or send it requests as they are"
+                )
+            elif not {"block_size", "capacity_tokens"} <= settings.model_fields_set:
                 missing.append(str(error))
             return settings, missing, False
     settings = settings.model_copy(update=cache.completes(settings))
@@ -111,6 +116,15 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
     if cache.engines > 1:
         missing.append(f"the server has {cache.engines} engines with a cache each: route a tenant to one of them")
     return settings, missing, _is_hybrid(cache, settings, missing)
+
+
+def _is_proxy(server: Server) -> bool:
+    """Whether it is `ragorder serve`, whatever has become of its own servers."""
+    try:
+        server.get("/ragorder/ready")
+    except ServerError as error:
+        return error.status == 503
+    return True
 
 
 def _is_hybrid(cache: CacheConfig, settings: Settings, missing: list[str]) -> bool:

@@ -1386,6 +1386,24 @@ class TestOrdererForVLLM:
         with pytest.raises(RuntimeError, match=r"^http://127\.0\.0\.1:9 cannot be reached .*check host and port"):
             Orderer.for_vllm(url, api_key=SECRET, block_size=BLOCK, capacity_tokens=400)
 
+    @pytest.mark.parametrize("given", [{}, {"block_size": BLOCK, "capacity_tokens": 400}], ids=["asked", "by hand"])
+    @pytest.mark.parametrize("is_up", [True, False])
+    def test_a_proxy_of_ours_is_recognised(self, given: dict[str, Any], is_up: bool, metrics: str) -> None:
+        """It has metrics of its own, and what an application has ordered it would order again."""
+        pytest.importorskip("starlette")
+        from starlette.responses import PlainTextResponse
+        from starlette.routing import Route
+        from support.serving_app import serving
+
+        from ragorder.adapters.proxy import make_app
+
+        own = Route("/metrics", lambda request: PlainTextResponse("# HELP ragorder_tree_nodes"))
+        with serving() as serve:
+            url = serve(make_app(Orderer(), upstream=metrics if is_up else NOWHERE, routes=[own]))
+            with pytest.warns(DegradedWarning, match="is ragorder serve, which orders by itself: give the address of"):
+                orderer = Orderer.for_vllm(url, **given)
+        assert len(orderer.degraded) == 1
+
     def test_d4_what_is_no_server_in_http_is_an_error(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)

@@ -395,8 +395,12 @@ class TestDocuments:
             assert got == [before[rank] for rank in ranks]
             assert {type(document) for document in got} <= {Chunk}
 
-    def test_are_put_where_the_cache_has_them(self, orderer: Recorder) -> None:
-        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+    @pytest.mark.parametrize("by_name", [True, False])
+    def test_are_put_where_the_cache_has_them(self, by_name: bool, orderer: Recorder) -> None:
+        inner = RunnableLambda(retrieve)
+        retriever = (
+            CacheOrderRetriever(retriever=inner, orderer=orderer) if by_name else CacheOrderRetriever(inner, orderer)
+        )
         assert names(retriever.invoke("abcd: ?")) == "abcd"
         assert names(retriever.invoke("dcba: ?")) == "abcd"
         assert names(retriever.invoke("ecb: ?")) == "ecb"

@@ -39,9 +39,26 @@ class TestD4NoDocuments:
     @pytest.mark.parametrize("kind", NO_DOCUMENTS)
     @pytest.mark.parametrize("wrap", [Orderer, lambda: ObservedOrderer(Orderer())], ids=["plain", "observed"])
     def test_d4_is_a_type_error_that_names_what_to_change(self, call: str, kind: str, wrap: Callable[[], Any]) -> None:
-        with pytest.raises(TypeError, match=rf"got {kind} without .*Orderer\(key=…\)") as caught:
+        with pytest.raises(TypeError, match=rf"got {kind} without .*Orderer\(key=…(, tokens=…)?\)") as caught:
             CALLS[call](wrap(), NO_DOCUMENTS[kind])
         assert "SECRET" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("module", "name", "adapter"),
+        [
+            ("langchain_core.documents.base", "Document", "ragorder.adapters.langchain"),
+            ("llama_index.core.schema", "NodeWithScore", "ragorder.adapters.llama_index"),
+            ("haystack.dataclasses.document", "Document", "ragorder.adapters.haystack"),
+            ("shop.articles", "Article", "wrap each"),
+        ],
+    )
+    def test_documents_of_a_framework_are_sent_to_its_adapter(self, module: str, name: str, adapter: str) -> None:
+        foreign: Any = type(name, (), {"__module__": module})
+        with pytest.raises(
+            TypeError, match=rf"got {module}\.{name} without 'key' and 'token_count'.*{adapter}"
+        ) as caught:
+            Orderer().order([foreign()])
+        assert "Orderer(key=…, tokens=…)" in str(caught.value)
 
     def test_d4_pairs_with_scores_are_refused_with_the_remedy(self) -> None:
         with pytest.raises(TypeError, match="leave the scores out"):

@@ -110,7 +110,33 @@ class TestSources:
 class TestValidation:
     @pytest.mark.parametrize("name", ["capacity", "blocksize", "polcy", "keep_firsts", "lock"])
     def test_an_unknown_name_is_named(self, name: str) -> None:
-        assert re.search(rf"^{name}$", problem(**{name: 1}), re.MULTILINE)
+        assert f"there is no setting {name!r}" in problem(**{name: 1})
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [("capacity", "capacity_tokens"), ("blocksize", "block_size"), ("keep_firsts", "keep_first"), ("zzz", None)],
+    )
+    @pytest.mark.parametrize(
+        "give",
+        [
+            Settings,
+            Orderer,
+            Orderer().clone,
+            lambda **options: Orderer.for_vllm("http://127.0.0.1:9", **options),
+            lambda **options: Orderer.for_cloud("anthropic", model="claude-opus-5", **options),
+        ],
+        ids=["Settings", "Orderer", "clone", "for_vllm", "for_cloud"],
+    )
+    def test_the_name_that_was_meant_is_suggested(self, give: Any, name: str, meant: str | None) -> None:
+        with pytest.raises(ValueError, match=f"there is no setting '{name}'") as caught:
+            give(**{name: 100})
+        assert (f"did you mean '{meant}'?" in str(caught.value)) == (meant is not None)
+
+    def test_a_capacity_that_is_assumed_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "capacity_tokens=262144 (assumed: give the engine's)" in repr(Orderer())
+        assert "assumed" not in repr(Orderer(capacity_tokens=262_144))
+        monkeypatch.setenv("RAGORDER_CAPACITY_TOKENS", "4096")
+        assert "assumed" not in repr(Orderer())
 
     def test_an_unknown_name_given_to_the_orderer_is_named(self) -> None:
         with pytest.raises(ValidationError, match="blocksize"):
