@@ -15,6 +15,7 @@ __all__ = ["Comparison", "Reports", "compare"]
 
 _MIN_REPORTS = 8
 _MAX_ERROR_SHARE = 0.02
+_COUNT = "if lengths are estimated, count them: serve --tokenizer MODEL, or Document(tokens=…)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other
     if error_tokens > _MAX_ERROR_SHARE * prompt_tokens:
         off = f"{reports.absolute / count:,.0f} tokens a request"
         share = 100 * min(1.0, error_tokens / prompt_tokens) if prompt_tokens else 100.0
-        reason = f"predictions are off by {off}, and the other order is uncertain by {share:.1f} % of the prompts"
+        reason = (
+            f"predictions are off by {off}, and the other order is uncertain by {share:.1f} % of the prompts; {_COUNT}"
+        )
     elif difference < error_tokens:
         reason = f"the orders differ by {difference:,.0f} tokens, and predictions are uncertain by {error_tokens:,.0f}"
     if reason is not None:

@@ -24,6 +24,7 @@ from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
+from ragorder.trie.histories import Segment
 
 __all__ = ["OnSent", "OrderedRequest", "RequestOrderer"]
 
@@ -165,10 +166,11 @@ class RequestOrderer:
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         if parsed.error is not None or parsed.left is not None:
             return CachedLengths(0, 1)
-        cached_tokens, documents_end = self._of(parsed).predict_cached_tokens(
-            parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens
+        follows = self._follows(parsed)
+        cached_tokens, end = self._of(parsed).predict_cached_tokens(
+            parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens, question=follows or None
         )
-        return CachedLengths(cached_tokens, documents_end + parsed.suffix_tokens - cached_tokens)
+        return CachedLengths(cached_tokens, end + (0 if follows else parsed.suffix_tokens) - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         """`upcoming` requests count if they have the same scope."""
@@ -183,12 +185,14 @@ class RequestOrderer:
             limit = next((limit for limit in limits if limit is not None and limit >= 0), sys.maxsize)
             default = orderer.settings.suffix_tokens
             suffix_tokens = self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default)
+            follows = self._follows(parsed)
             ordering = orderer.order(
                 parsed.documents,
                 waiting=[each.documents for each in upcoming if each.scope == parsed.scope and each.left is None],
                 scope=parsed.scope,
-                suffix_tokens=suffix_tokens,
+                suffix_tokens=suffix_tokens - sum(each.tokens for each in follows[:-1]),
                 prefix_tokens=parsed.prefix_tokens,
+                question=follows or None,
             )
         try:
             permutation = parsed.choose(ordering)
@@ -228,6 +232,10 @@ class RequestOrderer:
         except BaseException:
             ordering.discard()
             raise
+
+    def _follows(self, parsed: ParsedBody) -> Sequence[Segment]:
+        """Marks of turns are set without the orderer."""
+        return parsed.question if parsed.orderer is None and parsed.marks is None else ()
 
     def _of(self, parsed: ParsedBody) -> OrdererLike:
         return self._orderer if parsed.orderer is None else parsed.orderer

@@ -11,6 +11,7 @@ from ragorder.adapters.proxy.marks import Left, MarkForm
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
+from ragorder.trie.histories import Segment
 
 __all__ = ["BodyMarks", "ParsedBody", "Route"]
 
@@ -36,6 +37,7 @@ class ParsedBody:
     - `choose` gives the permutation that is sent for an ordering
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: that of a cloud's model
+    - `question`: what follows the documents, as segments that later requests of the conversation bring again
     - `left`: why the documents keep their order, and nothing is predicted
     """
 
@@ -52,4 +54,5 @@ class ParsedBody:
     named: Sequence[int] = ()
     marks: BodyMarks | None = None
     orderer: OrdererLike | None = None
+    question: Sequence[Segment] = ()
     left: Left | None = None

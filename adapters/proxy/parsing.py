@@ -11,9 +11,19 @@ from msgspec import Raw
 
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.body import BOUNDARY, Body, CompletionBody, Fields, Passage, PromptPrefix, decode
+from ragorder.adapters.proxy.body import (
+    BOUNDARY,
+    Body,
+    CompletionBody,
+    Fields,
+    Passage,
+    PromptPrefix,
+    PromptSuffix,
+    decode,
+)
 from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
 from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
+from ragorder.adapters.proxy.digest import digest_of
 from ragorder.adapters.proxy.marks import Left, MarkedBy, Marking, chunks_of, has_head
 from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route
 from ragorder.adapters.proxy.repeats import RepeatedDocuments
@@ -23,9 +33,10 @@ from ragorder.adapters.proxy.sent import ranks_value
 from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.turns import SentTurns
-from ragorder.document import Document
+from ragorder.document import Document, Estimate
 from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
+from ragorder.trie.histories import Segment
 
 __all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
 
@@ -218,9 +229,12 @@ class BodyParser:
             Document("", own, self._tokens.found(text, salt)) for own, text in zip(known, run.documents, strict=True)
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
-        suffix_tokens = self._tokens.suffix(passage.suffix(run.tail))
+        suffix = passage.suffix(run.tail)
+        suffix_tokens = self._tokens.suffix(suffix)
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
         parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left)
+        if isinstance(body, ChatBody):
+            parsed = replace(parsed, question=self._segments(suffix, suffix_tokens))
         if parsed.error is None and body.is_history(passage):
             return replace(parsed, choose=partial(self._turns.choose, parsed.scope, passage.text))
         return parsed
@@ -242,6 +256,13 @@ class BodyParser:
         except Exception as error:
             failure = error
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
+
+    def _segments(self, suffix: PromptSuffix, tokens: int) -> list[Segment]:
+        """What follows the documents: the rest of their message, and each later one."""
+        later = [(bytes(each), self._tokens.suffix(PromptSuffix(messages=[each]))) for each in suffix.messages]
+        rest = digest_of(suffix.text, *map(bytes, suffix.parts)).hex()
+        own = Estimate(max(0, tokens - sum(length for _, length in later)))
+        return [Segment(rest, own), *(Segment(digest_of(each).hex(), Estimate(length)) for each, length in later)]
 
     def _prefix_tokens(self, scope: bytes, body: Body, prefix: PromptPrefix) -> int:
         tokens = self._prefixes.get(scope)

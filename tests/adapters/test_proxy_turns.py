@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -83,6 +84,48 @@ def turns_of(body: dict[str, Any]) -> list[Any]:
 
 def with_repeats(**options: Any) -> Proxy:
     return Proxy(repeated=RepeatedDocuments(DocumentTemplate(TEMPLATE)), **options)
+
+
+class Engine:
+    """A prefix cache that never evicts: 4 characters a token, 16 tokens a block. Answers are not cached."""
+
+    def __init__(self) -> None:
+        self._blocks: set[str] = set()
+
+    def serve(self, body: dict[str, Any]) -> tuple[int, int]:
+        """Prompt and cached tokens."""
+        text = "".join(f"<|{each['role']}|>{each['content']}" for each in body["messages"])
+        prefixes = [text[:end] for end in range(64, len(text) + 1, 64)]
+        cached = len(list(takewhile(self._blocks.__contains__, prefixes)))
+        self._blocks.update(prefixes)
+        return len(text) // 4, 16 * cached
+
+
+class TestPredictions:
+    @pytest.mark.parametrize("again", [False, True], ids=["documents in the first turn", "documents in each turn"])
+    def test_what_follows_the_documents_is_found_again_in_the_next_turn(self, again: bool) -> None:
+        """Questions, answers, and later documents: without them a conversation was predicted far too low, so that
+        nothing could be said of the other order."""
+        engine, proxy, off = Engine(), Proxy(), []
+        for number, names in enumerate(("abc", "cad", "efg", "gbe")):
+            history: list[Any] = []
+            for turn in range(4):
+                asked = f"What of {number} is it in turn {turn}? " * 4
+                history.append(user(f"{written(names)}\n{asked}" if again or not turn else asked))
+                content = json.dumps({"model": "m", "max_tokens": 8, "messages": history}).encode()
+                parsed = proxy.parse("chat", content)
+                assert parsed is not None
+                request = proxy.order(parsed)
+                prompt, cached = engine.serve(json.loads(request.take_body()))
+                details = {"prompt_tokens_details": {"cached_tokens": cached}}
+                usage = {"prompt_tokens": prompt, "completion_tokens": 8, "total_tokens": prompt + 8, **details}
+                request.begin(200, [(b"content-type", b"application/json")])
+                request.feed(json.dumps({"usage": usage}).encode())
+                request.complete = True
+                request.end()
+                off.append(abs(request.predicted_tokens - cached))
+                history.append(assistant(f"It is {number} in turn {turn}."))
+        assert max(off) <= 48
 
 
 class TestEarlierTurns:
