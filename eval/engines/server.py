@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ragorder.cli.signals import end_on_sigterm
+from ragorder.cli.signals import end_on_signals
 from ragorder.eval.data.scratch import OwnFolder
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
@@ -156,7 +156,7 @@ class VLLMServer:
     def start(self, timeout_s: float = 240) -> None:
         """Returns once it answers. SIGTERM to this process ends it, too. One whose engine ends by itself meanwhile is
         started once more, with a warning: that was seen, rarely, and why is not known."""
-        end_on_sigterm()
+        end_on_signals()
         try:
             self._start(timeout_s)
         except EngineError as error:

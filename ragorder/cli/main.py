@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from ragorder.cli.signals import end_on_sigterm
+from ragorder.cli.signals import end_on_signals
 
 __all__ = ["LazyGroup", "main"]
 
@@ -101,4 +101,4 @@ def _drop_unwritten_output() -> None:
 @click.version_option(package_name="ragorder", prog_name="ragorder")
 def main() -> None:
     """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
-    end_on_sigterm()
+    end_on_signals()

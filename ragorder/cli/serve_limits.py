@@ -71,7 +71,7 @@ class ServeLimits(BaseModel):
     grace_s: float = Field(
         default=30.0,
         ge=0,
-        description="Time for requests in flight to end when the proxy is stopped (SIGTERM, SIGINT).",
+        description="Time for requests in flight to end when the proxy is stopped (SIGTERM, SIGHUP, SIGINT).",
     )
 
 

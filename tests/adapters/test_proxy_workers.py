@@ -23,7 +23,7 @@ import httpx2
 from click.testing import CliRunner
 from support.http_server import Handler, LocalServer
 from support.redis_server import SERVER, RedisServer
-from support.serve_process import ServeProcess, launching
+from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
 from ragorder.cli.serve import serve as serve_command
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--workers requi
 
 CERTIFICATES = httpx2.create_ssl_context()
 CHAT = "/v1/chat/completions"
-COMMAND = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()", "--port", "0")
+COMMAND = (*SERVE, "--port", "0")
 SIZES = ("--capacity-tokens", "16384", "--block-size", "16")
 ROUTE = ("--route", "--topic-secret", "s", "--workers", "2")
 WHOLE = b'{"choices": [{"message": {"content": "yes"}}], "usage": {"prompt_tokens": 90, "completion_tokens": 1}}'
@@ -191,7 +191,7 @@ class TestWorkers:
         assert said.count("--shared-orders: not a URL") == 1
         assert "Error: --workers: a worker has ended before it served" in said
 
-    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_end_their_streams_before_they_stop(
         self, signum: signal.Signals, launch: Callable[..., Workers], engine: Engine
     ) -> None:

@@ -6,12 +6,17 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["ServeProcess", "launching"]
+__all__ = ["SERVE", "ServeProcess", "launching"]
+
+_RESET = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+SERVE = (sys.executable, "-c", f"{_RESET}; from ragorder.cli.main import main; main()", "serve")
+"""The command `ragorder serve`, which a closed terminal ends although the tests may run under `nohup`."""
 
 
 @dataclass

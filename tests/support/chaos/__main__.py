@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ragorder.cli.signals import end_on_sigterm
+from ragorder.cli.signals import end_on_signals
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.server import launch_process
@@ -196,5 +196,5 @@ def _table(cycles: Sequence[Cycle]) -> Table:
 
 
 if __name__ == "__main__":
-    end_on_sigterm()
+    end_on_signals()
     main()
