@@ -14,6 +14,7 @@ import anyio.to_thread
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
@@ -45,9 +46,14 @@ _RETRY = [(b"retry-after", b"1")]
 
 
 def make_engine_app(
-    worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT
+    worker: EngineWorker,
+    *,
+    metrics: EngineMetrics | None = None,
+    body_limit: int = BODY_LIMIT,
+    web_pages: bool = False,
 ) -> ASGIApp:
-    """An OpenAI-compatible application, without access control: for use behind the proxy.
+    """An OpenAI-compatible application, without access control: for use behind the proxy. With `web_pages` those of any
+    origin may read its answers, without credentials of the browser: the proxy must check a key, or their origin.
 
     app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
@@ -76,7 +82,8 @@ def make_engine_app(
         Route("/health", _health_of(worker)),
         Route("/metrics", show_metrics),
     ]
-    return ErrorMiddleware(Router(routes, redirect_slashes=False, default=unknown))
+    app: ASGIApp = ErrorMiddleware(Router(routes, redirect_slashes=False, default=unknown))
+    return CORSMiddleware(app, ["*"], ["*"], ["*"]) if web_pages else app
 
 
 def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:

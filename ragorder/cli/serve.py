@@ -148,6 +148,7 @@ def serve(
     if marks:
         # Such a cache holds what was marked: that it has less than was sent says nothing about its size.
         settings = settings.model_copy(update={"feedback": False})
+    hosts = THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None
     connections = check_connections(context, limits.max_connections)
     metrics = Metrics() if running.workers == 1 else None
 
@@ -165,6 +166,7 @@ def serve(
                             metrics.registry,
                             max_waiting=limits.max_waiting,
                             body_limit=limits.body_limit,
+                            web_pages=api_key is not None or hosts is not None,
                         )
                     )
                 ]
@@ -227,7 +229,7 @@ def serve(
                     on_tbt=metrics.token_times,
                     on_sent=None if shared is None else shared.share,
                     api_key=api_key,
-                    hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
+                    hosts=hosts,
                     body_limit=limits.body_limit,
                     bodies_limit=limits.bodies_limit,
                     timeouts=Timeouts(

@@ -150,6 +150,7 @@ def embedded(
     *,
     max_waiting: int | None,
     body_limit: int,
+    web_pages: bool,
 ) -> Iterator[Backend]:
     """The embedded engine, whose metrics go to `registry`. Raises click.ClickException if it cannot start."""
     try:
@@ -170,7 +171,7 @@ def embedded(
         metrics = EngineMetrics(worker)
         registry.register(metrics)
         # The rewritten body may be longer than the one received.
-        app = make_engine_app(worker, metrics=metrics, body_limit=2 * body_limit)
+        app = make_engine_app(worker, metrics=metrics, body_limit=2 * body_limit, web_pages=web_pages)
         yield Backend(
             with_sizes(settings, worker),
             deepcopy(engine.tokenizer),

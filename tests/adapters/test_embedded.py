@@ -1546,6 +1546,16 @@ class TestServer:
         orderer = Orderer.for_vllm(served.url)
         assert (orderer.settings.block_size, orderer.settings.capacity_tokens) == (16, 8192)
 
+    def test_web_pages_of_this_machine_may_use_it(self, served: Served) -> None:
+        page = {"origin": "http://localhost:3000"}
+        asked = page | {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        allowed = httpx2.options(f"{served.url}/v1/chat/completions", headers=asked)
+        assert (allowed.status_code, allowed.headers["access-control-allow-headers"]) == (200, "content-type")
+        assert httpx2.get(f"{served.url}/v1/models", headers=page).headers["access-control-allow-origin"] == "*"
+        foreign = httpx2.options(f"{served.url}/v1/models", headers=asked | {"origin": "https://evil.example"})
+        assert foreign.status_code == 403
+        assert "access-control-allow-origin" not in foreign.headers
+
     def test_it_listens_on_this_machine_alone(self, served: Served) -> None:
         listening = Path(f"/proc/{served.popen.pid}/net/tcp")
         if not listening.exists():

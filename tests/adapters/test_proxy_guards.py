@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -255,6 +255,88 @@ class TestHosts:
         key = {"authorization": "Bearer k"}
         assert self.refused(client, host="proxy.example", origin="https://app.example", **key) is None
         assert self.refused(start(), host="proxy.example", origin="https://app.example") is None
+
+
+class TestWebPages:
+    """Of other origins, which browsers let send a request only if the server says so, and read only what it allows."""
+
+    ORIGIN: ClassVar[dict[str, str]] = {"origin": "http://localhost:3000"}
+    ASKED: ClassVar[dict[str, str]] = {
+        **ORIGIN,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+
+    def test_ask_the_server_without_the_key(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+        server.answers = [
+            answer(b"", b"access-control-allow-origin: *", b"access-control-allow-headers: authorization")
+        ]
+        response = start(api_key="k").options(CHAT, headers=self.ASKED)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "*")
+        assert response.headers["access-control-allow-headers"] == "authorization"
+        assert server.requests[0][1].startswith(f"OPTIONS {CHAT} HTTP/1.1\r\n".encode())
+        assert b"origin: http://localhost:3000\r\n" in server.requests[0][1]
+
+    @pytest.mark.parametrize(
+        ("method", "headers", "content"),
+        [
+            ("OPTIONS", {}, b""),
+            ("OPTIONS", ORIGIN, b""),
+            ("OPTIONS", ASKED, b"a body"),
+            ("OPTIONS", ASKED | {"transfer-encoding": "chunked"}, b"a body"),
+            ("GET", ASKED, b""),
+            ("POST", ASKED, b"{}"),
+        ],
+        ids=["no page", "no question", "a body", "a body in chunks", "GET", "POST"],
+    )
+    def test_only_ask_without_it(
+        self,
+        method: str,
+        headers: dict[str, str],
+        content: bytes,
+        start: Callable[..., httpx2.Client],
+        server: RawServer,
+    ) -> None:
+        response = start(api_key="k").request(method, CHAT, headers=headers, content=content)
+        assert code_of(response) == "invalid_api_key"
+        assert server.requests == []
+
+    def test_do_not_get_to_pages_of_the_proxy(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+        response = start(api_key="k").options("/ragorder/openapi.json", headers=self.ASKED)
+        assert response.status_code == 405
+        assert "access-control-allow-origin" not in response.headers
+        assert server.requests == []
+
+    def test_can_read_why_they_were_refused(self, start: Callable[..., httpx2.Client]) -> None:
+        """Without credentials of the browser's own: that is what the asterisk means."""
+        client = start(api_key="k")
+        bad = client.post(CHAT, json={"ragorder": 1}, headers=self.ORIGIN | {"authorization": "Bearer k"})
+        for response in (client.post(CHAT, headers=self.ORIGIN), bad):
+            assert response.status_code in (400, 401)
+            assert response.headers["access-control-allow-origin"] == "*"
+            assert "access-control-allow-credentials" not in response.headers
+        own = start(hosts=THIS_MACHINE).post(CHAT, json={"ragorder": 1}, headers=self.ORIGIN)
+        assert (own.status_code, own.headers["access-control-allow-origin"]) == (400, "*")
+
+    def test_can_read_nothing_where_their_origin_is_foreign_or_not_checked(
+        self, start: Callable[..., httpx2.Client], server: RawServer
+    ) -> None:
+        foreign = self.ASKED | {"origin": "https://evil.example"}
+        client = start(hosts=THIS_MACHINE)
+        for response in (client.options(CHAT, headers=foreign), client.post(CHAT, headers=foreign)):
+            assert code_of(response) == "foreign_origin"
+            assert "access-control-allow-origin" not in response.headers
+        assert server.requests == []
+        response = start().post(CHAT, json={"ragorder": 1}, headers=foreign)
+        assert response.status_code == 400
+        assert "access-control-allow-origin" not in response.headers
+
+    def test_get_answers_with_the_headers_of_the_server(
+        self, start: Callable[..., httpx2.Client], server: RawServer
+    ) -> None:
+        server.answers = [answer(b"ok", b"access-control-allow-origin: http://localhost:3000", b"vary: Origin")]
+        response = start(api_key="k").get("/v1/models", headers=self.ORIGIN | {"authorization": "Bearer k"})
+        assert response.headers.get_list("access-control-allow-origin") == ["http://localhost:3000"]
 
 
 class TestReadiness:
