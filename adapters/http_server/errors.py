@@ -76,6 +76,8 @@ class ErrorMiddleware:
             _logger.error("the server failed with %s", type(error).__name__)
             answer = HTTPError(500, "The server failed: its log has the type of the error.", code="proxy_error")
         if begun:
-            _logger.warning("an answer was cut off: %s", answer.code)
+            # Clients do not fill the log.
+            level = logging.WARNING if answer.status >= 500 else logging.INFO
+            _logger.log(level, "an answer was cut off: %s", answer.code)
         else:
             await answer.send(send, None if self._shape is None else self._shape(scope["path"], answer))

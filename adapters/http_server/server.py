@@ -66,7 +66,8 @@ def server_config(
     probes: Collection[str] = (),
     certificate: Certificate | None = None,
 ) -> uvicorn.Config:
-    """The parser is always h11: httptools, which uvicorn prefers, takes headers without end."""
+    """The parser is always h11: httptools, which uvicorn prefers, takes headers without end. uvicorn's warnings are
+    about single requests, so that clients could fill the log."""
     return uvicorn.Config(
         _cancelled_quietly(app),
         http=timed_connections(
@@ -78,6 +79,7 @@ def server_config(
         h11_max_incomplete_event_size=HEAD_LIMIT,
         ws="none",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         date_header=False,

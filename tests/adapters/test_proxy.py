@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.serve_process import ServeProcess, launching
+from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
@@ -1230,6 +1231,33 @@ class TestOutcomes:
             assert next(raw) == ROLE + token
         assert orderer.outcome() == finished
 
+    @pytest.mark.parametrize("headers", [[], [("content-length", str(len(WHOLE)))]], ids=["chunks", "length"])
+    async def test_it_is_finished_when_the_client_has_its_answer(
+        self, headers: list[tuple[str, str]], upstream: str, far_end: FarEnd, orderer: RecordingOrderer
+    ) -> None:
+        """Which may send the next request at once."""
+        far_end.headers = [("content-type", "application/json"), *headers]
+        body = json.dumps(tagged("ab")).encode()
+        received = iter([{"type": "http.request", "body": body, "more_body": False}])
+        got, finished = b"", []
+
+        async def receive() -> dict[str, Any]:
+            return next(received, None) or await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def send(message: Any) -> None:
+            nonlocal got
+            got += message.get("body", b"")
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            if is_last or (headers and got == WHOLE):
+                finished.append(list(orderer.finished))
+
+        head: dict[str, Any] = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode()}
+        sent = [(b"host", b"x"), (b"content-type", b"application/json")]
+        app = make_app(orderer, upstream=upstream)
+        await app(head | {"query_string": b"", "headers": sent}, receive, send)
+        assert got == WHOLE
+        assert finished[0] == [SERVED]
+
     def test_what_was_not_ordered_is_not_finished(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         proxy.post({"messages": []})
         proxy.post({"ragorder": 1})
@@ -1256,14 +1284,21 @@ class TestOutcomes:
 
 
 class TestReadingAnswers:
+    @pytest.fixture
+    def traced(self) -> Iterator[Callable[[], int]]:
+        """Bytes that have been allocated, and are kept."""
+        tracemalloc.start()
+        yield lambda: tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+
     STREAM = ROLE + b": ping\r\n\r\n" + TOKEN + b'data: {"choices":[],"usage":null}\n\n' + LAST
 
-    @given(st.lists(st.integers(0, len(STREAM)), max_size=20))
-    def test_a_stream_is_read_wherever_it_is_cut(self, cuts: list[int]) -> None:
-        reader = StreamReader()
-        edges = [0, *sorted(cuts), len(self.STREAM)]
+    @given(st.lists(st.integers(0, 2 * len(STREAM)), max_size=20), st.sampled_from([b"\n", b"\r", b"\r\n"]))
+    def test_a_stream_is_read_wherever_it_is_cut(self, cuts: list[int], line_end: bytes) -> None:
+        stream, reader = line_end.join(self.STREAM.splitlines()) + line_end, StreamReader()
+        edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
         for start, end in pairwise(edges):
-            reader.feed(self.STREAM[start:end])
+            reader.feed(stream[start:end])
         assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
     @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"data: ", b"\n", b'"usage"', b"{", b"}", TOKEN, LAST])))
@@ -1298,19 +1333,30 @@ class TestReadingAnswers:
         reader.feed(b"data: %s\n" % json.dumps(event).encode())
         assert not reader.served
 
-    def test_of_a_long_line_nothing_is_kept(self) -> None:
+    def test_of_a_long_line_nothing_is_kept(self, traced: Callable[[], int]) -> None:
         reader = StreamReader()
         for _ in range(100):
             reader.feed(b"data: " + b"x" * 100_000)
-            assert len(reader._line) <= 1 << 20
+            assert traced() < 3 << 20
         reader.feed(b"\n" + LAST)
         assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
-    def test_of_a_long_answer_nothing_is_kept(self) -> None:
+    def test_of_a_usage_only_known_counts_are_kept(self, traced: Callable[[], int]) -> None:
+        reader = StreamReader()
+        reader.feed(LAST.replace(b"data: [DONE]", b""))
+        for event in range(30):
+            fields = {f"{event}-{number}": "x" * 9000 for number in range(40)}
+            counts = {"prompt_tokens": "x" * 50_000, "total_tokens": 10**50, "prompt_tokens_details": fields}
+            reader.feed(b"data: %s\n\n" % json.dumps({"choices": [], "usage": fields | counts}).encode())
+        assert traced() < 3 << 20
+        assert reader.usage() == ReportedUsage(512, 600, 7)
+
+    def test_of_a_long_answer_nothing_is_kept(self, traced: Callable[[], int]) -> None:
         reader = WholeReader()
         for _ in range(100):
             reader.feed(b"x" * 100_000)
-        assert (reader._chunks, reader.usage()) == ([], ReportedUsage())
+        assert traced() < 1 << 20
+        assert reader.usage() == ReportedUsage()
 
     def test_the_time_between_tokens_is_that_from_the_first_to_the_last(self) -> None:
         times = iter([10.0, 10.5, 11.5])
@@ -1653,13 +1699,10 @@ class TestOpenAIClient:
         assert caught.value.param == "ragorder.documents"
 
 
-COMMAND = (sys.executable, "-c", "from ragorder.cli.serve import serve; serve()")
-
-
 @pytest.fixture
 def launch(upstream: str) -> Iterator[Callable[..., ServeProcess]]:
     """Starts `ragorder serve` in front of the far end."""
-    command = [*COMMAND, "--upstream", upstream, "--port", "0", "--capacity-tokens", "4096", "--block-size", "16"]
+    command = [*SERVE, "--upstream", upstream, "--port", "0", "--capacity-tokens", "4096", "--block-size", "16"]
     with launching(ServeProcess, *command, PYTHONPATH="") as launch:
         yield launch
 
@@ -1672,14 +1715,14 @@ class TestServe:
         assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
         assert process.url.startswith("http://127.0.0.1:")
         assert process.stop() == ""
-        assert process.popen.returncode in (0, -signal.SIGTERM)
+        assert process.popen.returncode == 128 + signal.SIGTERM
 
     def test_an_interrupt_stops_it_too(self, launch: Callable[..., ServeProcess]) -> None:
         process = launch()
         assert process.stop(signal.SIGINT) == ""
         assert process.popen.returncode == 0
 
-    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_streams_in_flight_may_end(
         self, signum: signal.Signals, launch: Callable[..., ServeProcess], far_end: FarEnd
     ) -> None:
@@ -1701,6 +1744,15 @@ class TestServe:
         except OSError:
             return True
         return False
+
+    def test_a_closed_terminal_is_ignored_under_nohup(self, upstream: str) -> None:
+        code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from ragorder.cli.main import main; main()"
+        options = ("--upstream", upstream, "--port", "0", "--capacity-tokens", "4096", "--block-size", "16")
+        with launching(ServeProcess, sys.executable, "-c", code, "serve", *options, PYTHONPATH="") as launch:
+            process = launch()
+            process.popen.send_signal(signal.SIGHUP)
+            assert not eventually(lambda: self.refuses(process.url), seconds=1)
+            assert process.stop() == ""
 
     def test_streams_longer_than_the_grace_are_cut_off(
         self, launch: Callable[..., ServeProcess], far_end: FarEnd
@@ -1734,6 +1786,16 @@ class TestServe:
         far_end.headers = [("server", "far"), ("date", "today"), ("content-length", str(len(WHOLE)))]
         response = httpx2.get(f"{launch().url}/x", verify=CERTIFICATES)
         assert response.headers.multi_items() == list(far_end.headers)
+
+    def test_clients_do_not_fill_its_log(self, launch: Callable[..., ServeProcess]) -> None:
+        process = launch()
+        upgrade = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+        assert httpx2.post(f"{process.url}{CHAT}", json=tagged("ab"), headers=upgrade).content == WHOLE
+        host, port = process.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 400"
+        assert process.stop() == ""
 
     def test_websockets_are_refused(self, launch: Callable[..., ServeProcess]) -> None:
         headers = {
@@ -2025,7 +2087,7 @@ class TestServeOptions:
 
     @pytest.mark.parametrize("module", ["uvicorn", "httpx2", "starlette", "msgspec"])
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
-        done = python(*COMMAND[1:], "--upstream", "http://127.0.0.1:9", blocked=(module,))
+        done = python(*SERVE[1:], "--upstream", "http://127.0.0.1:9", blocked=(module,))
         assert done.returncode == 1
         assert done.stderr == f"Error: serving needs {module}: in a clone of ragorder, pip install '.[proxy]'\n"
 
