@@ -19,6 +19,7 @@ __all__ = ["HeldAnswer"]
 
 # A longer beginning is sent on, with or without a token in it.
 _MOST_BYTES = 1 << 16
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _TRY_ELSEWHERE = (502, 503)
 
 
@@ -45,8 +46,9 @@ class HeldAnswer:
         self._refusable = refusable
         self._on_begun = on_begun
         self._route = route
-        self._held: list[Message] = []
-        self._bytes = 0
+        self._head: Message | None = None
+        # In one piece: a server may send it byte by byte.
+        self._held = bytearray()
         self._is_compressed = False
         self._stream: StreamReader | None = None
         self._between_events = False
@@ -54,17 +56,16 @@ class HeldAnswer:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._read_head(message)
-            self._held.append(message)
+            self._head = message
             return
         chunk: bytes = message.get("body", b"")
-        self._between_events = chunk.endswith(b"\n\n") if chunk else self._between_events
+        self._between_events = chunk.endswith(_EVENT_ENDS) if chunk else self._between_events
         if self.begun:
             await self._send(message)
             return
-        self._held.append(message)
-        self._bytes += len(chunk)
-        if not message.get("more_body", False) or self._bytes > _MOST_BYTES or not self._waits(chunk):
-            await self._begin()
+        self._held += chunk
+        if not message.get("more_body", False) or len(self._held) > _MOST_BYTES or not self._waits(chunk):
+            await self._begin(message)
 
     async def fail(self, error: HTTPError) -> None:
         """Tell the client of an event stream that has begun; the connection is cut off afterwards."""
@@ -89,9 +90,11 @@ class HeldAnswer:
         self._stream.feed(chunk)
         return not self._stream.served
 
-    async def _begin(self) -> None:
+    async def _begin(self, last: Message) -> None:
+        """The message that was held at last says whether there are more."""
         self.begun = True
         self._on_begun()
-        held, self._held = self._held, []
-        for message in held:
-            await self._send(message)
+        body, self._held = bytes(self._held), bytearray()
+        if self._head is not None:
+            await self._send(self._head)
+        await self._send({**last, "body": body})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from operator import add
 from typing import Protocol
@@ -27,6 +27,8 @@ from ragorder.pipelining.reordering import CachedLengths
 from ragorder.trie.histories import Segment
 
 __all__ = ["OnSent", "OrderedRequest", "RequestOrderer"]
+
+_LONGEST_HEADER = 1024
 
 
 class OnSent(Protocol):
@@ -114,11 +116,18 @@ class OrderedRequest(SentRequest):
             self._ordering.readable()
 
     def end(self) -> None:
-        """Idempotent."""
+        """Idempotent. What fails here does not fail the answer, which may not have been sent to its end."""
         ordering, reader = self._ordering, self._reader
         if ordering is None:
             return
         self._ordering = self._reader = None
+        try:
+            self._finish(ordering, reader)
+        except Exception as error:
+            # Its message may quote a prompt.
+            _logger.error("the outcome of a request is lost: %s", type(error).__name__)
+
+    def _finish(self, ordering: Ordering[Document], reader: WholeReader | StreamReader | None) -> None:
         if reader is None or not reader.served:
             ordering.discard()
             return
@@ -136,9 +145,7 @@ class OrderedRequest(SentRequest):
         counts = {} if ordering.cloud is None else {"written_tokens": read_cloud_usage(report).written_tokens}
         ordering.confirm(usage.cached_tokens, total_tokens, prompt_tokens=usage.prompt_tokens, **counts)
         if self._choices == 1 and (tbt_s := reader.tbt_s()) is not None:
-            # A counter that fails must not fail the request.
-            with suppress(Exception):
-                self._on_tbt(tbt_s)
+            self._on_tbt(tbt_s)
 
 
 class RequestOrderer:

@@ -185,7 +185,9 @@ async def forward_answer(
             sent.feed(chunk)
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     if sent is not None:
+        # Before the client knows that this was all: it may send the next request at once.
         sent.complete = True
+        sent.end()
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from ragorder.adapters.proxy.body import decode
 from ragorder.adapters.proxy.replica import Replica
+from ragorder.adapters.proxy.usage import EventLines
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.lru_cache import LRUCache
 
@@ -57,22 +58,23 @@ class StoredResponses:
     async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
         """The answer's pieces. What it calls itself is remembered before its end, or with its first event."""
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-        streamed = kind == "text/event-stream"
-        limit = _MOST_EVENTS_BYTES if streamed else _MOST_BYTES
-        kept: list[bytes] | None = [] if 200 <= response.status_code < 300 else None
-        length = 0
+        is_read = 200 <= response.status_code < 300
+        lines = EventLines() if kind == "text/event-stream" else None
+        length, whole = 0, bytearray()
         async for chunk in response.aiter_raw():
             length += len(chunk)
-            if length > limit:
-                kept = None
-            if kept is not None:
-                kept.append(chunk)
-                if streamed and self._remember(_id_of_events(b"".join(kept)), replica):
-                    kept = None
+            is_read = is_read and length <= (_MOST_BYTES if lines is None else _MOST_EVENTS_BYTES)
+            if not is_read:
+                whole.clear()
+            elif lines is None:
+                whole += chunk
+            else:
+                found = next(filter(None, map(_id_of_event, list(lines.feed(chunk)))), None)
+                is_read = not self._remember(found, replica)
             yield chunk
-        if kept is not None and not streamed:
-            whole = decode(b"".join(kept), _Response)
-            self._remember(None if whole is None else whole.id, replica)
+        if is_read and lines is None:
+            answer = decode(bytes(whole), _Response)
+            self._remember(None if answer is None else answer.id, replica)
 
     def _remember(self, id: str | None, replica: Replica) -> bool:
         if id is not None and len(id) <= _LONGEST_ID:
@@ -80,9 +82,6 @@ class StoredResponses:
         return id is not None
 
 
-def _id_of_events(content: bytes) -> str | None:
-    for line in content.split(b"\n")[:-1]:
-        event = decode(line[5:], _Event) if line.startswith(b"data:") else None
-        if event is not None:
-            return event.response.id
-    return None
+def _id_of_event(line: bytes | None) -> str | None:
+    event = decode(line[5:], _Event) if line is not None and line.startswith(b"data:") else None
+    return None if event is None else event.response.id

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
 
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.adapters.proxy.body import decode
-from ragorder.adapters.usage import ReportedUsage, answers_something, member, read_usage
+from ragorder.adapters.structs import readable_by_threads
+from ragorder.adapters.usage import ReportedUsage, answers_something, read_usage
 
-__all__ = ["StreamReader", "WholeReader", "reader_for"]
+__all__ = ["EventLines", "StreamReader", "WholeReader", "reader_for"]
 
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
@@ -22,36 +26,79 @@ _MAX_LINE = 1 << 20
 _ANSWERING = re.compile(r"content_block_delta|message_delta|response\..+\.delta|response\.(completed|incomplete)")
 _ENDED = frozenset({"message_stop", "response.completed", "response.failed", "response.incomplete"})
 _ENDS = (b'"message_stop"', b'"response.')
+# What `read_usage` and `read_cloud_usage` know. A server may send any number of other names.
+_COUNTS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "input_tokens",
+    "output_tokens",
+    "total_tokens",
+    "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+    "prompt_cache_hit_tokens",
+)
+_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+_COUNTS_OF_DETAILS = ("cached_tokens", "cache_write_tokens")
+_LONGEST_COUNT = 12
+_NOTHING = Raw(b"null")
+
+
+@readable_by_threads
+class _Holder(Struct):
+    usage: Raw = _NOTHING
+
+
+@readable_by_threads
+class _Event(_Holder):
+    type: Raw = _NOTHING
+    choices: Raw = _NOTHING
+    message: Raw = _NOTHING
+    response: Raw = _NOTHING
+
+
+def _of_raw(name: str, *fields: str) -> type[Struct]:
+    return readable_by_threads(msgspec.defstruct(name, [(field, Raw, _NOTHING) for field in fields]))
+
+
+_Usage = _of_raw("_Usage", *_COUNTS, *_DETAILS)
+_UsageDetails = _of_raw("_UsageDetails", *_COUNTS_OF_DETAILS)
 
 
 def reader_for(headers: Headers) -> WholeReader | StreamReader:
     if (header(headers, b"content-encoding") or b"identity").lower() != b"identity":
         return WholeReader(limit=0)
     media_type = (header(headers, b"content-type") or b"").partition(b";")[0]
-    return StreamReader() if media_type.strip().lower() == b"text/event-stream" else WholeReader()
+    if media_type.strip().lower() == b"text/event-stream":
+        return StreamReader()
+    declared = header(headers, b"content-length") or b""
+    return WholeReader(length=int(declared) if declared.isdigit() and len(declared) < 18 else None)
 
 
 class WholeReader:
-    """One piece of JSON, not read beyond `limit` bytes."""
+    """One piece of JSON, of `length` bytes if that is known; not read beyond `limit` bytes."""
 
     served = True
-    done = False
 
-    def __init__(self, limit: int = _MAX_ANSWER) -> None:
+    def __init__(self, limit: int = _MAX_ANSWER, *, length: int | None = None) -> None:
         self._limit = limit
+        self._whole_length = length
         self._length = 0
-        self._chunks: list[bytes] = []
+        self._body = bytearray()
+
+    @property
+    def done(self) -> bool:
+        return self._length == self._whole_length
 
     def feed(self, chunk: bytes) -> None:
         self._length += len(chunk)
         if self._length <= self._limit:
-            self._chunks.append(chunk)
+            self._body += chunk
         else:
-            self._chunks.clear()
+            self._body.clear()
 
-    def report(self) -> Any:
-        """The usage as it came."""
-        return member(decode(b"".join(self._chunks), object), "usage")
+    def report(self) -> dict[str, Any]:
+        """The known counts, as they came."""
+        return _counts(decode(bytes(self._body), _Holder))
 
     def usage(self) -> ReportedUsage:
         return read_usage(self.report())
@@ -59,6 +106,30 @@ class WholeReader:
     def tbt_s(self) -> float | None:
         """Unknown: all tokens came together."""
         return None
+
+
+class EventLines:
+    """The lines of server-sent events, which end in LF, CR or both; None for one longer than `limit` bytes."""
+
+    def __init__(self, limit: int = _MAX_LINE) -> None:
+        self._limit = limit
+        self._line = bytearray()
+        self._too_long = False
+
+    def feed(self, chunk: bytes) -> Iterator[bytes | None]:
+        """Those that a chunk ends. It must be read to its end."""
+        for piece in chunk.splitlines(keepends=True):
+            text = piece.rstrip(b"\r\n")
+            self._too_long = self._too_long or len(self._line) + len(text) > self._limit
+            if self._too_long:
+                self._line.clear()
+            else:
+                self._line += text
+            if len(text) < len(piece):
+                line = None if self._too_long else bytes(self._line)
+                self._line.clear()
+                self._too_long = False
+                yield line
 
 
 class StreamReader:
@@ -69,25 +140,21 @@ class StreamReader:
         self.done = False
         self._clock = clock
         self._reported: dict[str, Any] = {}
-        self._line = bytearray()
-        self._too_long = False
+        self._lines = EventLines()
         # Events with a part of the answer, and when the first and the last of them came.
         self._parts = 0
         self._first_s = self._last_s = 0.0
 
     def feed(self, chunk: bytes) -> None:
-        first, *others = chunk.split(b"\n")
-        self._extend(first)
         parts = self._parts
-        for piece in others:
-            self._end_line()
-            self._extend(piece)
+        for line in self._lines.feed(chunk):
+            self._read(line)
         if self._parts > parts:
             self._last_s = self._clock()
             if not parts:
                 self._first_s = self._last_s
 
-    def report(self) -> Any:
+    def report(self) -> dict[str, Any]:
         return self._reported
 
     def usage(self) -> ReportedUsage:
@@ -99,45 +166,45 @@ class StreamReader:
         tokens = self.usage().completion_tokens or self._parts
         return (self._last_s - self._first_s) / (tokens - 1) if self._parts > 1 and tokens > 1 else None
 
-    def _extend(self, piece: bytes) -> None:
-        self._too_long = self._too_long or len(self._line) + len(piece) > _MAX_LINE
-        if self._too_long:
-            self._line.clear()
-        else:
-            self._line += piece
-
-    def _end_line(self) -> None:
-        line, too_long = bytes(self._line), self._too_long
-        self._line.clear()
-        self._too_long = False
-        # What is too long to be read is no event without an answer in it.
-        self.served = self.served or too_long
-        self._parts += too_long
-        last = line.rstrip() == b"data: [DONE]"
-        self.done = self.done or last
-        if last or not line.startswith(b"data:"):
+    def _read(self, line: bytes | None) -> None:
+        if line is None:
+            # What is too long to be read is no event without an answer in it.
+            self.served = True
+            self._parts += 1
+            return
+        if not line.startswith(b"data:"):
+            return
+        if line[5:].strip() == b"[DONE]":
+            self.done = True
             return
         if self.served and b'"usage"' not in line and not any(end in line for end in _ENDS):
             self._parts += b'"delta"' in line or b'"text"' in line
             return
-        event = decode(line[5:], object)
-        if not isinstance(event, Mapping):
+        event = decode(line[5:], _Event)
+        if event is None:
             return
-        kind = event.get("type")
-        self.done = self.done or (isinstance(kind, str) and kind in _ENDED)
-        answers = _has_token(event)
+        kind = decode(event.type, str) or ""
+        self.done = self.done or kind in _ENDED
+        answers = _ANSWERING.fullmatch(kind) is not None or any(
+            map(answers_something, decode(event.choices, list) or ())
+        )
         self.served = self.served or answers
         self._parts += answers
-        for holder in (event, event.get("message"), event.get("response")):
-            report = member(holder, "usage")
-            if isinstance(report, Mapping):
-                # Anthropic's first event has the prompt's tokens, a later one the answer's.
-                self._reported |= {name: count for name, count in report.items() if count is not None}
+        for holder in (event, decode(event.message, _Holder), decode(event.response, _Holder)):
+            # Anthropic's first event has the prompt's tokens, a later one the answer's.
+            self._reported |= _counts(holder)
 
 
-def _has_token(event: Mapping[Any, Any]) -> bool:
-    kind = event.get("type")
-    if isinstance(kind, str) and _ANSWERING.fullmatch(kind):
-        return True
-    choices = event.get("choices")
-    return any(answers_something(choice) for choice in (choices if isinstance(choices, list) else ()))
+def _counts(holder: _Holder | None) -> dict[str, Any]:
+    usage = None if holder is None else decode(holder.usage, _Usage)
+    if usage is None:
+        return {}
+    details = {name: decode(getattr(usage, name), _UsageDetails) for name in _DETAILS}
+    return _numbers(usage, _COUNTS) | {
+        name: _numbers(each, _COUNTS_OF_DETAILS) for name, each in details.items() if each is not None
+    }
+
+
+def _numbers(counts: Struct, names: tuple[str, ...]) -> dict[str, int]:
+    found = ((name, bytes(getattr(counts, name))) for name in names)
+    return {name: int(digits) for name, digits in found if digits.isdigit() and len(digits) <= _LONGEST_COUNT}
