@@ -95,7 +95,7 @@ class FusionBuilder:
         self._alone: LRUCache[torch.Tensor] = LRUCache(_MOST_ENTRIES, settings.host_bytes)
         self._copies = CopyStore(folder, model.shape, identity(model.model, model.shape), prefix_ids, salt, profile)
         try:
-            self._manifest = Manifest(folder)
+            self._manifest = Manifest(folder, vocabulary=model.vocabulary)
         except BaseException:
             self._copies.close()
             raise

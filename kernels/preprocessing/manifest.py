@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+from ragorder.jsonl import decode
 from ragorder.kernels.store.variants import variant_key
 
 __all__ = ["BuildError", "Manifest", "ManifestError", "PlannedDocument"]
@@ -29,6 +30,11 @@ CREATE INDEX IF NOT EXISTS contents ON documents (content);
 """
 _COLUMNS = "id, content, tokens, neighbours, vector"
 _CONTENT_BYTES = 32
+_TOKEN_BYTES = 8
+_FLOAT_BYTES = 4
+_MOST_TOKENS = 1 << 31
+# Of a build that has begun; it may have a "recipe", too.
+_FACTS = {"format": int, "identity": str, "prefix_tokens": int, "token_bytes": int}
 
 
 class BuildError(ValueError):
@@ -62,11 +68,14 @@ class Manifest:
     """Documents in the order in which they are computed, and `facts` (JSON) about the build. A change is on the disk
     when its method returns, or has not happened.
 
-    Only its owner can read the file: tokens are as secret as their texts. Raises ManifestError.
+    Only its owner can read the file: tokens are as secret as their texts. It may be damaged or another's: what is read
+    of it is checked. `vocabulary`: that of the model which computes its tokens. Raises ManifestError, which quotes
+    nothing of the file.
     """
 
-    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+    def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
         path = folder / _NAME
+        self._vocabulary = vocabulary
         try:
             if read_only:
                 self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
@@ -74,7 +83,8 @@ class Manifest:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
                 self._db = sqlite3.connect(path)
         except (OSError, sqlite3.Error) as error:
-            raise ManifestError(f"{folder} has no build that can be read ({error}): name the folder of one") from None
+            reason = error.strerror if isinstance(error, OSError) else _reason(error)
+            raise ManifestError(f"{folder} has no build that can be read ({reason}): name the folder of one") from None
         self._path = path
         with self._reading():
             if not read_only:
@@ -82,7 +92,7 @@ class Manifest:
             made = self.facts.get("format", _FORMAT)
         if made != _FORMAT:
             self.close()
-            raise ManifestError(f"{path} has another format ({made}): build into another folder")
+            raise ManifestError(f"{path} has another format: build into another folder")
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -99,7 +109,14 @@ class Manifest:
     def facts(self) -> dict[str, Any]:
         """Empty before `begin`."""
         with self._reading():
-            return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM facts")}
+            rows = self._db.execute("SELECT name, value FROM facts").fetchall()
+            if any(not isinstance(each, str) for row in rows for each in row):
+                raise ValueError("a fact is no text")
+            facts = {name: decode(value.encode("utf-8", "surrogatepass")) for name, value in rows}
+            wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
+            if facts and (wrong or not isinstance(facts.get("recipe", {}), dict)):
+                raise ValueError(f'the fact "{wrong[0] if wrong else "recipe"}" is missing, or of another type')
+            return facts
 
     def __len__(self) -> int:
         with self._reading():
@@ -109,7 +126,7 @@ class Manifest:
     def __iter__(self) -> Iterator[PlannedDocument]:
         with self._reading():
             for row in self._db.execute(f"SELECT {_COLUMNS} FROM documents ORDER BY place"):  # noqa: S608
-                yield _document(row)
+                yield self._document(row)
 
     def find(self, id: str) -> PlannedDocument | None:
         return self._one("id", id)
@@ -165,7 +182,24 @@ class Manifest:
                 f"SELECT {_COLUMNS} FROM documents WHERE {column} = ? ORDER BY place LIMIT 1",  # noqa: S608
                 (value,),
             ).fetchone()
-        return None if row is None else _document(row)
+            return None if row is None else self._document(row)
+
+    def _document(self, row: tuple[Any, ...]) -> PlannedDocument:
+        """Raises ValueError for what no build has written."""
+        id, content, tokens, joined, vector = row
+        if not (isinstance(id, str) and id):
+            raise ValueError("the id of a document is no text")
+        if not all(isinstance(each, bytes) for each in (content, tokens, joined, b"" if vector is None else vector)):
+            raise ValueError("a column of a document has another type")
+        if len(content) != _CONTENT_BYTES or len(joined) % _CONTENT_BYTES:
+            raise ValueError("the content or the neighbours of a document have another length")
+        if not tokens or len(tokens) % _TOKEN_BYTES or (vector is not None and len(vector) % _FLOAT_BYTES):
+            raise ValueError("the tokens or the vector of a document have another length")
+        token_ids = array("q", tokens)
+        if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
+            raise ValueError("a document has tokens that the model does not have")
+        neighbours = tuple(joined[start : start + _CONTENT_BYTES] for start in range(0, len(joined), _CONTENT_BYTES))
+        return PlannedDocument(id, content, token_ids, neighbours, vector)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -174,7 +208,7 @@ class Manifest:
         except ManifestError:
             raise
         except (sqlite3.Error, ValueError) as error:
-            raise ManifestError(f"{self._path} cannot be read ({error}): build into another folder") from None
+            raise ManifestError(f"{self._path} cannot be read ({_reason(error)}): build into another folder") from None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -182,10 +216,11 @@ class Manifest:
             with self._db:
                 yield
         except (sqlite3.Error, UnicodeError) as error:
-            raise ManifestError(f"{self._path} cannot be written: {error}") from None
+            raise ManifestError(f"{self._path} cannot be written: {_reason(error)}") from None
 
 
-def _document(row: tuple[str, bytes, bytes, bytes, bytes | None]) -> PlannedDocument:
-    id, content, tokens, joined, vector = row
-    neighbours = tuple(joined[start : start + _CONTENT_BYTES] for start in range(0, len(joined), _CONTENT_BYTES))
-    return PlannedDocument(id, content, array("q", tokens), neighbours, vector)
+def _reason(error: Exception) -> str:
+    """Without SQLite's words, which may quote a column."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorname", None) or "a column is no text in UTF-8"
+    return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)

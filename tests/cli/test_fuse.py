@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +178,58 @@ def test_what_is_no_build_or_another_models_is_said(corpus: Path, options: list[
     assert fuse("build", corpus, *options).exit_code == 0
     said = refusal("build", corpus, *options, "--resume", "--dtype", "float32")
     assert "another model, or of the same one set up differently" in said
+
+
+DAMAGE = {
+    "content that is text": "UPDATE documents SET content = 'hunter2' WHERE place = 2",
+    "content of another length": "UPDATE documents SET content = x'01' WHERE place = 2",
+    "tokens that are a number": "UPDATE documents SET tokens = 5",
+    "no tokens": "UPDATE documents SET tokens = x''",
+    "half a token": "UPDATE documents SET tokens = x'010203' WHERE place = 2",
+    "tokens below 0": "UPDATE documents SET tokens = x'FFFFFFFFFFFFFFFF'",
+    "half a neighbour": "UPDATE documents SET neighbours = x'010203' WHERE place = 2",
+    "a vector that is text": "UPDATE documents SET vector = 'hunter2'",
+    "half a number": "UPDATE documents SET vector = x'01'",
+    "an id that is no Unicode": "UPDATE documents SET id = CAST(x'68756E74657232FF' AS TEXT) WHERE place = 2",
+    "a recipe that is a list": "UPDATE facts SET value = '[\"hunter2\"]' WHERE name = 'recipe'",
+    "a recipe that is no JSON": "UPDATE facts SET value = 'hunter2' WHERE name = 'recipe'",
+    "a fact that is gone": "DELETE FROM facts WHERE name = 'token_bytes'",
+    "a fact of another type": "UPDATE facts SET value = '\"hunter2\"' WHERE name = 'prefix_tokens'",
+    "a table that is gone": "DROP TABLE documents",
+}
+
+
+class TestADamagedManifest:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def built(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("built")
+        graph = write(folder / "graph.jsonl", [{"id": f"d{n}", "neighbours": ["d0"]} for n in range(4)])
+        made = ["--model", model_folder, "--out", folder / "kv", "--neighbours-by", f"graph:{graph}"]
+        small = ["--neighbours", 1, "--profile", "none", "--device-tokens", 2048, "--device", "cpu"]
+        done = fuse("build", write(folder / "corpus.jsonl", documents()), *made, *small)
+        assert done.exit_code == 0, done.output
+        return folder / "kv"
+
+    def damaged(self, built: Path, tmp_path: Path, statement: str) -> Path:
+        shutil.copytree(built, tmp_path / "kv")
+        with closing(sqlite3.connect(tmp_path / "kv" / "documents.sqlite")) as db, db:
+            db.execute(statement)
+        return tmp_path / "kv"
+
+    @pytest.mark.parametrize("statement", DAMAGE.values(), ids=DAMAGE)
+    def test_is_refused_by_each_command_and_not_quoted(self, built: Path, tmp_path: Path, statement: str) -> None:
+        kv = self.damaged(built, tmp_path, statement)
+        more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
+        for command in (["stats", kv], ["remove", kv, "d1"], ["add", kv, more]):
+            said = refusal(*command)
+            assert "documents.sqlite cannot be read (" in said or "the build has no document 'd1'" in said, command
+            assert "hunter2" not in said
+
+    def test_with_tokens_that_the_model_does_not_have_is_given_to_no_model(self, built: Path, tmp_path: Path) -> None:
+        kv = self.damaged(built, tmp_path, "UPDATE documents SET tokens = x'FFFFFF7F00000000'")
+        more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
+        assert "a document has tokens that the model does not have" in refusal("add", kv, more)
 
 
 @pytest.mark.parametrize(
