@@ -1,18 +1,20 @@
-"""Text that a request has in common with the beginning of an earlier one."""
+"""Text that a request has in common with the beginning of an earlier one, and where the two part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from ragorder.adapters.doctor.request_log import LoggedRequest
 
-__all__ = ["SharedBeginning", "common_length", "shared_beginnings"]
+__all__ = ["Parting", "SharedBeginning", "common_length", "find_partings", "shared_beginnings"]
 
 _CHUNK = 256
 # Where a request and all before it part at once, the first chunks are shorter.
 _FIRST = (16, 32, 64, 128, 256)
+_LONG_LINE = 40
+_LEAST_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,34 @@ class SharedBeginning:
 
     characters: int
     earlier: LoggedRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where a request parts from all earlier ones, although text of other requests stands behind. `at_repeated`: in a
+    line that others have, too, so that they differ in the order of their documents alone."""
+
+    request: LoggedRequest
+    at: int
+    earlier: LoggedRequest | None
+    at_repeated: bool
+
+
+def find_partings(
+    requests: Sequence[LoggedRequest],
+    beginnings: Iterable[tuple[LoggedRequest, SharedBeginning]],
+    tokens: Callable[[int], int],
+) -> list[Parting]:
+    """Of the requests that repeat long lines of others there. `tokens`: of so many characters."""
+    repeats = _repeated_lines(requests)
+    found = []
+    for request, shared in beginnings:
+        at = shared.characters
+        behind = [line for start, line in _lines(request.text) if start > at and len(line) >= _LONG_LINE]
+        if tokens(sum(len(each) for each in behind if _key(request, each) in repeats)) >= _LEAST_TOKENS:
+            at_repeated = _key(request, _line_at(request.text, at)) in repeats
+            found.append(Parting(request, at, shared.earlier, at_repeated))
+    return found
 
 
 def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning]:
@@ -66,3 +96,33 @@ def _digests(text: str) -> list[bytes]:
         found.append(digest.copy().digest())
         start = end
     return found
+
+
+def _repeated_lines(requests: Sequence[LoggedRequest]) -> set[bytes]:
+    """Lines that at least two requests of a scope have."""
+    once: set[bytes] = set()
+    repeated: set[bytes] = set()
+    for request in requests:
+        keys = {_key(request, line) for _, line in _lines(request.text)}
+        repeated |= keys & once
+        once |= keys
+    return repeated
+
+
+def _key(request: LoggedRequest, line: str) -> bytes:
+    text = "\0".join((*request.scope, line.strip()))
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()
+
+
+def _line_at(text: str, at: int) -> str:
+    end = text.find("\n", at)
+    return text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with text in them, and where they begin."""
+    start = 0
+    for line in text.split("\n"):
+        if line.strip():
+            yield start, line
+        start += len(line) + 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ragorder.adapters.doctor.beginnings import SharedBeginning, shared_beginnings
+from ragorder.adapters.doctor.beginnings import Parting, SharedBeginning, find_partings, shared_beginnings
 from ragorder.adapters.doctor.chat_template import ChatTemplate
 from ragorder.adapters.doctor.finding import Verdict
 from ragorder.adapters.doctor.request_log import LoggedRequest, RequestLog
@@ -32,6 +32,10 @@ class Case:
         """All requests but the first of each scope, and what they share with an earlier one."""
         shared = shared_beginnings(self.log.requests)
         return [(each, found) for each, found in zip(self.log.requests, shared, strict=True) if found.earlier]
+
+    @cached_property
+    def partings(self) -> list[Parting]:
+        return find_partings(self.log.requests, self.beginnings, self.tokens)
 
     @cached_property
     def turns(self) -> list[Turn]:

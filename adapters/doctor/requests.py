@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,8 @@ _REPORTING = (
 _NOTHING_IN_COMMON = (
     "no cache can help requests that begin differently: see the findings below, and order the documents of each request"
 )
-_LOST = (
-    "see the findings below; if all of them are good, the cache is too small for the time between two such requests, "
-    "or several replicas share them"
-)
+_EXPLAINED = "see the findings below"
+_LOST = "the cache is too small for the time between two such requests, or several replicas share them"
 
 
 def examine_requests(
@@ -60,7 +59,8 @@ def examine_requests(
     with ExitStack() as stack:
         if base_url is not None:
             _ask(case, stack.enter_context(Server(base_url, timeout_s=timeout_s, api_key=api_key)), model)
-        return [_cached(case), *(rule.check(case) for rule in all_rules())]
+        found = [rule.check(case) for rule in all_rules()]
+        return [_cached(case, found), *found]
 
 
 def _ask(case: Case, server: Server, model: str | None) -> None:
@@ -85,8 +85,9 @@ def _first_model(server: Server) -> str | None:
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def _cached(case: Case) -> Finding:
-    """The reported share of cached tokens, against what the requests have in common."""
+def _cached(case: Case, others: Sequence[Finding]) -> Finding:
+    """The reported share of cached tokens, against what the requests have in common. The cache is at fault only if
+    nothing else is."""
     requests = case.log.requests
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}
@@ -106,4 +107,6 @@ def _cached(case: Case) -> Finding:
         return Finding(_CHECK, "warning", found, _NOTHING_IN_COMMON)
     if cached >= 0.8 * common:
         return Finding(_CHECK, "good", found)
-    return Finding(_CHECK, "warning" if cached >= 0.2 * common else "bad", found, _LOST)
+    explained = any(each.verdict in ("warning", "bad") for each in others)
+    advice = _EXPLAINED if explained else _LOST
+    return Finding(_CHECK, "warning" if cached >= 0.2 * common else "bad", found, advice)

@@ -144,9 +144,22 @@ class TestTextBeforeTheDocuments:
         lines = served(
             chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)
         )
-        found = examine(lines, block_size=16)["text before the documents"]
-        assert found.verdict == "good"
-        assert "have their documents in another order" in found.found
+        found = examine(lines, block_size=16)
+        assert found["text before the documents"].verdict == "good"
+        order = found["order of documents"]
+        assert order.verdict == "warning"
+        assert "of 19 requests have documents of earlier ones in another order" in order.found
+        assert "order them" in str(order.advice) and "ragorder replay LOG" in str(order.advice)
+
+    def test_another_order_is_no_fault_of_the_cache(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], "the same?") for number in range(20)]
+        lines = served(rotated)
+        for line in lines:
+            line["usage"]["prompt_tokens_details"]["cached_tokens"] = 16
+        found = examine(lines, block_size=16)
+        assert found["order of documents"].verdict == "warning"
+        assert found["requests"].verdict == "bad"
+        assert found["requests"].advice == "see the findings below"
 
     def test_a_document_that_one_request_alone_has_is_no_volatile_text(
         self, examine: Callable[..., dict[str, Finding]]
