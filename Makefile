@@ -82,7 +82,7 @@ test-lowest: ## Test core, commands, proxy, client and frameworks with the lowes
 test-newest: ## Test them with the newest versions
 	requirements/try.sh $(PYTHON) $(VENV)-newest newest
 
-docs: $(VENV)/.dev ## The documentation as a site in docs/_build, with a reference of commands and classes
+docs: $(VENV)/.docs ## The documentation as a site in docs/_build, with a reference of commands and classes (no engine needed)
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
 dist: $(VENV)-dist/.tools ## Build sdist and wheel in dist/, and check them
@@ -143,6 +143,10 @@ $(VENV)-dist/.tools: requirements/dist.txt
 
 $(VENV)/.sim: pyproject.toml | $(BIN)/python
 	@$(INSTALL) "ragorder into $(VENV)" -e '.[bm25]'
+	@touch $@
+
+$(VENV)/.docs: requirements/docs.txt requirements/dev.txt $(VENV)/.sim
+	@$(INSTALL) "What the documentation needs (a minute)" -r requirements/docs.txt -c requirements/dev.txt
 	@touch $@
 
 # torch first and pinned: anything newer, or asked for by another package, brings gigabytes of CUDA to a CPU machine.

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-from sphinx.ext.autodoc.mock import mock
+from sphinx.ext.autodoc import mock
 
 from ragorder.cli import main
 
 # What the reference's modules import, and requirements/docs.txt does not install. Sphinx stands in for them, also where
 # they are installed: a site is the same everywhere.
 autodoc_mock_imports = [
-    *("dspy", "haystack", "httpx2", "huggingface_hub", "llama_index", "msgspec", "numpy", "openai", "psutil"),
+    *("dspy", "httpx2", "huggingface_hub", "llama_index", "msgspec", "numpy", "openai", "psutil"),
     *("prometheus_client", "safetensors", "starlette", "tokenizers", "torch", "transformers", "xxhash"),
 ]
 
 # Sphinx runs imports as a type checker would, which pydantic's models do not survive: all is imported before it starts.
-# LangChain's base classes are such models, and survive no stand-ins either.
-import_module("ragorder.adapters.langchain")
+# LangChain's base classes are such models, and Haystack's decorator wraps methods: neither survives stand-ins.
+for name in ("ragorder.adapters.langchain", "ragorder.adapters.haystack"):
+    import_module(name)
 with mock(autodoc_mock_imports):
     for name in main.list_commands(click.Context(main)):
         main.get_command(click.Context(main), name)
@@ -43,6 +44,8 @@ suppress_warnings = ["misc.highlighting_failure", "myst.xref_missing"]
 html_theme = "furo"
 html_title = f"ragorder {release}"
 html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -57,7 +57,7 @@ def draw_report(report: ReplayReport) -> Figure:
         handles,
         labels,
         loc="outside lower center",
-        ncols=len(labels),
+        ncols=min(len(labels), 5),
         fontsize=9.5,
         columnspacing=1.0,
         handlelength=2.2,

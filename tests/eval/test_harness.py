@@ -656,7 +656,7 @@ class TestWhatCannotBeHad:
         reasons = {line["cell"]["dataset"]: line["reason"] for line in result_lines(tmp_path, "unavailable")}
         assert len(reasons) == 5
         for dataset, reason in reasons.items():
-            assert f"loading {dataset} from the Hub needs datasets: pip install" in reason
+            assert f"loading {dataset} from the Hub needs datasets: in a clone of ragorder, pip install" in reason
             assert "eval run: --questions DIR" in reason
 
     def test_a_hub_that_is_away_is_asked_once_for_each_data_set(

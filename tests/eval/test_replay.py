@@ -50,6 +50,7 @@ from ragorder.eval.replay.overlap import Overlap, measure_overlap
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
 from ragorder.eval.replay.runs import PolicyFigures, Setup
 from ragorder.eval.replay.tables import replay_section
+from ragorder.eval.report.words import policy_words
 from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
@@ -1193,9 +1194,9 @@ class TestThePlot:
         lines = {drawn.get_label(): list(drawn.get_ydata()) for drawn in by_capacity.lines}
         for policy in report.policies:
             expected = [100 * report.at(policy, capacity).cached_ratio for capacity in report.capacities]
-            assert lines[policy] == expected
+            assert lines[policy_words(policy)] == expected
         tenths = {drawn.get_label(): list(drawn.get_ydata()) for drawn in along.lines}
-        assert tenths["auto"] == [100 * ratio for ratio in report.at("auto", report.focus).tenths]
+        assert tenths["ragorder (auto)"] == [100 * ratio for ratio in report.at("auto", report.focus).tenths]
         bounds = [ydata[0] for label, ydata in lines.items() if label.startswith("bound")]
         assert bounds == [100 * report.overlap.bound_ratio, 100 * report.overlap.one_prompt_ratio]
 

@@ -17,7 +17,12 @@ import pytest
 from ragorder.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "notebooks" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "docs" / "results" / "README.md",
+    ROOT / "notebooks" / "README.md",
+]
 
 
 def commands(text: str) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import ragorder
 from ragorder.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,30 @@ class TestTheSite:
         first = (site / "index.html").read_text("utf-8")
         pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
         assert {page for page in pages if f'href="{page}.html"' not in first} == set()
+
+    def test_the_side_bar_can_be_read(self, site: Path) -> None:
+        """Reports are below one entry, each with a title that says what it shows."""
+        first = (site / "index.html").read_text("utf-8")
+        tree = first[first.index('class="sidebar-tree"') :]
+        entries = re.findall(
+            r'<li class="toctree-l(\d)[^"]*"><a class="reference internal" href="([^"]+)">(.*?)</a>', tree
+        )
+        assert 20 < sum(level == "1" for level, _, _ in entries) <= 35
+        reports = [title for level, page, title in entries if page.startswith("results/") and level == "2"]
+        assert len(set(reports)) == len(reports) == len(list((ROOT / "docs" / "results").glob("*/report.md")))
+
+    @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
+    @pytest.mark.parametrize("width", [390, 1280])
+    def test_no_line_of_code_is_cut_off(self, site: Path, width: int) -> None:
+        playwright = pytest.importorskip("playwright.sync_api")
+        with playwright.sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+            tab = browser.new_page(viewport={"width": width, "height": 800})
+            for name in ("index", "proxy", "batches"):
+                tab.goto((site / f"{name}.html").as_uri())
+                wide = "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth).length"
+                assert (tab.locator("pre").count() > 0, tab.evaluate(wide)) == (True, 0), name
+            browser.close()
 
     def test_no_docstring_shows_its_markup(self, site: Path) -> None:
         page = (site / "reference" / "api.html").read_text("utf-8")
