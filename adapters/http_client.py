@@ -100,7 +100,8 @@ class Server:
             with self._client.stream(method, where, json=body, headers=headers) as response:
                 if response.headers.get("content-encoding", "identity") != "identity":
                     raise ServerError(
-                        f"{where} sends compressed answers that were not requested: check the proxy in front of it"
+                        f"{where} sends compressed answers that were not requested: see whether a proxy before it "
+                        "compresses them"
                     )
                 # The client's timeout is for the next byte, not for the last one.
                 for chunk in response.iter_bytes():

@@ -95,8 +95,8 @@ class EngineSettings(KVTierSettings):
     verify: bool = Field(default=True, description="Compare a new engine with transformers' own attention.")
     reuse: Literal["exact", "fused"] = Field(
         default="exact",
-        description="exact: documents are reused behind those that they were computed behind, and answers are the "
-        "model's; fused: wherever they stand, and answers are approximately the model's (FusionRAG).",
+        description="exact: a document is reused only after the documents that it was computed after, and answers are "
+        "the model's; fused: anywhere in a prompt, and answers are approximately the model's (FusionRAG).",
     )
     recompute: float = Field(
         default=0.15,
@@ -114,8 +114,8 @@ class EngineSettings(KVTierSettings):
         default=1.0,
         gt=0,
         le=1,
-        description="With fused: of a request no more tokens than hold this share of all that is measured to choose "
-        "them, the question's attention or the deviation; 1: as many as may be recomputed, which is the most.",
+        description="With fused: recompute only enough tokens of a request to cover this share of the total score (the "
+        "question's attention, or the deviation); 1: the full share that may be recomputed.",
     )
     as_if_last: bool = Field(
         default=False,
@@ -135,8 +135,8 @@ class EngineSettings(KVTierSettings):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="With fused: while no request is due, compute documents that were asked for behind those "
-        "asked for with them (FusionRAG 3.1), at most this many tokens for each token that requests compute; 0: none.",
+        description="With fused: while no request is due, compute requested documents after those "
+        "requested with them (FusionRAG 3.1), at most this many tokens for each token that requests compute; 0: none.",
     )
 
     @property

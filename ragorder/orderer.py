@@ -37,7 +37,7 @@ _UNSALTED = (
     "with KV events a scope must be a string, the cache_salt of its requests, or None: others are followed by a mirror"
 )
 _FUSED_HISTORY = (
-    "reuse='fused' follows no conversations: what stands behind a history counts as recomputed (reuse='exact' does)"
+    "reuse='fused' does not follow conversations: documents after a history count as recomputed. Give reuse='exact'"
 )
 _logger = logging.getLogger("ragorder")
 

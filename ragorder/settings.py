@@ -32,7 +32,7 @@ class Settings(BaseSettings):
         262_144, ge=1, description="Tokens that the engine's KV cache holds, or unlimited."
     )
     host_tokens: int = Field(
-        0, ge=0, description="Tokens that the engine holds in host memory, a tier behind that cache; 0: no such tier."
+        0, ge=0, description="Tokens that the engine holds in host memory, the tier after that cache; 0: no such tier."
     )
     disk_tokens: int = Field(0, ge=0, description="Tokens that it holds on disk; 0: no such tier.")
     tier_policy: str = Field("pgdsf", validate_default=False, description="Replacement policy of the tiers.")
@@ -48,7 +48,7 @@ class Settings(BaseSettings):
         json_schema_extra={"unset": "in tokens"},
     )
     block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
-    prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
+    prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt before the first document.")
     suffix_tokens: int = Field(64, ge=0, description="Tokens of question and answer, which fill the cache as well.")
 
     search: Annotated[SearchName, AfterValidator(searches.check)] = Field(
@@ -73,20 +73,21 @@ class Settings(BaseSettings):
     )
     reuse: Literal["exact", "fused"] = Field(
         "exact",
-        description="Whether the engine reuses documents in an exact prefix alone, or takes them over from wherever it "
-        "has computed them (fused: the embedded engine, see docs/fusion.md).",
+        description="exact: the engine reuses documents in an exact prefix only; fused: it also reuses those that it "
+        "computed in other prompts (the embedded engine, see docs/fusion.md).",
     )
     recompute: float = Field(
-        0.15, ge=0, le=1, description="Share of the tokens taken over that a fused request recomputes."
+        0.15, ge=0, le=1, description="Share of the tokens reused off the prefix that a fused request recomputes."
     )
     copies: Literal["served", "all"] = Field(
         "served",
-        description="Documents that can be taken over: those in the engine's cache, or all (of `ragorder fuse build`).",
+        description="Documents that can be reused off the prefix: those in the engine's cache, or all (of `ragorder "
+        "fuse build`).",
     )
     invest: bool = Field(
         True,
-        description="Where all documents can be taken over (`copies`): whether those of many requests are computed "
-        "exactly all the same, so that later requests find them in an exact prefix.",
+        description="With copies of all documents: whether those that many requests have are recomputed exactly, so "
+        "that later requests find them in an exact prefix.",
     )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
     feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")

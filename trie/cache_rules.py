@@ -71,7 +71,7 @@ class CacheRules:
             raise ValueError("interval_tokens and lookback_parts must be 1 at least")
         if self.read_marks is not None and not (min(self.read_marks) >= 0 and self.read_marks[1] >= self.marks):
             raise ValueError(
-                f"read_marks are (first, latest), of which the latest are {self.marks} at least, got {self.read_marks}"
+                f"read_marks are (first, latest), and latest is at least {self.marks}, got {self.read_marks}"
             )
         if not self.ttl_s > 0:
             raise ValueError(f"ttl_s must be positive, got {self.ttl_s}")

@@ -15,7 +15,7 @@ Kind = Literal["engine", "proxy", "embedded", "other"]
 """vLLM, SGLang or what cannot be told; ragorder serve; its own engine; a server that says that it is another one."""
 
 _ENGINES = ("vllm", "sglang", "")
-_BEHIND = "check the server behind it: ragorder doctor with the URL that `ragorder serve` has as --upstream"
+_SERVER = "check the server that it forwards to: ragorder doctor with the URL that `ragorder serve` has as --upstream"
 _OTHER = {
     "prefix caching": "switch on the server's prefix cache: without one, no order of the documents saves anything",
     "capacity": "give the orderer the size of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
@@ -46,10 +46,10 @@ def _fitting(kind: Kind, finding: Finding) -> Finding:
     check = finding.check
     if kind == "proxy":
         if check == "server":
-            return replace(finding, found=f"{finding.found}; this is ragorder serve", advice=finding.advice or _BEHIND)
+            return replace(finding, found=f"{finding.found}; this is ragorder serve", advice=finding.advice or _SERVER)
         if check == "capacity":
-            return replace(finding, found="this is ragorder serve, whose /metrics are its own", advice=_BEHIND)
-        return replace(finding, advice=_BEHIND) if finding.advice and check in _OTHER else finding
+            return replace(finding, found="this is ragorder serve, whose /metrics are its own", advice=_SERVER)
+        return replace(finding, advice=_SERVER) if finding.advice and check in _OTHER else finding
     if kind == "embedded" and finding.verdict == "unknown" and check in ("capacity", "KV events"):
         found = {
             "capacity": "ragorder's own engine has it from its settings",

@@ -19,7 +19,7 @@ PromptSample = str | Sequence[Mapping[str, Any]]
 _FIRST_WHAT_STAYS = (
     "put what all requests have in common first, the same to the letter: instructions, documents, then the question"
 )
-_INTO_THE_QUESTION = "move it behind the documents, into the question"
+_INTO_THE_QUESTION = "move it into the question, after the documents"
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 # Kind, pattern, remedy. The first pattern that covers the difference counts.
 _KINDS = [
@@ -91,7 +91,7 @@ def check_samples(
     found = f"the prompts share {shared:,} {unit}, {shared // block:,} whole blocks of {block}{assumed}"
     findings = [_judge_prefix(parting, found, shared < block), _judge_parting(parting, shared < block)]
     if document_marker is not None and parting.before_documents is None:
-        advice = "give --document-marker as it stands in front of the first document of both prompts"
+        advice = "give --document-marker as the text right before the first document of both prompts"
         findings.append(Finding("document marker", "unknown", "it is not in both prompts", advice))
     return findings
 
@@ -99,7 +99,7 @@ def check_samples(
 def _judge_prefix(parting: _Difference, found: str, too_short: bool) -> Finding:
     check, found = "shared prefix", found + ", and part inside the system prompt" * parting.in_system
     if parting.before_documents:
-        return Finding(check, "bad", f"{found}: in front of the documents, which are never reused", _FIRST_WHAT_STAYS)
+        return Finding(check, "bad", f"{found}: before the documents, which are never reused", _FIRST_WHAT_STAYS)
     if parting.before_documents is False:
         return Finding(check, "good", f"{found}: not before the documents begin")
     if not (too_short or parting.in_system):
@@ -117,7 +117,7 @@ def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
         return Finding(check, "good", f"{found}, without a date, id or rank")
     # Document texts may contain anything; their headers should not contain this.
     if parting.before_documents is False and parting.remedy == _INTO_THE_QUESTION:
-        return Finding(check, "good", f"{found}: {parting.kind}, in a document or behind the documents")
+        return Finding(check, "good", f"{found}: {parting.kind}, in a document or after the documents")
     verdict: Verdict = "warning"
     if parting.before_documents or (parting.before_documents is None and (too_short or parting.in_system)):
         verdict = "bad"

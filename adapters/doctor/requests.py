@@ -92,7 +92,7 @@ def _cached(case: Case, others: Sequence[Finding]) -> Finding:
     found = f"{len(requests):,} requests{' at the beginning of the log' if case.log.cut else ''}"
     reports = {id(each): each for each in requests if each.cached_tokens is not None and each.prompt_tokens}
     if not reports:
-        return Finding(_CHECK, "warning", f"{found}, of which none reports its cached tokens", _REPORTING)
+        return Finding(_CHECK, "warning", f"{found}, and none reports its cached tokens", _REPORTING)
     prompt_tokens = sum(each.prompt_tokens or 0 for each in reports.values())
     cached_tokens = sum(each.cached_tokens or 0 for each in reports.values())
     common_tokens = sum(

@@ -38,7 +38,7 @@ _LARGER = (
     "raise --gpu-memory-utilization or --kv-cache-memory-bytes, lower --max-model-len and --max-num-batched-tokens, or "
     "store 8 bits a value with --kv-cache-dtype fp8"
 )
-_REPLICAS = "if several replicas stand behind this address, send requests that share documents to the same one"
+_REPLICAS = "if this address has several replicas, send requests that share documents to the same one"
 _ASK_AGAIN = "see the server's log; --model names another model, --timeout allows more time"
 
 

@@ -65,14 +65,14 @@ class EngineMetrics:
         tokens["computed"] = stats.prompt_tokens - sum(tokens.values())
         yield _counters(f"{_ENGINE}prompt_tokens", "Prompt tokens by where their KV came from.", "source", tokens)
         fused = {name: getattr(stats.fused, name) for name in _TIER_NAMES}
-        description = "Prompt tokens taken over from where they were computed, approximately, by tier."
+        description = "Prompt tokens reused off the prefix, approximately, by tier."
         yield _counters(f"{_ENGINE}fused_tokens", description, "tier", fused)
         description = "Of these, tokens recomputed."
         yield _counter(f"{_ENGINE}recomputed_tokens", description, stats.recomputed)
         questions = {"kept": stats.questions_kept, "used": stats.questions_used}
         description = "Questions computed ahead by warm-ups, and used by fused requests."
         yield _counters(f"{_ENGINE}questions", description, "event", questions)
-        description = "Documents computed in idle steps behind others, and those ended for due work."
+        description = "Documents computed in idle steps after others, and those ended for due work."
         idle = {"built": stats.idle_documents, "aborted": stats.idle_aborted}
         yield _counters(f"{_ENGINE}idle_documents", description, "event", idle)
         yield _counter(f"{_ENGINE}idle_tokens", "Tokens computed in idle steps.", stats.idle_tokens)

@@ -32,7 +32,7 @@ _CLIENT_MARKS = (
     "as that of vLLM does"
 )
 _RENAMED = (
-    "document ids are not stable: the same text comes under new ids, and the cache has nothing after a new id; give "
+    "document ids are not stable: the same text comes under new ids, and nothing after a new id is cached; give "
     "stable ids, or show none"
 )
 _OR_BY_PLACE = (

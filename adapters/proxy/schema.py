@@ -129,21 +129,21 @@ def openapi() -> dict[str, Any]:
             "messages": {
                 "type": "array",
                 "items": {"type": "object"},
-                "description": "The prompt in front of the documents.",
+                "description": "The prompt before the documents.",
             }
         },
         "The chat. Documents and question become one more user message after `messages`.",
     )
     schemas["CompletionBody"] = _body(
-        {"prompt": {"type": "string", "description": "The prompt in front of the documents."}},
+        {"prompt": {"type": "string", "description": "The prompt before the documents."}},
         "The completion. Documents and question are appended to `prompt`.",
     )
     schemas["MessagesBody"] = _body(
-        {"messages": {"type": "array", "items": {"type": "object"}, "description": "The prompt in front of them."}},
+        {"messages": {"type": "array", "items": {"type": "object"}, "description": "The prompt before the documents."}},
         "A request to Anthropic's API. Documents and question become one more user message after `messages`.",
     )
     schemas["ResponsesBody"] = _body(
-        {"input": {"type": ["string", "array"], "description": "The prompt in front of the documents."}},
+        {"input": {"type": ["string", "array"], "description": "The prompt before the documents."}},
         "A request to OpenAI's API of responses. Documents and question become one more user message after `input`.",
     )
     parts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
@@ -158,7 +158,7 @@ def openapi() -> dict[str, Any]:
             "title": "ragorder serve",
             "version": version("ragorder"),
             "description": "An OpenAI-compatible proxy that orders the documents of a request for the prefix cache of "
-            f"the server behind it. They are in the field `{FIELD}` of a body; others are forwarded unchanged. "
+            f"its server. They are in the field `{FIELD}` of a body; others are forwarded unchanged. "
             "Request the usage of streams (stream_options.include_usage): it reports the cached tokens.",
         },
         "paths": {

@@ -111,7 +111,7 @@ class DocumentTemplate:
     def __init__(self, template: str) -> None:
         self.form = template.strip()
         self._fields, (self._open, *self._between, self._close) = _parse(self.form)
-        for mark, side in ((self._open, "in front of"), (self._close, "behind")):
+        for mark, side in ((self._open, "before"), (self._close, "after")):
             if not mark.strip():
                 raise TemplateError(
                     f"a template needs visible text {side} its fields, to mark where a document begins and ends"
@@ -119,14 +119,12 @@ class DocumentTemplate:
         if not all(self._between):
             raise TemplateError("a template needs text between two fields, to mark where one ends")
         if self._open in self._close or self._close in self._open:
-            raise TemplateError(
-                "of the text in front of a document and the text behind it, neither may contain the other"
-            )
+            raise TemplateError("the text before a document and the text after it must not contain each other")
         sample = self._open + "".join(f"1{literal}" for literal in (*self._between, self._close))
         run = self.find(f"{sample}{sample}{sample}")
         if run is None or list(run.documents) != [sample] * 3:
             raise TemplateError(
-                "three adjacent documents are not recognised: choose different text in front of and behind the fields"
+                "three adjacent documents are not recognised: choose different text before and after the fields"
             )
 
     def find(self, text: str) -> DocumentRun | None:

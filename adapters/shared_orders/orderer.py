@@ -194,7 +194,7 @@ class SharedOrderer(Orderer):
                     clone._record(request, permutation, order.scope, *lengths)
         except Exception as error:
             # There is no caller in the thread of the log.
-            self.degrade(f"orders of other processes cannot be taken over ({type(error).__name__})")
+            self.degrade(f"orders of other processes cannot be applied ({type(error).__name__})")
 
     def _lose(self, reason: str) -> None:
         self.degrade(f"the server of shared orders is lost ({reason}): each process goes on with its own orders")

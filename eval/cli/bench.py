@@ -122,7 +122,7 @@ _DELAY_S = 0.05
     ),
 )
 @section(
-    "Retrieval in front of the server (--engine openai)",
+    "Retrieval before the server (--engine openai)",
     option(
         "--pipeline",
         type=Choice(["none", "warmup", "speculative"]),

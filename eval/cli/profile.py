@@ -123,7 +123,7 @@ def profile(
 
     Times are measured by the number of cached tokens and of new tokens in the prompt; the replacement policy PGDSF
     weighs documents by them. For each cell a prefix of random tokens is sent first, so that it is cached, and then
-    again with new tokens behind it; the server's answer says whether the prefix was cached. Times that fall although
+    again with new tokens after it; the server's answer says whether the prefix was cached. Times that fall although
     tokens are added are noise: they are smoothed, and the report shows by how much. It takes minutes.
 
     Load times are measured with prompts that fill the device, and the host, until they have evicted an earlier one.

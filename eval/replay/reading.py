@@ -29,8 +29,8 @@ class DefaultLengths(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     document_tokens: Length = Field(default=256, description="Length of a document.")
-    prefix_tokens: Length = Field(default=64, description="Tokens in front of the documents (system prompt).")
-    suffix_tokens: PositiveLength = Field(default=20, description="Tokens behind the documents (question, template).")
+    prefix_tokens: Length = Field(default=64, description="Tokens before the documents (system prompt).")
+    suffix_tokens: PositiveLength = Field(default=20, description="Tokens after the documents (question, template).")
     output_tokens: Length = Field(default=32, description="Tokens of an answer.")
 
 

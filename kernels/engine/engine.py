@@ -449,7 +449,7 @@ class TieredEngine:
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
             if not self._relief.hold(needed):
-                why = f"the request needs KV of {needed} tokens, and memory is short now: try again later, or give less"
+                why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
                 raise ShortOfMemoryError(why) from MemoryError(why)
             self._pool_changed()
 

@@ -42,7 +42,7 @@ class Planner:
         _refuse((each.id for each in documents if not len(each.token_ids)), "has no tokens: leave it out")
         _refuse(
             (each.id for each in documents if len(each.token_ids) > self._most_tokens),
-            f"has more than the {self._most_tokens:,} tokens that fit behind the system prompt: split it, or leave it "
+            f"has more than the {self._most_tokens:,} tokens that fit after the system prompt: split it, or leave it "
             "out",
         )
         vectors = self._neighbours.vectors([document.text for document in documents]) if documents else None

@@ -47,7 +47,7 @@ class Preprocessor:
         self, model: PatchedModel, prefix: Sequence[int], *, workspace_tokens: int, max_batch_tokens: int = 8192
     ) -> None:
         if not prefix:
-            raise ValueError("documents are computed behind a system prompt of one token or more: give one")
+            raise ValueError("documents are computed after a system prompt, which has no token: give one")
         blocks = workspace_tokens // model.shape.block_size
         self._model = model
         check_fusion(model.model)

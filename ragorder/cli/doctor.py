@@ -63,7 +63,7 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
     option(
         "--document-marker",
         metavar="TEXT",
-        help="Text in front of the first document in both prompts; the documents begin after it.",
+        help="Text right before the first document in both prompts; the documents begin after it.",
     ),
 )
 @request_options()

@@ -88,7 +88,7 @@ _shard = option("--shard", type=Shard(), metavar="i/n", default=(1, 1), help="Co
 
 @click.group(cls=CommandGroup, context_settings=_HELP)
 def fuse() -> None:
-    """Compute documents' KV before it is asked for, each behind similar documents.
+    """Compute documents' KV ahead of requests, each after similar documents.
 
     FusionRAG, section 3.1. `ragorder serve --engine torch --reuse fused` takes documents from such a folder.
     """
@@ -128,7 +128,7 @@ def fuse() -> None:
 def build_command(corpus: Path, out: Path, shard: tuple[int, int], resume: bool, **options: Any) -> None:
     """Compute the KV of a corpus' documents into a folder.
 
-    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}, of which the title may be missing. The
+    CORPUS is a file of JSON lines, plain or compressed: {"id", "text", "title"}; the title may be missing. The
     folder is a disk tier: `ragorder serve --engine torch --reuse fused --disk-path FOLDER` takes documents from it,
     wherever they stand in a prompt. Interrupted, it goes on with --resume.
 

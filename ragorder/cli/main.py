@@ -33,11 +33,11 @@ _COMMANDS = {
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
     "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand(
-        "ragorder.cli.serve:serve", "Order documents in front of a server with OpenAI's or Anthropic's API."
+        "ragorder.cli.serve:serve", "Proxy of a server with OpenAI's or Anthropic's API that orders documents."
     ),
     "fuse": LazyCommand(
         "ragorder.cli.fuse:fuse",
-        "Compute documents' KV before it is asked for, each behind similar documents.",
+        "Compute documents' KV ahead of requests, each after similar documents.",
     ),
     "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),

@@ -71,7 +71,7 @@ def serve(
     allow_host: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Order documents in front of a server with OpenAI's or Anthropic's API.
+    """Proxy of a server with OpenAI's or Anthropic's API that orders documents.
 
     Documents are tagged in the body of a request to /v1/chat/completions, /v1/completions, /v1/responses or
     /v1/messages, {"ragorder": {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document
@@ -111,7 +111,7 @@ def serve(
     if limits.tries_timeout_s is not None and not has_replicas:
         raise click.UsageError("--tries-timeout requires several replicas: --upstream twice, or --data-parallel-ranks")
     if shared_orders is not None and (has_replicas or route or shadow):
-        raise click.UsageError("--shared-orders is for proxies that order in front of one server with one cache")
+        raise click.UsageError("--shared-orders is for several proxies of one server with one cache: leave it out")
     check_workers(context, running.workers, in_process=in_process, has_replicas=has_replicas)
     certificate = certificate_of(running)
     topics = topics_of(topic_header, topic_secret, route=route)
@@ -143,7 +143,7 @@ def serve(
     if marks_ttl is not None and not marks:
         raise click.UsageError("--marks-ttl requires --marks")
     if marks and running.workers > 1:
-        raise click.UsageError("--workers: what was marked at a cloud is known to one process: leave --workers out")
+        raise click.UsageError("--workers: a process knows only its own breakpoints at a cloud: leave --workers out")
     asked_settings = settings
     if marks:
         # Such a cache holds what was marked: that it has less than was sent says nothing about its size.

@@ -76,8 +76,9 @@ serve_options = together(
             "--upstream",
             metavar="URL",
             multiple=True,
-            help="The server behind the proxy, with OpenAI's or Anthropic's API, such as http://HOST:8000. Repeatable: "
-            "replicas of one model, each with a tree of its own; a request goes to the best by cached tokens and load.",
+            help="The server that the proxy forwards to, with OpenAI's or Anthropic's API, such as http://HOST:8000. "
+            "Repeatable: replicas of one model, each with a tree of its own; a request goes to the best by cached "
+            "tokens and load.",
         ),
         option(
             "--data-parallel-ranks",
@@ -89,7 +90,7 @@ serve_options = together(
         option(
             "--topic-header",
             metavar="NAME",
-            help="Send the topic of a request's documents in this header, by which a router behind the proxy chooses "
+            help="Send the topic of a request's documents in this header, by which the router at --upstream chooses "
             "among replicas. [default: none; with --route x-session-id]",
         ),
         option(
@@ -103,8 +104,8 @@ serve_options = together(
         option(
             "--route",
             is_flag=True,
-            help="Only add the topic, and leave ordering to a proxy beside each replica, behind the router at "
-            "--upstream.",
+            help="Only add the topic: a proxy beside each replica orders, after the router at --upstream has chosen "
+            "it.",
         ),
         option(
             "--upstream-api-key",
@@ -182,7 +183,7 @@ serve_options = together(
         option(
             "--marks-ttl",
             type=Choice(["5m", "1h", "30m"]),
-            help="With --marks: how long what is marked lives, for models that have this life. [default: the "
+            help="With --marks: lifetime (TTL) of the cache breakpoints, for models that have this one. [default: the "
             "provider's shortest]",
         ),
         option(
@@ -221,7 +222,7 @@ serve_options = together(
             metavar="URL",
             envvar="RAGORDER_SHARED_ORDERS",
             show_envvar=True,
-            help="Share orders with other proxies in front of the same server through a Valkey or Redis server, such "
+            help="Share orders with other proxies of the same server through a Valkey or Redis server, such "
             "as redis://127.0.0.1:6379/0.",
         ),
         option(

@@ -52,8 +52,8 @@ def clouds_of(
     from ragorder.clouds.tables import PROVIDERS
 
     if ttl is not None and provider is not None and ttl not in PROVIDERS[provider].TTLS:
-        known = ", ".join(PROVIDERS[provider].TTLS)
-        raise click.UsageError(f"--marks-ttl: {provider} has no life {ttl!r}, but {known}")
+        known = " or ".join(PROVIDERS[provider].TTLS)
+        raise click.UsageError(f"--marks-ttl: {provider} has no TTL {ttl!r}: use {known}")
     # A cloud has room for everything, for a time.
     settings = settings.model_copy(update={"capacity_tokens": None})
     try:

@@ -34,7 +34,7 @@ class Running(BaseModel):
         default=1,
         ge=1,
         description="Processes that serve on the port, each with limits of its own. More than one require --route or "
-        "--shared-orders: orders that others do not know lose hits.",
+        "--shared-orders: workers that do not share their orders lose cache hits.",
     )
     log_level: Literal["error", "warning", "info"] = Field(
         default="warning", description="Lowest level that is logged."
@@ -44,7 +44,7 @@ class Running(BaseModel):
         description="Log a line for each answer: method, path, status and seconds, nothing of a prompt.",
     )
     ssl_certfile: Path | None = Field(
-        default=None, description="Serve HTTPS with this certificate, and those of its authorities behind it (PEM)."
+        default=None, description="Serve HTTPS with this certificate, followed by those of its authorities (PEM)."
     )
     ssl_keyfile: Path | None = Field(
         default=None,
@@ -77,8 +77,8 @@ def check_workers(context: click.Context, workers: int, *, in_process: bool, has
         raise click.UsageError("--max-in-flight is of one queue, and --workers have none in common: leave one out")
     if not params["route"] and params["shared_orders"] is None:
         raise click.UsageError(
-            "--workers: without each other's orders they lose hits (4 of them a third): give --shared-orders "
-            "redis://HOST:6379/0, or --route where a proxy beside each engine orders"
+            "--workers: workers that do not share their orders lose cache hits (4 of them a third): give "
+            "--shared-orders redis://HOST:6379/0, or --route where a proxy beside each engine orders"
         )
 
 

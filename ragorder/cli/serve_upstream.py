@@ -58,7 +58,7 @@ def check_route(context: click.Context) -> None:
         return
     for name in _NOT_ROUTED:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            message = f"{spelling(name)} is of a proxy that orders, and --route only adds the topic: leave one out"
+            message = f"{spelling(name)} cannot be combined with --route, which only adds the topic: leave one out"
             raise click.UsageError(message)
     if len(context.params["upstream"]) > 1:
         raise click.UsageError("--route has one --upstream, the router, which knows the replicas")

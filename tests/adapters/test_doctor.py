@@ -781,7 +781,7 @@ class TestWhatAnswers:
         assert found["capacity"].found == "this is ragorder serve, whose /metrics are its own"
         assert "--disable-log-stats" not in str(list(found.values()))
         for check in ("server", "capacity", "KV events"):
-            assert "check the server behind it" in (found[check].advice or "")
+            assert "check the server that it forwards to" in (found[check].advice or "")
         assert found["prefix caching"].verdict == "good", "what is seen through the proxy stands"
 
     def test_d9_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:

@@ -134,7 +134,7 @@ class TestTextBeforeTheDocuments:
         assert "19 of them" in found.found or "19 requests" in found.found
         assert f"{kind} (" in found.found
         assert "in the system message" in found.found
-        assert "behind the documents" in str(found.advice)
+        assert "after the documents" in str(found.advice)
 
     def test_so_is_what_no_pattern_knows(self, examine: Callable[..., dict[str, Finding]]) -> None:
         found = examine(self.with_head(lambda number: f"Dear {'abcdefghijklmnopqrst'[number]}nna,"), block_size=16)

@@ -950,7 +950,7 @@ class TestWorker:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (503, "short_of_memory")
-        assert "memory is short now" in error["message"]
+        assert "not enough KV memory now" in error["message"]
         assert response.headers["retry-after"] == "1"
 
     async def test_a_failed_engine_fails_all_and_says_so(

@@ -1985,7 +1985,7 @@ class TestServeOptions:
         ("options", "said"),
         [
             (["--marks-ttl", "1h"], "--marks-ttl requires --marks"),
-            (["--upstream", "https://api.openai.com", "--marks-ttl", "1h"], "openai has no life"),
+            (["--upstream", "https://api.openai.com", "--marks-ttl", "1h"], "openai has no TTL"),
             (["--marks", "--prices", "absent.toml"], "absent.toml"),
         ],
     )

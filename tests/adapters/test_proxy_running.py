@@ -151,7 +151,7 @@ class TestConfigFile:
             ("port = " + "9" * 5_000, "cannot be read"),
             ("api-key = ' '", "--api-key: the key is empty"),
             ("model = 'random'", "--model requires --engine torch"),
-            ("route = true\nshadow = true", "--shadow is of a proxy that orders"),
+            ("route = true\nshadow = true", "--shadow cannot be combined with --route"),
         ],
         ids=lambda text: text.partition("\n")[0][:40],
     )

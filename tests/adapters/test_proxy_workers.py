@@ -243,8 +243,8 @@ class TestTheOption:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ([], "without each other's orders they lose hits"),
-            (["--shadow"], "without each other's orders they lose hits"),
+            ([], "workers that do not share their orders"),
+            (["--shadow"], "workers that do not share their orders"),
             (
                 ["--shared-orders", "redis://127.0.0.1:6379/0", "--max-in-flight", "3"],
                 "--max-in-flight is of one queue",

@@ -590,7 +590,7 @@ class TestOptions:
         orderer.close()
         for wrong, reason in (
             (["--shared-orders", "nowhere"], "not a URL such as"),
-            (["--shared-orders", server.url, "--shadow"], "in front of one server"),
+            (["--shared-orders", server.url, "--shadow"], "several proxies of one server"),
         ):
             result = CliRunner().invoke(serve, [*sizes, *wrong])
             assert result.exit_code == 2 and reason in result.output

@@ -522,7 +522,7 @@ class TestSuites:
             ('"gdsf+history"]', '"auto"]', "unknown policy 'auto': choose from none, device, forecast+history"),
             ('device = "1%"', 'device = "1 per cent"', "device: '1 per cent' is no size of a tier"),
             ('device = "1%"', "nodes = 5", 'nodes go with measure = "scheduling"'),
-            ('device = "1%"', 'measure = "scheduling"', "is of so many nodes, and of no stream"),
+            ('device = "1%"', 'measure = "scheduling"', "needs nodes, and no stream"),
             ('device = "1%"', "", "device and host: give the sizes of both"),
             ('device = "1%"', 'device = "1%"\norder = "data"', "order is that of a corpus' questions"),
             ('device = "1%"', 'device = "1%"\ncorpus = "pydocs"', "either a workload or a corpus"),

@@ -93,7 +93,7 @@ class TestEmbeddings:
         assert choice.nearest(["0", "1", "2", "3"], kept, 1) == [[2], [3], [0], [1]]
 
     def test_a_model_must_be_named(self) -> None:
-        with pytest.raises(ValueError, match="name a model behind the colon"):
+        with pytest.raises(ValueError, match="name a model after the colon"):
             make_neighbours("embedding:")
 
 

@@ -13,7 +13,7 @@ __all__ = ["check"]
 _CHECK = "provider's minimum"
 _ADVICE = (
     "a shorter prompt, or a mark before that length, is never kept, and nothing says so: send more or longer documents "
-    "in one request, set marks behind the minimum, or take a model with a smaller one"
+    "in one request, set marks after the minimum, or take a model with a smaller one"
 )
 
 

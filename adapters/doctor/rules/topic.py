@@ -9,9 +9,7 @@ from ragorder.adapters.http_client import ServerError
 __all__ = ["check"]
 
 _CHECK = "topic's replica"
-_NOT_CHECKED = (
-    "if several replicas stand behind one address: give it as URL, and the header of topics as --topic-header"
-)
+_NOT_CHECKED = "if one address has several replicas: give it as URL, and the header of topics as --topic-header"
 _IGNORED = (
     "have the balancer choose the replica by this header (docs/replicas.md has the settings, deploy/README.md the "
     "traps), and see that nothing in between drops it"

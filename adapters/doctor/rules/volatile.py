@@ -13,10 +13,7 @@ __all__ = ["check"]
 _CHECK = "text before the documents"
 _NEARLY_ALL = 0.9
 _NEW_TEXT = "text that no other request has"
-_ADVICE = (
-    "put what all requests have in common first, the same to the letter, then the documents, and behind them what "
-    "varies"
-)
+_ADVICE = "put what all requests have in common first, the same to the letter, then the documents, then what varies"
 
 
 def check(case: Case) -> Finding:
@@ -36,13 +33,13 @@ def check(case: Case) -> Finding:
         in_system += each.at < each.request.system_end
     repeating = len(case.partings)
     if not repeating:
-        return Finding(_CHECK, "good", "no request repeats text of another one behind the place where they part")
+        return Finding(_CHECK, "good", "no request repeats text of another one after the place where they part")
     if kinds[_NEW_TEXT] < _NEARLY_ALL * repeating:
         # A document that only one request has is new text, too; but then not all have one in front.
         kinds.pop(_NEW_TEXT, None)
         remedies.pop(_ADVICE, None)
     parted = kinds.total()
-    found = f"of {repeating:,} requests that repeat text of others, {parted:,} part from them in front of it"
+    found = f"of {repeating:,} requests that repeat text of others, {parted:,} part from them before it"
     verdict = graded(parted, repeating)
     if verdict == "good":
         return Finding(_CHECK, "good", found)

@@ -11,7 +11,7 @@ __all__ = ["check"]
 _CHECK = "writes and reads"
 _WRITE, _READ = 1.25, 0.1
 _ADVICE = (
-    "set a mark only behind what comes again within its life, never behind the question; "
+    "set a mark only after text that is sent again within the mark's TTL, never after the question; "
     "requests sent at the same time all write: let the first one begin to answer before the others"
 )
 

@@ -230,8 +230,8 @@ class _Requests:
                 if (answer.cached_tokens, answer.prompt_tokens) == (cached, cached + new) and answer.ttft_s is not None:
                     return answer.ttft_s
                 problem = (
-                    f"of {cached:,} tokens that it had been sent just before, in front of {new:,} others, the server "
-                    f"had {answer.cached_tokens:,} cached, in the last of {_TRIES} tries: see that it serves nothing "
+                    f"the server had {answer.cached_tokens:,} tokens cached of {cached:,} that it had just been sent, "
+                    f"before {new:,} others, in the last of {_TRIES} tries: see that it serves nothing "
                     "else and is one engine (no data parallelism), and that --block-size is right, or lower --cached"
                 )
             self.again += 1

@@ -76,7 +76,7 @@ class ReplacementCell(SuiteCell):
         sizes = [each for each in (self.device, self.host) if each is not None]
         if self.measure == "scheduling":
             if self.nodes is None or streams or sizes or self.ordered:
-                raise ValueError('measure = "scheduling" is of so many nodes, and of no stream or size')
+                raise ValueError('measure = "scheduling" needs nodes, and no stream or size')
             return self
         if self.nodes is not None:
             raise ValueError('nodes go with measure = "scheduling"')

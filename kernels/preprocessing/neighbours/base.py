@@ -28,7 +28,7 @@ class Neighbours(ABC):
     def from_argument(cls, argument: str | None) -> Self:
         """The choice for the text behind its name (`make_neighbours`). Raises ValueError for a wrong one."""
         if argument is not None:
-            raise ValueError(f"takes nothing behind its name, got {argument!r}: leave it out")
+            raise ValueError(f"takes nothing after its name, got {argument!r}: leave it out")
         return cls()
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:

@@ -27,7 +27,7 @@ class EmbeddingNeighbours(Neighbours):
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
         if argument == "":
-            raise ValueError("name a model behind the colon, or leave the colon out")
+            raise ValueError("name a model after the colon, or leave the colon out")
         return cls(TextEncoder(argument))
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
