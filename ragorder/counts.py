@@ -35,14 +35,15 @@ def estimate_tokens(text: str) -> Estimate:
 
 
 def reported_count(value: Any) -> int | None:
-    """A number of tokens that an engine reported, in whole tokens; None for None, and for what cannot be one: it is
-    negative, not finite, 2**32 or more, or no number. The first of these in a process is logged. Never raises."""
+    """A number of tokens that an engine reported; None for None, and for what cannot be one: it is negative, not whole,
+    not finite, 2**32 or more, or no number. The first of these in a process is logged. Never raises."""
     if value is None or (type(value) is int and 0 <= value < _MOST):
         return value
     with suppress(Exception):
         number: Any = value
-        if isinstance(value, Real) and not isinstance(value, bool) and 0 <= number < _MOST:
-            return int(number)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and 0 <= number < _MOST and (count := int(number)) == number:
+            return count
     mark = object()
     # One atomic step: of two threads, one logs.
     if _told.setdefault("count", mark) is mark:

@@ -254,6 +254,7 @@ NO_COUNTS = {
     "negative giant": -(10**400),
     "2**32": 1 << 32,
     "negative": -1,
+    "fraction": 16.5,
     "nan": float("nan"),
     "infinite": float("inf"),
     "negative infinite": -float("inf"),
@@ -306,7 +307,7 @@ class TestWhatIsNoNumberOfTokens:
         ordering = EVERY_KIND[kind]().order(DOCUMENTS[:3])
         outcomes: list[RequestOutcome] = []
         ordering.add_done_callback(outcomes.append)
-        ordering.confirm(float("nan"), 400.9, prompt_tokens=390)
+        ordering.confirm(float("nan"), 400.0, prompt_tokens=390)
         assert outcomes == [RequestOutcome(True, None, 400, 390)]
 
 
