@@ -28,11 +28,14 @@ from ragorder.adapters.proxy.workers import Workers
 __all__ = ["Head", "ReverseProxy", "ServerProxy", "forward_answer", "pieces", "read_head", "with_length"]
 
 _ROUTES: dict[str, Route] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/messages": "messages",
-    "/v1/responses": "responses",
+    "chat/completions": "chat",
+    "completions": "completions",
+    "messages": "messages",
+    "responses": "responses",
 }
+# As the servers name them: LiteLLM's and llama.cpp's without /v1, Azure's by their deployment.
+_ROUTE = re.compile(r"/(?:openai/)?(?:v1/|deployments/[^/]+/)?(chat/completions|completions|responses)|/v1/(messages)")
+_SLASHES = re.compile("/+")
 # So many bytes of a body are sent at a time, so that there is no second copy of a long one.
 _PIECE = 1 << 18
 _INVALID_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -151,13 +154,20 @@ def read_head(scope: Scope) -> Head:
     """Raises HTTPError for a path that could leave the upstream address's."""
     headers: Headers = scope["headers"]
     is_post = scope["method"] == "POST"
-    route = _ROUTES.get(scope["path"]) if is_post else None
+    route = _route_of(scope["path"]) if is_post else None
+    is_queued = is_post and (route is not None or scope["path"].startswith("/v1/"))
     if header(headers, b"content-encoding") not in (None, b"identity"):
         route = None
     elif route is None and is_post and is_json(headers):
         # Parsed only to refuse documents in it, which this route would answer without.
         route = "other"
-    return Head(scope["method"], _target(scope), headers, route, is_post and scope["path"].startswith("/v1/"))
+    return Head(scope["method"], _target(scope), headers, route, is_queued)
+
+
+def _route_of(path: str) -> Route | None:
+    """Also with a slash too many, which some servers take."""
+    found = _ROUTE.fullmatch(_SLASHES.sub("/", path).rstrip("/"))
+    return None if found is None else _ROUTES[found[1] or found[2]]
 
 
 def with_length(headers: Headers, body: bytes) -> Headers:

@@ -326,6 +326,24 @@ class TestTaggedChat:
         assert list(map(names_in, prompts)) == ["abc", "abc", "abcd"]
         assert prompts[2].startswith(prompts[1].partition("Question")[0])
 
+    @pytest.mark.parametrize(
+        "path",
+        [
+            f"/{CHAT}",
+            f"{CHAT}/",
+            "/chat/completions",
+            "/openai/v1/chat/completions",
+            "/openai/deployments/gpt/chat/completions?api-version=1",
+        ],
+    )
+    def test_a_path_may_be_as_other_servers_have_it_and_stays_so(
+        self, path: str, proxy: Proxy, far_end: FarEnd
+    ) -> None:
+        for names in ("abc", "cab"):
+            proxy.client.post(httpx2.URL(str(proxy.client.base_url).rstrip("/") + path), json=tagged(names))
+        assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
+        assert far_end.last.target == path
+
     def test_it_is_the_prompt_that_the_plain_python_path_makes(self, start: Start, far_end: FarEnd) -> None:
         rng = random.Random(0)
         builder = PromptBuilder(SYSTEM["content"])

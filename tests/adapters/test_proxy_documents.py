@@ -520,7 +520,7 @@ class TestOtherRoutes:
     """Defect 6: documents that a route would ignore are refused."""
 
     @pytest.mark.parametrize(
-        "path", ["/v1/responses/input_tokens", "/v1/messages/batches", "/v1/embeddings", "/chat/completions", "/x"]
+        "path", ["/v1/responses/input_tokens", "/v1/messages/batches", "/v1/embeddings", "/v2/chat/completions", "/x"]
     )
     def test_d6_a_tagged_body_is_refused(self, path: str, post: Post) -> None:
         response = post(tagged("ab"), path)
