@@ -200,9 +200,8 @@ def _counts(holder: _Holder | None) -> dict[str, Any]:
     if usage is None:
         return {}
     details = {name: decode(getattr(usage, name), _UsageDetails) for name in _DETAILS}
-    return _numbers(usage, _COUNTS) | {
-        name: _numbers(each, _COUNTS_OF_DETAILS) for name, each in details.items() if each is not None
-    }
+    counts = {name: _numbers(each, _COUNTS_OF_DETAILS) for name, each in details.items() if each is not None}
+    return _numbers(usage, _COUNTS) | {name: found for name, found in counts.items() if found}
 
 
 def _numbers(counts: Struct, names: tuple[str, ...]) -> dict[str, int]:
