@@ -786,10 +786,16 @@ class TestOnTheRealClock:
     def test_an_open_loop_sends_at_its_times(self) -> None:
         gate = Gate()
         arrivals = [Arrival(number**2 * 1e-4) for number in range(40)]
-        asyncio.run(serve_live(live(gate), gate, Load(arrivals=arrivals)))
-        sent = [at_s - gate.at_s[0] for at_s in gate.at_s]
-        # Never too early; how late is the machine's business.
-        assert all(at_s >= arrival.at_s - 2e-3 for at_s, arrival in zip(sent, arrivals, strict=True))
+
+        async def serve() -> float:
+            start_s = asyncio.get_running_loop().time()
+            await serve_live(live(gate), gate, Load(arrivals=arrivals))
+            return start_s
+
+        start_s = asyncio.run(serve())
+        # Never too early; how late, the first one included, is the machine's business.
+        sent = [at_s - start_s for at_s in gate.at_s]
+        assert all(at_s >= arrival.at_s - 1e-3 for at_s, arrival in zip(sent, arrivals, strict=True))
 
     def test_an_open_loop_can_be_bounded(self) -> None:
         gate = Gate(after=5)

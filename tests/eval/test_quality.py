@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -1671,6 +1672,21 @@ class TestCommand:
         assert wanted.items() <= asked["cell"].items()
         assert (asked["engine"]["block_size"], service.keys[0]) == (64, "Bearer sk-9")
         assert service.bodies[0]["max_tokens"] == 6
+
+    def test_ones_own_questions_as_the_documentation_has_them(
+        self, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "quality.md").read_text("utf-8")
+        questions, command = re.findall(r"```(?:json)?\n(\{.*?|ragorder eval quality .*?)```", page, re.DOTALL)
+        monkeypatch.chdir(tmp_path)
+        Path("questions.jsonl").write_text(questions, "utf-8")
+        words = command.replace("http://127.0.0.1:8000/v1", service.base_url).split()
+        done = invoke(*words[3:])
+        assert done.exit_code == 0, done.output
+        assert len(service.bodies) >= 2 * 2, "each question in retrieval order and ordered"
+        sent = json.dumps(service.bodies)
+        assert "two years" in sent and "They must be unused." in sent
+        assert list(Path("quality").iterdir())
 
     def test_the_hub_and_its_options(self, tmp_path: Path, hub: Callable[..., Hub]) -> None:
         there = hub(HUB_ROWS["hotpotqa"][1])
