@@ -79,4 +79,6 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("Name a model, by folder or as on the Hugging Face Hub: python examples/offline_batch.py MODEL")
     main(sys.argv[1])

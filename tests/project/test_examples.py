@@ -37,6 +37,12 @@ def test_the_openai_client(vllm_server: Any, python: Any) -> None:
     assert ordered > retrieval > 0, "the first prompts begin alike in any order"
 
 
+def test_the_offline_batch_asks_for_its_model(python: Any) -> None:
+    done = python(EXAMPLES / "offline_batch.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Name a model") and "Traceback" not in done.stderr
+
+
 @pytest.mark.vllm
 def test_a_conversation(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
