@@ -224,10 +224,11 @@ def _unquoted(context: click.Context) -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
+        said = error.message
         for value, place in _hidden(context):
-            whole = rf"(?<![\w-]){re.escape(value)}(?![\w-])" if len(value) >= _LEAST_QUOTED else r"(?!)"
-            hidden = re.compile(f"{re.escape(repr(value))}|{whole}")
-            error.message = hidden.sub(place.replace("\\", r"\\"), error.message)  # type: ignore[misc]
+            whole = rf"|(?<![\w-]){re.escape(value)}(?![\w-])" if len(value) >= _LEAST_QUOTED else ""
+            said = re.sub(f"{re.escape(repr(value))}{whole}", place.replace("\\", ""), said)
+        vars(error)["message"] = said
         raise
 
 
