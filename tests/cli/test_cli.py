@@ -1033,8 +1033,8 @@ class TestMissingExtras:
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),
         [
-            (("--workload", "pydocs"), "bm25s", "ragorder[bm25]"),
-            (("--retriever", "bm25"), "bm25s", "ragorder[bm25]"),
+            (("--workload", "pydocs"), "bm25s", ".[bm25]"),
+            (("--retriever", "bm25"), "bm25s", ".[bm25]"),
             (("--retriever", "dense"), "faiss", ".[retrieval]"),
             (("--retriever", "dense"), "sentence_transformers", ".[retrieval]"),
             pytest.param(("--engine", "vllm", "--model", "."), "transformers", ".[tokenizer]", marks=pytest.mark.merge),
