@@ -381,7 +381,7 @@ class TestPredictions:
     def test_a_fused_engine_follows_none_and_says_so(self) -> None:
         orderer = strict(reuse="fused")
         orderer.order([A], behind=[], question=Segment("q", 5)).confirm()
-        with pytest.warns(UserWarning, match="follows no conversations"):
+        with pytest.warns(UserWarning, match="does not follow conversations"):
             ordering = orderer.order([B, C], behind=[Segment("m", 40)], question=Segment("q", 5))
         assert (ordering.documents, ordering.cached_tokens) == ([B, C], 0)
 

@@ -213,7 +213,7 @@ class TestKVInTheSightOfOthers:
             maker.compute([Prefill(tokens(30, 1)), Prefill(tokens(30, 2))])
 
     def test_a_system_prompt_is_needed_that_leaves_room(self, preprocessor: Any) -> None:
-        with pytest.raises(ValueError, match="one token or more"):
+        with pytest.raises(ValueError, match="system prompt, which has no token"):
             preprocessor([])
         with pytest.raises(ValueError, match="21 tokens, and 16 fit"):
             preprocessor(workspace_tokens=16)
