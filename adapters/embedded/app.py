@@ -30,7 +30,9 @@ from ragorder.adapters.embedded.responses import (
 )
 from ragorder.adapters.embedded.translation import RequestTranslator, TranslatedRequest
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
+from ragorder.adapters.http_server.content_encoding import check_encoding, encoding_of
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
+from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.kernels.engine import Completion, RequestRefusedError, ShortOfMemoryError, Update
 
@@ -113,7 +115,11 @@ class _Endpoint:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = RequestBody(scope["headers"], receive, self._handlers.body_limit)
+        headers: Headers = scope["headers"]
+        encoding = encoding_of(headers)
+        if encoding is not None:
+            check_encoding(encoding)
+        body = RequestBody(headers, receive, self._handlers.body_limit, encoding=encoding)
         async with body.connected():
             await self._answer(await body.read(), send)
 
@@ -136,10 +142,12 @@ class _Handlers:
 
     async def complete(self, content: bytes, send: Send) -> None:
         translated = await self._run(partial(self._translator.completion, content))
+        del content
         await self._generate(translated, CompletionResponseBuilder, send)
 
     async def chat(self, content: bytes, send: Send) -> None:
         translated = await self._run(partial(self._translator.chat, content))
+        del content
         await self._generate(translated, ChatResponseBuilder, send)
 
     async def tokenize(self, content: bytes, send: Send) -> None:

@@ -7,9 +7,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.untrusted_json import (
+    MAX_VALUES,
+    NOT_JSON,
+    TooManyValuesError,
+    count_values,
+    decode_any,
+    replace_surrogates,
+)
 from ragorder.adapters.structs import readable_by_threads
 
 __all__ = [
@@ -29,6 +37,15 @@ _MAX_PROMPTS = 1024
 # Alternatives to each token: as many as OpenAI gives.
 _MAX_ALTERNATIVES = 20
 _MAX_NAME = 64
+# Of all prompts together; a model with a longer context takes as many as that has.
+_MAX_TOKEN_IDS = 1 << 20
+# Values of a field that is kept until the answer has ended.
+_MAX_OPTIONS = 1 << 14
+_OPTIONS = frozenset({"chat_template_kwargs", "kv_transfer_params"})
+# A longer value is none of those that need nothing.
+_MAX_NEUTRAL = 64
+_NULL = Raw(b"null")
+_NOTHING = (b"null", b"[]")
 
 _Limit = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
 _Alternatives = Annotated[int, Meta(ge=0, le=_MAX_ALTERNATIVES)]
@@ -169,35 +186,91 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool = False
 
 
+@readable_by_threads
+class _Prompt(msgspec.Struct):
+    """Whatever else a body has is skipped."""
+
+    prompt: Raw = _NULL
+
+
+T = TypeVar("T")
 B = TypeVar("B", CompletionRequest, ChatCompletionRequest, TokenizeRequest)
 
 
-def read_request(content: bytes, kind: type[B]) -> B:
-    """Raises HTTPError for malformed or unsupported bodies."""
+def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
+    """Of a model with a context of `longest` tokens. Raises HTTPError for malformed or unsupported bodies."""
+    most_tokens = max(longest, _MAX_TOKEN_IDS)
     try:
-        fields = msgspec.json.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise HTTPError(400, "The body must be JSON in UTF-8.", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise HTTPError(400, "The body must be a JSON object.", code="invalid_json")
+        fields = _fields(content, most_tokens)
+    except NOT_JSON:
+        try:
+            # Half a character, cut from its other half, is no reason to refuse the rest.
+            fields = _fields(replace_surrogates(content), most_tokens)
+        except NOT_JSON:
+            raise HTTPError(400, "The body must be JSON in UTF-8.", code="invalid_json") from None
+    given = {name: value for name, value in fields.items() if value != _NULL}
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    given = {name: value for name, value in fields.items() if value is not None}
     for name in given.keys() - known:
-        if name not in _HARMLESS and given[name] not in _NEUTRAL.get(name, ()):
+        if name not in _HARMLESS and not _is_neutral(name, given[name]):
             raise _unsupported(name)
         del given[name]
-    for message in _dicts(given.get("messages")):
-        for name in [name for name, value in message.items() if value is None or value == []]:
-            del message[name]
+    for name in _OPTIONS & given.keys():
+        _check_values(given[name], _MAX_OPTIONS, name)
+    if "messages" in given:
+        given["messages"] = _without_nothing(given["messages"])
     try:
-        body = msgspec.convert(given, kind)
+        body = msgspec.json.decode(msgspec.json.encode(given), type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    except RecursionError:
+    except NOT_JSON:
         raise HTTPError(400, "The body is nested too deeply.", code="invalid_body") from None
     if not isinstance(body, TokenizeRequest):
         _check(body)
     return body
+
+
+def _fields(content: bytes, most_tokens: int) -> dict[str, Raw]:
+    """Counted, and not yet decoded. Raises HTTPError for too many values, and what a decoder raises."""
+    try:
+        count_values(content, MAX_VALUES)
+    except TooManyValuesError:
+        # Token ids have a limit of their own.
+        tokens = _check_values(_object(content, _Prompt).prompt, most_tokens, "prompt")
+        _check_values(content, MAX_VALUES, None, besides=tokens)
+    return _object(content, dict[str, Raw])
+
+
+def _object(content: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError:
+        raise HTTPError(400, "The body must be a JSON object.", code="invalid_json") from None
+
+
+def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> int:
+    """How many there are at most. Raises HTTPError for more than `limit`, and those of the prompt `besides`."""
+    try:
+        return count_values(content, limit + besides)
+    except TooManyValuesError:
+        code = "context_length_exceeded" if field == "prompt" else "too_many_values"
+        what = field or "The body without its prompt"
+        message = f"{what}: has more than {limit:,} JSON values (members of objects, items of lists)."
+        raise HTTPError(400, message, code=code, param=field) from None
+
+
+def _is_neutral(name: str, value: Raw) -> bool:
+    raw = bytes(value)
+    return len(raw) <= _MAX_NEUTRAL and decode_any(raw) in _NEUTRAL.get(name, ())
+
+
+def _without_nothing(messages: Raw) -> Raw:
+    """Messages without members that are null or an empty list; what are none, as it is."""
+    try:
+        read = msgspec.json.decode(messages, type=list[dict[str, Raw]])
+    except NOT_JSON:
+        return messages
+    said = [{name: value for name, value in each.items() if bytes(value) not in _NOTHING} for each in read]
+    return Raw(msgspec.json.encode(said))
 
 
 def _check(body: CommonRequest) -> None:

@@ -55,7 +55,7 @@ class RequestTranslator:
         self._own_options = frozenset(options) | {"messages"}
 
     def completion(self, content: bytes) -> TranslatedRequest[CompletionRequest]:
-        body = read_request(content, CompletionRequest)
+        body = read_request(content, CompletionRequest, self._max_model_len)
         self._check_model(body.model)
         prompt = body.prompt
         if isinstance(prompt, list) and not isinstance(prompt[0], int):
@@ -68,7 +68,7 @@ class RequestTranslator:
         return self._translated(body, token_ids, body.logprobs, body.max_tokens or 16)
 
     def chat(self, content: bytes) -> TranslatedRequest[ChatCompletionRequest]:
-        body = read_request(content, ChatCompletionRequest)
+        body = read_request(content, ChatCompletionRequest, self._max_model_len)
         self._check_model(body.model)
         token_ids = self._render(body)
         if len(token_ids) > self._max_model_len:
@@ -77,7 +77,7 @@ class RequestTranslator:
         return self._translated(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
 
     def tokenize(self, content: bytes) -> dict[str, Any]:
-        body = read_request(content, TokenizeRequest)
+        body = read_request(content, TokenizeRequest, self._max_model_len)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HTTPError(400, "Give either prompt or messages.", code="invalid_body", param="prompt")

@@ -70,7 +70,9 @@ class ErrorMiddleware:
             await self._app(scope, receive, record)
             return
         except HTTPError as error:
-            answer = error
+            # What was raised in a thread is part of a cycle, which would keep the body until garbage is collected.
+            answer = error.with_traceback(None)
+            answer.__context__ = None
         except Exception as error:
             # The message of an error may quote a prompt: only its type is logged.
             _logger.error("the server failed with %s", type(error).__name__)

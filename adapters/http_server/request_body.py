@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 from starlette.types import Message, Receive
 
+from ragorder.adapters.http_server.content_encoding import decoded
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header
 from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
@@ -27,8 +28,8 @@ class ClientGoneError(Exception):
 
 
 class RequestBody:
-    """At most `limit` bytes; `share` counts those kept. More than `client_s` seconds for 256 KiB, or for the end, is a
-    408."""
+    """At most `limit` bytes, decoded if it is compressed by an `encoding`; `share` counts those kept. More than
+    `client_s` seconds for 256 KiB, or for the end, is a 408."""
 
     def __init__(
         self,
@@ -38,8 +39,10 @@ class RequestBody:
         *,
         share: MemoryShare | None = None,
         client_s: float | None = None,
+        encoding: str | None = None,
     ) -> None:
         self._receive = receive
+        self._encoding = encoding
         self._limit = limit
         self._share = share or MemoryShare(MemoryBudget(limit))
         self._client_s = client_s
@@ -49,7 +52,11 @@ class RequestBody:
         self._declared = header(headers, b"content-length")
 
     async def read(self) -> bytes:
-        """Raises HTTPError for two lengths, a long or slow body; ClientGoneError."""
+        """Raises HTTPError for two lengths, a long, slow or damaged body; ClientGoneError."""
+        body = await self._received_whole()
+        return body if self._encoding is None else await self._decoded(body, self._encoding)
+
+    async def _received_whole(self) -> bytes:
         self._check_declared()
         chunks: list[bytes] = []
         try:
@@ -60,6 +67,24 @@ class RequestBody:
         finally:
             # Otherwise a refusal's traceback would keep them until it is sent.
             chunks.clear()
+
+    async def _decoded(self, body: bytes, encoding: str) -> bytes:
+        chunks: list[bytes] = []
+        length = 0
+        try:
+            for piece in decoded(body, encoding):
+                length += len(piece)
+                if length > self._limit:
+                    raise self._too_long()
+                self._share.add(len(piece))
+                if piece:
+                    chunks.append(piece)
+                # Others have their turn.
+                await asyncio.sleep(0)
+            return b"".join(chunks)
+        finally:
+            chunks.clear()
+            self._share.add(-len(body))
 
     async def stream(self) -> AsyncIterator[bytes] | None:
         """None for a request without a body. Raises HTTPError, for the headers at once."""

@@ -14,6 +14,7 @@ from litellm.integrations.custom_logger import CustomLogger
 
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.untrusted_json import decode_any, encode_any
 from ragorder.adapters.proxy import DocumentTemplate, RepeatedDocuments
 from ragorder.adapters.proxy.digest import digest_of
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
@@ -133,7 +134,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         if sent is None:
             return data
         try:
-            changed = msgspec.json.decode(sent.take_body())
+            changed = decode_any(sent.take_body())
             # The tenant of a tag is the engine's as well.
             names = _PROMPT if self._scope is not None else (*_PROMPT, "cache_salt")
             ordered = data | {name: changed[name] for name in names if name in changed}
@@ -176,7 +177,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         if self._scope is not None:
             # For the order alone, instead of the client's: what the engine gets as its salt is LiteLLM's to send.
             read["cache_salt"] = digest_of(self._scope(caller)).hex()
-        return msgspec.json.encode(read)
+        return encode_any(read)
 
     def _order(self, route: Route, content: bytes) -> OrderedRequest | None:
         parsed = self._parser.parse(route, content)

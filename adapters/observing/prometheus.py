@@ -108,7 +108,7 @@ class Metrics:
         self._watched[id(orderer)] = orderer
 
     def passed(self, reason: str) -> None:
-        """`reason`: "no_documents", "one_document", "other_route", "unreadable", "client_marks" or "no_marks"."""
+        """`reason`: why a request was forwarded without ordering, as docs/proxy.md names them."""
         self._passed.labels(reason).inc()
 
     def token_times(self, tbt_s: float) -> None:

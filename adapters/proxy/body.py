@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.untrusted_json import NOT_JSON
 
 __all__ = [
     "BOUNDARY",
-    "MAX_MESSAGES",
     "Body",
     "CompletionBody",
     "Fields",
@@ -21,9 +20,7 @@ __all__ = [
     "PromptPrefix",
     "PromptSuffix",
     "Route",
-    "TooManyError",
     "decode",
-    "decode_items",
     "encode",
 ]
 
@@ -33,16 +30,10 @@ Fields = dict[str, Raw]
 
 Route = Literal["chat", "completions", "messages", "responses", "other"]
 
-MAX_MESSAGES = 4096
-"""Messages of a chat, and parts of a message, that are read."""
-
 BOUNDARY = "\ud800"
-"""Separates the parts of a message in their joined text: a code point that no JSON text has."""
+"""Separates the parts of a message in their joined text: a code point that no text has which was decoded as UTF-8."""
 
 _NULL = Raw(b"null")
-
-
-class TooManyError(ValueError): ...
 
 
 class PromptPrefix(NamedTuple):
@@ -125,7 +116,7 @@ class Body:
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
-        """Well-formed texts, in order. Raises HTTPError for too many."""
+        """Well-formed texts, in order."""
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
@@ -186,30 +177,5 @@ def decode(content: bytes | Raw, kind: type[T]) -> T | None:
     """None for another type, or what is not JSON."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return None
-
-
-def decode_items(content: bytes | Raw, limit: int) -> list[Raw] | None:
-    """None for anything but a list. Raises TooManyError before any item is built."""
-    if bytes(content).count(b",") >= limit and not _fits(content, limit):
-        raise TooManyError(f"a list has more than {limit:,} items")
-    return decode(content, list[Raw])
-
-
-def _fits(content: bytes | Raw, limit: int) -> bool:
-    try:
-        _short_list(limit).decode(content)
-    except msgspec.ValidationError as error:
-        # The other error: what is not a list has no items.
-        return "length" not in str(error)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return True
-    return True
-
-
-@cache
-def _short_list(limit: int) -> msgspec.json.Decoder[Any]:
-    """msgspec checks the length of a list after building it, that of an array-like structure on the way."""
-    items = [(f"_{number}", Raw, Raw(b"")) for number in range(limit)]
-    return msgspec.json.Decoder(msgspec.defstruct("Items", items, array_like=True, forbid_unknown_fields=True))

@@ -12,14 +12,11 @@ from msgspec import Raw, Struct
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.body import (
     BOUNDARY,
-    MAX_MESSAGES,
     Body,
     Fields,
     Passage,
     PromptPrefix,
-    TooManyError,
     decode,
-    decode_items,
     encode,
 )
 from ragorder.adapters.proxy.marked_messages import chunk_part, mark_last, takes_mark, turn_ends
@@ -171,7 +168,7 @@ class ChatBody(Body):
         if text is not None:
             yield own._replace(text=text)
             return
-        parts = _items(content, self._where(own)) or []
+        parts = decode(content, list[Raw]) or []
         read = [decode(part, _ContentPart) or _ContentPart() for part in parts]
         texts = enumerate(decode(part.text, str) for part in read)
         for is_text, neighbours in groupby(texts, lambda part: part[1] is not None):
@@ -183,17 +180,13 @@ class ChatBody(Body):
                     inner = own._replace(role="tool", outer=parts, nested=number)
                     yield from self._texts(inner, read[number].content)
 
-    def _where(self, passage: Passage) -> str:
-        place = passage.place - self._instructions()
-        return f"{self.messages_field}[{place}].{passage.field}" if place >= 0 else self.instructions_field
-
     def _instructions(self) -> int:
         """How many messages stand for the instructions' field."""
         return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
 
     def _messages(self, content: Raw) -> list[Raw] | None:
-        """With the instructions in front. Raises HTTPError for too many."""
-        messages = _items(content, self.messages_field)
+        """With the instructions in front; None for anything but a list."""
+        messages = decode(content, list[Raw])
         if messages is None or not self._instructions():
             return messages
         return [encode({"role": "system", "content": self.fields[self.instructions_field]}), *messages]
@@ -297,11 +290,3 @@ def _is_answer(raw: Raw) -> bool:
         return False
     kind = decode(message.type, str) or ""
     return decode(message.role, str) == "assistant" or kind == "reasoning" or kind.endswith("_call")
-
-
-def _items(content: Raw, where: str) -> list[Raw] | None:
-    try:
-        return decode_items(content, MAX_MESSAGES)
-    except TooManyError:
-        message = f"{where}: has more than {MAX_MESSAGES:,} items, the limit of the proxy."
-        raise HTTPError(400, message, code="too_many_items", param=where) from None

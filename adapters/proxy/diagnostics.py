@@ -12,7 +12,9 @@ from ragorder.lru_cache import LRUCache
 
 __all__ = ["PassReason", "RenamedIds", "UnorderedRequests"]
 
-PassReason = Literal["no_documents", "one_document", "other_route", "unreadable"] | Left
+PassReason = (
+    Literal["no_documents", "one_document", "other_route", "too_many_values", "compressed", "unreadable"] | Left
+)
 
 # Requests, or texts, that are enough to judge by.
 _ENOUGH = 20
@@ -76,7 +78,7 @@ class UnorderedRequests:
             return
         # Another thread may find documents meanwhile.
         without = self._without
-        if without is None or reason == "other_route":
+        if without is None or reason in ("other_route", "compressed"):
             return
         self._without = without = without + 1
         if without == _ENOUGH:

@@ -39,6 +39,7 @@ class ParsedBody:
     - `orderer`: that of a cloud's model
     - `question`: what follows the documents, as segments that later requests of the conversation bring again
     - `left`: why the documents keep their order, and nothing is predicted
+    - `values`: how many JSON values the body has at most
     """
 
     body: Body
@@ -56,3 +57,4 @@ class ParsedBody:
     orderer: OrdererLike | None = None
     question: Sequence[Segment] = ()
     left: Left | None = None
+    values: int = 0

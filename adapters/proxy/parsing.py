@@ -7,10 +7,18 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from ragorder.adapters.cloud_orderers import CloudOrderers
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.untrusted_json import (
+    MAX_VALUES,
+    NOT_JSON,
+    HiddenSurrogates,
+    TooManyValuesError,
+    count_values,
+    hide_surrogates,
+)
 from ragorder.adapters.proxy.body import (
     BOUNDARY,
     Body,
@@ -33,6 +41,7 @@ from ragorder.adapters.proxy.sent import ranks_value
 from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.turns import SentTurns
+from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document, Estimate
 from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
@@ -43,6 +52,13 @@ __all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
 _BODIES = {body.route: body for body in (ChatBody, CompletionBody, MessagesBody, ResponsesBody)}
 _REMEMBERED = 4096
 _TAG = b'"%s"' % FIELD.encode()
+
+
+@readable_by_threads
+class _Tag(Struct):
+    """Whatever else a body has is skipped."""
+
+    ragorder: Raw = Raw(b"")
 
 
 class BodyParser:
@@ -80,7 +96,7 @@ class BodyParser:
         """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields."""
         parsed = self._look_into(route, content)
         if not isinstance(parsed, ParsedBody):
-            self._unordered.passed(parsed)
+            self.passed(parsed)
             return None
         if parsed.left is None:
             self._unordered.found()
@@ -88,25 +104,33 @@ class BodyParser:
             self._unordered.passed(parsed.left)
         return parsed
 
+    def passed(self, reason: PassReason) -> None:
+        """Count a request that is forwarded without documents."""
+        self._unordered.passed(reason)
+
     def _look_into(self, route: Route, content: bytes) -> ParsedBody | PassReason:
-        unread: PassReason = "other_route" if route == "other" else "unreadable"
         try:
-            fields = msgspec.json.decode(content, type=Fields)
+            opened = _open(route, content)
         except msgspec.ValidationError:
             # Not an object: it has no fields.
-            return unread
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            if _TAG in content:
-                message = f"The body must be strict JSON in UTF-8, or its field {FIELD} cannot be read."
+            return _unread(route)
+        except NOT_JSON:
+            hidden = hide_surrogates(content)
+            if hidden is None and _TAG in content:
+                message = f"The body must be JSON in UTF-8, or its field {FIELD} cannot be read."
                 raise HTTPError(400, message, code="invalid_json") from None
-            return unread
-        if route == "other":
-            if FIELD in fields:
-                message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "
-                message += "(/v1/completions), /v1/responses and /v1/messages; this route would answer without them."
-                raise HTTPError(400, message, code="no_documents_here", param=FIELD)
-            return unread
-        body = _BODIES[route](fields)
+            if hidden is None:
+                return _unread(route)
+            found = self._look_into(route, hidden.content)
+            return _with_surrogates(found, hidden) if isinstance(found, ParsedBody) else found
+        if isinstance(opened, str):
+            return opened
+        fields, values = opened
+        found = self._read(_BODIES[route](fields), route, content)
+        return replace(found, values=values) if isinstance(found, ParsedBody) else found
+
+    def _read(self, body: Body, route: Route, content: bytes) -> ParsedBody | PassReason:
+        fields = body.fields
         by = self._marking.of(route, decode(fields.get("model", Raw(b"null")), str), content)
         body.takes_cache_key = body.takes_cache_key or by.keyed
         if FIELD in fields:
@@ -270,6 +294,41 @@ class BodyParser:
             tokens = self._tokens.prefix(body, prefix)
             self._prefixes.put(scope, tokens)
         return tokens
+
+
+def _open(route: Route, content: bytes) -> tuple[Fields, int] | PassReason:
+    """The fields of a body that is read, and how many values it has. Raises HTTPError for a tag in one that is not,
+    and what a decoder raises."""
+    if route == "other":
+        if _is_tagged(content):
+            message = f"{FIELD}: documents are supported in chats (/v1/chat/completions), completions "
+            message += "(/v1/completions), /v1/responses and /v1/messages; this route would answer without them."
+            raise HTTPError(400, message, code="no_documents_here", param=FIELD)
+        return "other_route"
+    try:
+        values = count_values(content, MAX_VALUES)
+    except TooManyValuesError:
+        if _is_tagged(content):
+            message = f"The body has more than {MAX_VALUES:,} JSON values (members of objects, items of lists), the "
+            message += f"limit for a body with {FIELD}: send fewer."
+            raise HTTPError(400, message, code="too_many_values", param=FIELD) from None
+        return "too_many_values"
+    return msgspec.json.decode(content, type=Fields), values
+
+
+def _is_tagged(content: bytes) -> bool:
+    return msgspec.json.decode(content, type=_Tag).ragorder != Raw(b"")
+
+
+def _unread(route: Route) -> PassReason:
+    return "other_route" if route == "other" else "unreadable"
+
+
+def _with_surrogates(parsed: ParsedBody, hidden: HiddenSurrogates) -> ParsedBody:
+    def render(permutation: Sequence[int], marked: Sequence[int]) -> bytes:
+        return hidden.show(parsed.render(permutation, marked))
+
+    return replace(parsed, render=render)
 
 
 def _body_marks(

@@ -13,10 +13,12 @@ from urllib.parse import unquote_to_bytes
 
 from starlette.types import Receive, Scope, Send
 
+from ragorder.adapters.http_server.content_encoding import check_encoding, encoding_of, is_decodable
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
 from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
@@ -44,13 +46,19 @@ _DOTS = (b".", b"..")
 
 
 class Head(NamedTuple):
-    """The head of a request: where it goes, and how its body is read (None: it is not)."""
+    """The head of a request: where it goes, and how its body is read (None: it is not).
+
+    `encoding`: of a body that is read; its headers, which are sent, have none. `is_sealed`: whether it would be read if
+    its encoding were known.
+    """
 
     method: str
     target: bytes
     headers: Headers
     route: Route | None
     is_queued: bool
+    encoding: str | None = None
+    is_sealed: bool = False
 
 
 class ReverseProxy(ABC):
@@ -78,10 +86,14 @@ class ReverseProxy(ABC):
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = read_head(scope)
+        if head.is_sealed:
+            self._parser.passed("compressed")
+        limits: dict[str, Any] = {"client_s": self._client_s, "encoding": head.encoding}
         with self._memory.share() as share:
-            body = RequestBody(scope["headers"], receive, self._body_limit, share=share, client_s=self._client_s)
+            body = RequestBody(scope["headers"], receive, self._body_limit, share=share, **limits)
             async with body.connected():
-                await self._exchange(read_head(scope), body, send, share)
+                await self._exchange(head, body, send, share)
 
     @abstractmethod
     async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
@@ -90,7 +102,9 @@ class ReverseProxy(ABC):
     def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
         """With the bytes to reserve for it."""
         parsed = self._parser.parse(route, body)
-        return parsed, len(body) if parsed is None else len(body) * (1 + _max_character_bytes(body))
+        if parsed is None:
+            return None, len(body)
+        return parsed, len(body) * (1 + _max_character_bytes(body)) + parsed.values * VALUE_BYTES
 
 
 class ServerProxy(ReverseProxy):
@@ -151,17 +165,22 @@ class ServerProxy(ReverseProxy):
 
 
 def read_head(scope: Scope) -> Head:
-    """Raises HTTPError for a path that could leave the upstream address's."""
+    """Raises HTTPError for a path that could leave the upstream address's, and for an encoding that may hide a tag."""
     headers: Headers = scope["headers"]
     is_post = scope["method"] == "POST"
-    route = _route_of(scope["path"]) if is_post else None
+    target, route = _target(scope), _route_of(scope["path"]) if is_post else None
     is_queued = is_post and (route is not None or scope["path"].startswith("/v1/"))
-    if header(headers, b"content-encoding") not in (None, b"identity"):
-        route = None
+    encoding = encoding_of(headers)
+    if route is not None and encoding is not None:
+        check_encoding(encoding)
     elif route is None and is_post and is_json(headers):
+        if encoding is not None and not is_decodable(encoding):
+            return Head(scope["method"], target, headers, None, is_queued, is_sealed=True)
         # Parsed only to refuse documents in it, which this route would answer without.
         route = "other"
-    return Head(scope["method"], _target(scope), headers, route, is_queued)
+    if route is None or encoding is None:
+        return Head(scope["method"], target, headers, route, is_queued)
+    return Head(scope["method"], target, without(headers, b"content-encoding"), route, is_queued, encoding)
 
 
 def _route_of(path: str) -> Route | None:

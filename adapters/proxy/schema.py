@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.body import TooManyError, decode_items
+from ragorder.adapters.http_server.untrusted_json import NOT_JSON
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document
 
@@ -104,21 +104,13 @@ class Tagged(Struct, frozen=True, forbid_unknown_fields=True):
     )
 
 
-@readable_by_threads
-class _Counted(Struct):
-    documents: Raw = Raw(b"[]")
-
-
 def read_tagged(content: bytes | Raw) -> Tagged:
     """Raises HTTPError, which names the first wrong value and quotes nothing."""
     try:
-        decode_items(msgspec.json.decode(content, type=_Counted).documents, MAX_DOCUMENTS)
         return msgspec.json.decode(content, type=Tagged)
-    except TooManyError:
-        raise _error(f"{FIELD}.documents", f"Expected `array` of length <= {MAX_DOCUMENTS}") from None
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         raise _error(FIELD, "It is not JSON in UTF-8") from None
 
 

@@ -8,13 +8,10 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from ragorder.adapters.proxy.body import (
-    MAX_MESSAGES,
     Body,
     PromptPrefix,
     PromptSuffix,
-    TooManyError,
     decode,
-    decode_items,
 )
 from ragorder.adapters.proxy.digest import digest_of
 from ragorder.adapters.structs import readable_by_threads
@@ -123,11 +120,7 @@ def _characters(raw: Raw, around: int = _AROUND) -> int:
     calls = sum(len(bytes(call)) for call in (shown.tool_calls, shown.arguments, shown.input) if call != _NULL)
     content = shown.content if shown.output == _NULL else shown.output
     texts = [shown.text, content]
-    try:
-        parts = decode_items(content, MAX_MESSAGES) or ()
-    except TooManyError:
-        return calls + len(bytes(content))
-    for part in parts:
+    for part in decode(content, list[Raw]) or ():
         inner = decode(part, _Shown)
         if inner is None:
             continue

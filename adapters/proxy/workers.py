@@ -41,6 +41,8 @@ class Workers:
             if abandoned is not None:
                 future.add_done_callback(partial(_abandon, abandoned))
             raise
+        finally:
+            del future, work
 
     def close(self) -> None:
         self._ordinary.close()
@@ -85,6 +87,8 @@ def _do(future: Future[Any], work: Callable[[], Any]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
+        # The error has this frame, which would keep the future, and so the error and the body.
+        del future, work
     else:
         future.set_result(result)
 

@@ -23,6 +23,8 @@ _PASSED = {
     "no_documents": "without documents: does --template match the prompts?",
     "one_document": "with one document, which has no other order",
     "other_route": "to routes whose bodies are not parsed",
+    "too_many_values": "with more JSON values than are read",
+    "compressed": "compressed in a way that is not decoded: send gzip",
     "unreadable": "with an unreadable body",
     "client_marks": "with marks of the client's own (cache_control), where alone such a cache resumes",
     "no_marks": "that can have no marks, where alone their model's cache resumes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
 import json
 import os
@@ -46,6 +47,7 @@ from ragorder.adapters.embedded import (
     hosted,
     make_engine_app,
 )
+from ragorder.adapters.http_server.untrusted_json import MAX_VALUES
 from ragorder.adapters.observing.tier_stats import TierStats
 from ragorder.adapters.openai.pipelined import PipelinedClient, Question
 from ragorder.adapters.proxy import Timeouts, make_app
@@ -720,7 +722,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "body",
-        [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": NaN}'],
+        [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"prompt": NaN}'],
         ids=ascii,
     )
     async def test_what_is_no_json_object_is_refused(self, body: bytes, client: httpx2.AsyncClient) -> None:
@@ -767,6 +769,59 @@ class TestRefusals:
     async def test_other_routes_are_not_here(self, client: httpx2.AsyncClient) -> None:
         assert (await refusal(client, "/v1/embeddings", {}, status=404))["code"] == "not_found"
         assert (await client.get(COMPLETIONS)).status_code == 405
+
+
+def names(count: int) -> str:
+    return ",".join(f'"{number:x}":0' for number in range(count))
+
+
+class TestBodies:
+    """What a body may be, and how much of it becomes objects."""
+
+    @pytest.mark.parametrize(
+        ("path", "frame", "param"),
+        [
+            (COMPLETIONS, '{"prompt":"a","metadata":{ITEMS}}', None),
+            (COMPLETIONS, '{"prompt":"a",ITEMS}', None),
+            (COMPLETIONS, '{"prompt":"a","kv_transfer_params":{ITEMS}}', None),
+            (COMPLETIONS, '{"prompt":[7],"stop":[{ITEMS}]}', None),
+            (CHAT, '{"messages":[{ITEMS}]}', None),
+            (CHAT, '{"messages":[],"chat_template_kwargs":{ITEMS}}', None),
+            ("/tokenize", '{"prompt":"a","x":[{ITEMS}]}', None),
+        ],
+    )
+    async def test_more_values_than_are_read_are_refused(
+        self, path: str, frame: str, param: str | None, client: httpx2.AsyncClient
+    ) -> None:
+        error = await refusal(client, path, frame.replace("ITEMS", names(MAX_VALUES)).encode())
+        assert (error["code"], error["param"]) == ("too_many_values", param)
+        assert f"{MAX_VALUES:,}" in error["message"]
+
+    @pytest.mark.parametrize("field", ["kv_transfer_params", "chat_template_kwargs"])
+    async def test_options_that_are_kept_have_fewer(self, field: str, client: httpx2.AsyncClient) -> None:
+        body = f'{{"messages":[{{"role":"user","content":"a"}}],"{field}":{{{names(20_000)}}}}}'
+        error = await refusal(client, CHAT, body.encode())
+        assert (error["code"], error["param"]) == ("too_many_values", field)
+
+    async def test_token_ids_are_counted_apart(self, client: httpx2.AsyncClient) -> None:
+        """As many as several prompts have; each must fit into the context."""
+        for ids, code in (([5] * 1_000_000, "context_length_exceeded"), ([[5]] * 600_000, "context_length_exceeded")):
+            error = await refusal(client, COMPLETIONS, {"prompt": ids})
+            assert (error["code"], error["param"]) == (code, "prompt")
+        many = '{"prompt":[[5]' + ",[5]" * 100_000 + f"],{names(MAX_VALUES + 100)}}}"
+        assert (await refusal(client, COMPLETIONS, many.encode()))["code"] == "too_many_values"
+
+    async def test_half_a_character_is_replaced(self, client: httpx2.AsyncClient) -> None:
+        expected = (await complete(client, "a \N{REPLACEMENT CHARACTER} b"))["choices"]
+        body = b'{"prompt": "a \\ud83d b", "temperature": 0, "max_tokens": 8}'
+        assert (await client.post(COMPLETIONS, content=body)).json()["choices"] == expected
+
+    async def test_compressed_ones_are_read(self, client: httpx2.AsyncClient) -> None:
+        body = json.dumps({"prompt": "a is a document", "temperature": 0, "max_tokens": 8}).encode()
+        answer = await client.post(COMPLETIONS, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+        assert answer.json()["choices"] == (await complete(client))["choices"]
+        answer = await client.post(COMPLETIONS, content=body, headers={"content-encoding": "br"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unknown_encoding")
 
 
 class TestOtherRoutes:
@@ -1394,6 +1449,27 @@ def ask(client: Any, served: Served, names: str, **fields: Any) -> Any:
 
 
 class TestServer:
+    @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads a process's memory from /proc")
+    @pytest.mark.parametrize(
+        ("path", "frame", "item"),
+        [
+            (COMPLETIONS, '{"prompt":"a","metadata":[ITEMS]}', "[]"),
+            (COMPLETIONS, '{"prompt":[ITEMS]}', "[1]"),
+            (CHAT, '{"messages":[ITEMS]}', '{"role":""}'),
+            (CHAT, '{"messages":[],"x":[ITEMS]}', "{}"),
+            ("/tokenize", '{"messages":[{"role":"user","content":[ITEMS]}]}', "{}"),
+        ],
+    )
+    def test_no_shape_of_a_body_takes_more_than_its_copies(
+        self, path: str, frame: str, item: str, served: Served
+    ) -> None:
+        body = frame.replace("ITEMS", ",".join([item] * (3_000_000 // (len(item) + 1)))).encode()
+        for _ in range(3):
+            statuses, grown_mb = served.statuses_and_growth(path, body)
+            assert statuses == {400}
+            # Kept by the proxy, and by the engine's server, and each once more in pieces.
+            assert grown_mb < 60 + 8 * 8 * len(body) / 1e6
+
     def test_the_openai_client_is_answered(self, served: Served) -> None:
         with served.openai() as client:
             assert [model.id for model in client.models.list()] == [served.model]

@@ -13,6 +13,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, PromptBuilder
 
@@ -21,7 +23,7 @@ pytest.importorskip("starlette")
 from support.bodies import Bodies
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.proxy.body import MAX_MESSAGES, TooManyError, decode_items
+from ragorder.adapters.http_server.untrusted_json import MAX_VALUES, TooManyValuesError, count_values
 from ragorder.adapters.proxy.parsing import Route
 from ragorder.lru_cache import LRUCache
 
@@ -69,7 +71,7 @@ class TestManyMessages:
     @pytest.mark.parametrize(("item", "frame"), [(MESSAGE, IN_MESSAGES), (PART, IN_PARTS)], ids=["messages", "parts"])
     def test_h2_time_grows_with_their_number_and_not_with_its_square(self, item: str, frame: str) -> None:
         bodies = make()
-        few, many = (repeated(item, count, frame) for count in (MAX_MESSAGES // 8, MAX_MESSAGES))
+        few, many = (repeated(item, count, frame) for count in (512, 4096))
         assert cpu_s(lambda: bodies.ordered(many)) < 24 * cpu_s(lambda: bodies.ordered(few))
 
     def test_h2_what_stands_in_front_is_made_for_one_passage(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,56 +89,150 @@ class TestManyMessages:
         make().ordered(f'{{"messages":[{",".join([MESSAGE] * 500)},{documents},{documents}]}}'.encode())
         assert len(made) == 1
 
+
+def values_of(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(values_of, inner))
+
+
+class TestValues:
+    """No body becomes more objects than are counted before."""
+
     @pytest.mark.parametrize(
-        ("item", "frame", "param"),
+        ("route", "frame"),
         [
-            (MESSAGE, IN_MESSAGES, "messages"),
-            (PART, IN_PARTS, "messages[0].content"),
-            ("0", IN_MESSAGES, "messages"),
-            ("[]", IN_PARTS, "messages[0].content"),
+            ("chat", '{"messages":[],ITEMS}'),
+            ("chat", '{"messages":[{"role":"user","content":"",ITEMS}]}'),
+            ("chat", '{"messages":[{"role":"user","content":[{"type":"text","text":"",ITEMS}]}]}'),
+            ("chat", '{"messages":[],"tools":[{ITEMS}]}'),
+            ("completions", '{"prompt":"",ITEMS}'),
+            ("messages", '{"messages":[{"content":[{"type":"tool_result","content":[{"text":"",ITEMS}]}]}]}'),
+            ("responses", '{"input":[{"content":"",ITEMS}]}'),
         ],
     )
-    def test_h2_more_than_are_read_are_refused_with_the_limit(self, item: str, frame: str, param: str) -> None:
-        bodies = make()
-        at_most = repeated(item, MAX_MESSAGES, frame)
-        assert bodies.ordered(at_most) == at_most
-        error = refused(bodies, repeated(item, MAX_MESSAGES + 1, frame))
-        assert (error["status"], error["code"], error["param"]) == (400, "too_many_items", param)
-        assert error["message"].startswith(f"{param}: ")
-        assert f"{MAX_MESSAGES:,}" in error["message"]
+    def test_a_body_with_more_is_forwarded_and_counted(self, route: Route, frame: str) -> None:
+        reasons: list[str] = []
+        bodies = Bodies(TEMPLATE, on_passed=reasons.append)
+        few, many = (
+            frame.replace("ITEMS", ",".join(f'"{n:x}":0' for n in range(count))).encode()
+            for count in (MAX_VALUES - 20, MAX_VALUES)
+        )
+        assert bodies.ordered(few, route) == few
+        assert bodies.ordered(many, route) == many
+        assert reasons == ["no_documents", "too_many_values"]
 
-    def test_h2_a_tagged_chat_is_bounded_too(self) -> None:
+    @pytest.mark.parametrize("frame", ["{TAG,ITEMS}", '{"x":{ITEMS},TAG}', '{"messages":[{ITEMS}],TAG}'])
+    def test_a_tagged_one_is_refused_with_the_limit(self, frame: str) -> None:
+        names = ",".join(f'"{n:x}":0' for n in range(MAX_VALUES))
         tag = '"ragorder":{"documents":[],"query":"q"}'
-        body = repeated(MESSAGE, MAX_MESSAGES + 1, f'{{"messages":[ITEMS],{tag}}}')
-        assert refused(make(), body)["param"] == "messages"
+        error = refused(make(), frame.replace("ITEMS", names).replace("TAG", tag).encode())
+        assert (error["status"], error["code"], error["param"]) == (400, "too_many_values", "ragorder")
+        assert f"{MAX_VALUES:,}" in error["message"]
 
-    def test_h2_without_a_template_they_go_on_unread(self) -> None:
-        body = repeated(MESSAGE, MAX_MESSAGES + 1, IN_MESSAGES)
-        assert make(template=None).parse("chat", body) is None
+    def test_one_with_as_many_is_ordered_with_all_of_them(self) -> None:
+        names = {f"{n:x}": 0 for n in range(MAX_VALUES - 20)}
+        bodies = make()
+        for order in ("ab", "ba"):
+            content = "".join(document(name, name * 400) for name in order)
+            sent = bodies.ordered(json.dumps({**names, "messages": [{"role": "user", "content": content}]}).encode())
+        assert json.loads(sent)["messages"][0]["content"].startswith(document("a", "a" * 400))
+        assert json.loads(sent).keys() == {*names, "messages"}
 
-
-class TestItems:
-    @pytest.mark.parametrize("count", [0, 1, 99, 100])
-    def test_h2_a_list_within_the_limit_is_read_whole(self, count: int) -> None:
-        items = [{"a": [1, 2, "x,y,]"]}, "a,b", None][: count % 4] + [[0, 1]] * (count - count % 4)
-        found = decode_items(json.dumps(items).encode(), 100)
-        assert found is not None
-        assert [json.loads(bytes(item)) for item in found] == items
-
-    def test_h2_a_longer_one_is_given_up(self) -> None:
-        with pytest.raises(TooManyError, match="100"):
-            decode_items(json.dumps([0] * 101).encode(), 100)
-
-    @pytest.mark.parametrize(
-        "content", [b"{}", b"3", b"null", b"[1,", b"", b'"a,b,c,d"', b'{"a":0,"b":0,"c":0}', b"[,,,"]
+    @given(
+        st.recursive(
+            st.none() | st.integers() | st.text('a,[]{}:"\\\né\ud83d', max_size=6),
+            lambda inner: (
+                st.lists(inner, max_size=4) | st.dictionaries(st.text('a,["\\', max_size=4), inner, max_size=4)
+            ),
+            max_leaves=30,
+        ),
+        st.booleans(),
     )
-    def test_h2_what_is_no_list_is_none(self, content: bytes) -> None:
-        assert decode_items(content, 2) is None
+    def test_no_value_is_missed_and_texts_count_nothing(self, value: object, padded: bool) -> None:
+        count = values_of(value)
+        # Longer than what is looked at in one piece.
+        content = json.dumps([value, ',[{"' * (1 << 17)] if padded else value).encode()
+        count += 2 * padded
+        assert count <= count_values(content, 2 * count) <= 2 * count
+        if count > 1:
+            with pytest.raises(TooManyValuesError):
+                count_values(content, count - 1)
 
-    def test_h2_commas_in_texts_count_nothing(self) -> None:
-        found = decode_items(json.dumps(["a," * 1000]).encode(), 2)
-        assert found is not None
-        assert len(found) == 1
+    @pytest.mark.parametrize("text", [",", "[", '\\"', "\\\\", '\\\\\\"', "\\u005c", "{"])
+    def test_a_long_text_is_one_value(self, text: str) -> None:
+        assert count_values(b'["' + text.encode() * (1 << 20) + b'",1]', 10) <= 4
+
+
+def told(surrogates: str, names: str = "ab") -> str:
+    return "".join(document(name, f"{name * 400} {surrogates}") for name in names)
+
+
+class TestLoneSurrogates:
+    """A text that was cut in the middle of a character, as clients in Python and JavaScript write it."""
+
+    CUT = (
+        "\ud83d",
+        "\ude00",
+        "\ud800\ud800",
+        "\ud83d \ude00",
+        "\\\ud83d",
+        "\U0001f600\ud83d",
+        "\ud83d\U0001f600\ude00",
+    )
+
+    @pytest.mark.parametrize("cut", CUT, ids=ascii)
+    @pytest.mark.parametrize("ascii_only", [True, False])
+    def test_documents_are_ordered_and_stay_as_they_are(self, cut: str, ascii_only: bool) -> None:
+        bodies = make()
+        for order in ("ab", "ba"):
+            body = {"messages": [{"role": "user", "content": told(cut, order), "x": "ü" + cut}], "user": cut}
+            sent = bodies.ordered(written_as(body, ascii_only))
+        assert json.loads(sent) == {
+            "messages": [{"role": "user", "content": told(cut, "ab"), "x": "ü" + cut}],
+            "user": cut,
+        }
+
+    @pytest.mark.parametrize("cut", CUT, ids=ascii)
+    def test_tagged_ones_reach_the_prompt(self, cut: str) -> None:
+        documents = [{"id": name, "text": name + cut} for name in "ab"]
+        body = {"messages": [], "ragorder": {"documents": documents, "query": cut + "?"}}
+        (message,) = json.loads(make().ordered(json.dumps(body).encode()))["messages"]
+        assert [each in message["content"] for each in ("a" + cut, "b" + cut, cut + "?")] == [True] * 3
+
+    @pytest.mark.parametrize("cut", [b"\\ud83d", b"\\uD83D"])
+    def test_what_is_not_reordered_stays_byte_for_byte(self, cut: bytes) -> None:
+        content = json.dumps(told("CUT")).encode().replace(b"CUT", cut)
+        body = b'{"messages": [{"role": "user", "content": %s}], "user" : "%s"}' % (content, cut)
+        bodies = make()
+        assert [bodies.ordered(body) for _ in range(2)] == [body, body]
+
+    @pytest.mark.parametrize("own", ["\U0010f83d", "\U0010ffff"])
+    def test_characters_that_stand_for_them_inside_stay_what_they_are(self, own: str) -> None:
+        bodies = make()
+        for order in ("ab", "ba"):
+            body = {"messages": [{"role": "user", "content": told(own, order)}]}
+            assert json.loads(bodies.ordered(json.dumps(body).encode()))["messages"][0]["content"] == told(own)
+        mixed = json.dumps({"messages": [{"role": "user", "content": told(own + "\ud83d")}]}).encode()
+        assert make().ordered(mixed) == mixed
+
+    def test_parts_of_a_message_are_told_apart(self) -> None:
+        bodies = make()
+        for order in ("ab", "ba"):
+            parts = [{"type": "text", "text": document(name, name * 400 + "\ud800")} for name in order]
+            sent = bodies.ordered(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+        texts = [each["text"] for each in json.loads(sent)["messages"][0]["content"]]
+        assert texts == [document(name, name * 400 + "\ud800") for name in "ab"]
+
+    def test_a_tag_on_another_route_is_refused_as_ever(self) -> None:
+        error = refused(make(), b'{"ragorder": {}, "x": "\\ud83d"}', "other")
+        assert error["code"] == "no_documents_here"
+
+
+def written_as(body: object, ascii_only: bool) -> bytes:
+    """JSON with its other characters as they are, or escaped as well."""
+    text = json.dumps(body, ensure_ascii=False)
+    escaped = "".join(f"\\u{ord(each):04x}" if "\ud800" <= each <= "\udfff" else each for each in text)
+    return json.dumps(body).encode() if ascii_only else escaped.encode()
 
 
 class TestTheTag:
@@ -145,7 +241,7 @@ class TestTheTag:
 
     def test_h3_the_first_unknown_field_is_the_last_that_is_looked_at(self) -> None:
         bodies = make()
-        few, many = (self.tag(",".join(f'"s{n:x}":0' for n in range(count))) for count in (10, 200_000))
+        few, many = (self.tag(",".join(f'"s{n:x}":0' for n in range(count))) for count in (10, 60_000))
         tracemalloc.start()
         try:
             assert refused(bodies, few) == refused(bodies, many)
@@ -181,6 +277,10 @@ class TestTheTag:
             assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
         finally:
             tracemalloc.stop()
+        assert (error["status"], error["code"]) == (400, "too_many_values")
+
+    def test_more_documents_than_are_ordered_are_refused_with_the_limit(self) -> None:
+        error = refused(make(), repeated('{"id":"1","text":""}', 1025, IN_DOCUMENTS))
         assert (error["status"], error["param"]) == (400, "ragorder.documents")
         assert "1024" in error["message"]
 

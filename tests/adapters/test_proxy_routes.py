@@ -22,7 +22,7 @@ from support.bodies import Bodies
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate, make_app
-from ragorder.adapters.proxy.body import BOUNDARY, MAX_MESSAGES
+from ragorder.adapters.proxy.body import BOUNDARY
 from ragorder.adapters.proxy.error_shape import error_event
 from ragorder.adapters.proxy.marks import chunks_of
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader
@@ -185,25 +185,6 @@ class TestWhereDocumentsStand:
     )
     def test_a_body_without_any_goes_on_byte_for_byte(self, route: Any, body: bytes) -> None:
         assert Bodies(TEMPLATE).ordered(body, route) == body
-
-    @pytest.mark.parametrize(
-        ("route", "frame", "param"),
-        [
-            ("messages", '{"messages":[ITEMS]}', "messages"),
-            ("messages", '{"system":"s","messages":[{"role":"user","content":[ITEMS]}]}', "messages[0].content"),
-            ("messages", '{"system":[ITEMS],"messages":[]}', "system"),
-            ("responses", '{"input":[ITEMS]}', "input"),
-            ("responses", '{"instructions":"s","input":[{"output":[ITEMS]}]}', "input[0].output"),
-        ],
-    )
-    def test_more_items_than_are_read_are_refused_with_the_limit(self, route: Any, frame: str, param: str) -> None:
-        bodies = Bodies(TEMPLATE)
-        item = '{"type":"text","text":"x"}'
-        few, many = (frame.replace("ITEMS", ",".join([item] * count)).encode() for count in (9, MAX_MESSAGES + 1))
-        assert bodies.ordered(few, route) == few
-        with pytest.raises(HTTPError) as caught:
-            bodies.ordered(many, route)
-        assert (caught.value.code, caught.value.content["error"]["param"]) == ("too_many_items", param)
 
 
 class TestTagged:

@@ -68,7 +68,7 @@ def exported() -> dict[str, dict[str, set[str]]]:
     observed.order(texts).confirm(cached_tokens=0, prompt_tokens=400)
     observed.order(texts).discard()
     metrics.token_times(0.01)
-    for reason in ("no_documents", "one_document", "other_route", "unreadable"):
+    for reason in ("no_documents", "one_document", "other_route", "too_many_values", "compressed", "unreadable"):
         metrics.passed(reason)
     AdmissionQueue(1, registry=metrics.registry)
     addresses = [ReplicaAddress(f"http://127.0.0.1:{port}", Orderer()) for port in (1, 2)]

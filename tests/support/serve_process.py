@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 __all__ = ["SERVE", "ServeProcess", "launching"]
@@ -28,6 +30,27 @@ class ServeProcess:
         """What it said on standard error, when it has ended."""
         self.popen.send_signal(signum)
         return self.popen.communicate(timeout=60)[1]
+
+    def statuses_and_growth(self, path: str, body: bytes, clients: int = 8, **headers: str) -> tuple[set[int], int]:
+        """The answers to this body from so many clients at once, and the MB by which the process grew meanwhile."""
+        import httpx2
+
+        own = Path("/proc") / str(self.popen.pid)
+        # The peak starts over.
+        (own / "clear_refs").write_text("5")
+        before = self._kb(own, "VmRSS")
+
+        def post(_: int) -> int:
+            sent = {"Content-Type": "application/json", **headers}
+            return client.post(f"{self.url}{path}", content=body, headers=sent, timeout=120).status_code
+
+        with httpx2.Client(verify=False) as client, ThreadPoolExecutor(clients) as pool:
+            statuses = set(pool.map(post, range(clients)))
+        return statuses, (self._kb(own, "VmHWM") - before) // 1000
+
+    def _kb(self, own: Path, name: str) -> int:
+        lines = (own / "status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 P = TypeVar("P", bound=ServeProcess)

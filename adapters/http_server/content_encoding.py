@@ -1,0 +1,96 @@
+"""Compressed request bodies (Content-Encoding): gzip, deflate, and zstd where its package is installed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import Headers
+
+__all__ = ["check_encoding", "decoded", "encoding_of", "is_decodable"]
+
+_PIECE = 1 << 18
+_READ = 1 << 16
+# Its decoder cannot be told how much to give: from so much, 8 MiB at most.
+_READ_ZSTD = 256
+_ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
+# What RFC 9659 allows; a frame may ask for gigabytes.
+_MOST_ZSTD_WINDOW = 8 << 20
+
+
+def encoding_of(headers: Headers) -> str | None:
+    """None for a body that is sent as it is."""
+    named = b",".join(value for name, value in headers if name == b"content-encoding").decode("latin-1").lower()
+    return ", ".join(each for name in named.split(",") if (each := name.strip()) not in ("", "identity")) or None
+
+
+def is_decodable(encoding: str) -> bool:
+    return encoding in _decodable()
+
+
+def check_encoding(encoding: str) -> None:
+    """Raises HTTPError for one that is not decoded."""
+    if is_decodable(encoding):
+        return
+    known = ", ".join(_decodable())
+    package = " (zstd: install the package zstandard beside the server)" if encoding == "zstd" else ""
+    message = f"The body is compressed in a way that is not decoded here: send it as it is, or as {known}{package}."
+    headers = [(b"accept-encoding", known.encode()), (b"connection", b"close")]
+    raise HTTPError(415, message, code="unknown_encoding", headers=headers)
+
+
+def decoded(body: bytes, encoding: str) -> Iterator[bytes]:
+    """Pieces of bounded length, some empty, each made when it is asked for. Raises HTTPError for damaged data."""
+    if not body:
+        return
+    try:
+        yield from _zstd_pieces(body) if encoding == "zstd" else _zlib_pieces(body, encoding)
+    except (zlib.error, EOFError):
+        message = f"The body is not {encoding}, as its Content-Encoding says, ends too early, or does not end there."
+        raise HTTPError(400, message, code="invalid_encoding") from None
+
+
+def _decodable() -> list[str]:
+    return ["gzip", "x-gzip", "deflate", *(["zstd"] if find_spec("zstandard") is not None else [])]
+
+
+def _zlib_pieces(body: bytes, encoding: str) -> Iterator[bytes]:
+    # Some send deflate without the frame that HTTP gives it.
+    is_bare = encoding == "deflate" and not _has_zlib_header(body)
+    stream = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _ZLIB_OR_GZIP)
+    for start in range(0, len(body), _READ):
+        left = body[start : start + _READ]
+        while left and not stream.eof:
+            yield stream.decompress(left, _PIECE)
+            left = stream.unconsumed_tail
+        if stream.eof and start + _READ < len(body):
+            raise EOFError
+    while not stream.eof and (piece := stream.decompress(b"", _PIECE)):
+        yield piece
+    if not stream.eof or stream.unused_data:
+        raise EOFError
+
+
+def _has_zlib_header(body: bytes) -> bool:
+    return len(body) > 1 and body[0] & 15 == zlib.DEFLATED and int.from_bytes(body[:2], "big") % 31 == 0
+
+
+def _zstd_pieces(body: bytes) -> Iterator[bytes]:
+    import zstandard
+
+    stream = zstandard.ZstdDecompressor(max_window_size=_MOST_ZSTD_WINDOW).decompressobj()
+    pieces, length = [], 0
+    try:
+        for start in range(0, len(body), _READ_ZSTD):
+            pieces.append(stream.decompress(body[start : start + _READ_ZSTD]))
+            length += len(pieces[-1])
+            if length >= _PIECE or start % _READ == 0:
+                yield b"".join(pieces)
+                pieces, length = [], 0
+    except zstandard.ZstdError:
+        raise EOFError from None
+    yield b"".join(pieces)
+    if not stream.eof or stream.unused_data:
+        raise EOFError

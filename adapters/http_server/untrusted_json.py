@@ -1,0 +1,171 @@
+"""JSON of strangers: counted before any of it becomes an object, and lone surrogates in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import msgspec
+
+__all__ = [
+    "MAX_VALUES",
+    "NOT_JSON",
+    "VALUE_BYTES",
+    "HiddenSurrogates",
+    "TooManyValuesError",
+    "count_values",
+    "decode_any",
+    "encode_any",
+    "hide_surrogates",
+    "replace_surrogates",
+]
+
+MAX_VALUES = 1 << 16
+"""Values of a body that become objects: members of its objects and items of its lists, at all depths."""
+
+VALUE_BYTES = 200
+"""What one of them takes at most, besides its text."""
+
+NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises."""
+
+_WINDOW = 1 << 18
+
+# JSON may have halves of a character, which Python's decoder keeps, and no text in UTF-8 can. Until they are written
+# again they are the last 2,048 code points, which no character uses.
+_LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:%s)?|%s" % (_LOW, _LOW))
+_FIRST, _FIRST_HIDDEN = 0xD800, 0x10F800
+_ESCAPE = 6
+_MOST_SURROGATES = 4096
+_HIDDEN = re.compile(rb"\xf4\x8f[\xa0-\xbf][\x80-\xbf]")
+_HIDDEN_ESCAPED = re.compile(rb"\\u[dD][bB][fF][eEfF]\\u[dD][c-fC-F]")
+_BACKSLASH = ord("\\")
+
+
+class TooManyValuesError(ValueError):
+    """A JSON text has more values than are read."""
+
+
+def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
+    """No fewer than a JSON text has, `limit` at most. Raises TooManyValuesError for more.
+
+    No value is built. Up to the place where a text is no JSON, and no decoder goes on, it is counted like JSON.
+    """
+    content = bytes(content)
+    # Each value but the first follows a comma, or is the first of its list or object.
+    quick = 1 + sum(map(content.count, (b",", b"[", b"{")))
+    return quick if quick <= limit else _count_outside_texts(content, limit)
+
+
+def _count_outside_texts(content: bytes, limit: int) -> int:
+    found, texts, start, in_text = 1, 0, 0, False
+    while start < len(content):
+        window = content[start : start + _WINDOW]
+        # An escape is not cut.
+        if (len(window) - len(window.rstrip(b"\\"))) % 2 and len(window) > 1:
+            window = window[:-1]
+        start += len(window)
+        window = window.replace(b"\\\\", b"").replace(b'\\"', b"")
+        place, quote = 0, 0
+        while quote >= 0:
+            quote = window.find(b'"', place)
+            end = len(window) if quote < 0 else quote
+            if not in_text:
+                found += sum(window.count(each, place, end) for each in (b",", b"[", b"{"))
+            if quote >= 0:
+                in_text = not in_text
+                texts += in_text
+                place = quote + 1
+            # A value has at most a name and a text.
+            if found > limit or texts > 2 * limit:
+                raise TooManyValuesError(f"a JSON text has more than {limit:,} values")
+    return found
+
+
+class HiddenSurrogates(NamedTuple):
+    """JSON in which characters stand for lone surrogates, which were escaped in this `form`."""
+
+    content: bytes
+    form: bytes
+
+    def show(self, content: bytes) -> bytes:
+        """JSON made of this one, with the surrogates."""
+        return _spliced(content, ((*each.span(), _shown(each[0], self.form)) for each in _HIDDEN.finditer(content)))
+
+
+def hide_surrogates(content: bytes) -> HiddenSurrogates | None:
+    """The same JSON for a decoder that refuses lone surrogates. None without any, with more than 4,096, or with
+    characters of its own that would stand for them."""
+    places = list(islice(_lone_surrogates(content), _MOST_SURROGATES + 1))
+    if not 0 < len(places) <= _MOST_SURROGATES or _HIDDEN.search(content) or _HIDDEN_ESCAPED.search(content):
+        return None
+    escapes = [content[at : at + _ESCAPE] for at in places]
+    is_upper = any(each[2:] != each[2:].lower() for each in escapes)
+    changes = ((at, at + _ESCAPE, _hidden(each)) for at, each in zip(places, escapes, strict=True))
+    return HiddenSurrogates(_spliced(content, changes), b"\\u%04X" if is_upper else b"\\u%04x")
+
+
+def replace_surrogates(content: bytes) -> bytes:
+    """With the replacement character for each lone one, as tokenizers take it."""
+    places = islice(_lone_surrogates(content), _MOST_SURROGATES)
+    return _spliced(content, ((at, at + _ESCAPE, b"\\ufffd") for at in places))
+
+
+def encode_any(value: object) -> bytes:
+    """Raises TypeError, or ValueError, for what JSON does not have."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
+def decode_any(content: bytes) -> Any:
+    """Of JSON that was counted. Raises ValueError for what is none."""
+    try:
+        return msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return json.loads(content)
+
+
+def _lone_surrogates(content: bytes) -> Iterator[int]:
+    """Where their escapes begin."""
+    for each in _SURROGATE.finditer(content):
+        at, end = each.span()
+        # Behind a backslash it is the text of an escape; the second half of a pair then stands alone.
+        if not _is_escaped(content, at):
+            if end - at == _ESCAPE:
+                yield at
+        elif end - at > _ESCAPE:
+            yield at + _ESCAPE
+
+
+def _is_escaped(content: bytes, at: int) -> bool:
+    """Whether a backslash belongs to the one in front of it."""
+    first = at
+    while first and content[first - 1] == _BACKSLASH:
+        first -= 1
+    return (at - first) % 2 == 1
+
+
+def _hidden(escape: bytes) -> bytes:
+    return chr(int(escape[2:], 16) - _FIRST + _FIRST_HIDDEN).encode()
+
+
+def _shown(hidden: bytes, form: bytes) -> bytes:
+    return form % (ord(hidden.decode()) - _FIRST_HIDDEN + _FIRST)
+
+
+def _spliced(content: bytes, changes: Iterable[tuple[int, int, bytes]]) -> bytes:
+    spliced, last = bytearray(), 0
+    for start, end, becomes in changes:
+        spliced += content[last:start]
+        spliced += becomes
+        last = end
+    if not last:
+        return content
+    spliced += content[last:]
+    return bytes(spliced)
