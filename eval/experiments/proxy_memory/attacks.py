@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -15,13 +16,17 @@ from typing import NamedTuple, Self
 
 from ragorder.eval.experiments.proxy_memory.upstream import ENDLESS
 
-__all__ = ["ATTACKS", "EVERYTHING", "HELD", "Attack", "Target", "attack", "attack_with_everything"]
+__all__ = ["ATTACKS", "EVERYTHING", "HELD", "TEMPLATE", "Attack", "Target", "attack", "attack_with_everything"]
 
 EVERYTHING = "everything"
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+"""How documents stand in the bodies that are not tagged."""
 HELD = 2500
 """Connections that an attack keeps: more than the server does, and fewer than the system's limit of open files."""
 
 _CHAT = "/v1/chat/completions"
+_FOUND = TEMPLATE.replace("{text}", "text").replace("{id}", "{}")
+_TAG = '"messages":[],"ragorder":{"documents":[{"id":"a","text":"t"},{"id":"b","text":"t"}],"query":"?"}'
 _TOGETHER = 32
 _EACH = 3
 _WAIT_S = 10.0
@@ -60,8 +65,9 @@ class Target:
         if len(self._held) > HELD:
             self._held.popleft().close()
 
-    def post(self, body: bytes) -> None:
-        with closing(self.connect(_head(_CHAT, len(body)) + body)) as connection:
+    def post(self, body: bytes, encoding: str = "identity") -> None:
+        head = _head(_CHAT, len(body), f"Content-Encoding: {encoding}\r\n")
+        with closing(self.connect(head + body)) as connection:
             while connection.recv(65536):
                 pass
 
@@ -97,7 +103,8 @@ def attack_with_everything(target: Target, seconds: float) -> int:
                 step(target)
                 done.append(1)
 
-    steps = [_unread, _half_body, _whole_body_but_one, _unfinished_headers, _endless_headers, *map(_posting, _bodies())]
+    steps: list[Callable[[Target], None]] = [_unread, _half_body, _whole_body_but_one, _unfinished_headers]
+    steps += [_endless_headers, _compressed, *map(_posting, _bodies())]
     threads = [threading.Thread(target=repeat, args=(step,), daemon=True) for step in steps for _ in range(_EACH)]
     for thread in threads:
         thread.start()
@@ -111,8 +118,8 @@ def attack_with_everything(target: Target, seconds: float) -> int:
     return sum(done)
 
 
-def _head(path: str, length: int) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n\r\n".encode()
+def _head(path: str, length: int, fields: str = "") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{fields}Content-Length: {length}\r\n\r\n".encode()
 
 
 def _unread(target: Target) -> None:
@@ -149,13 +156,38 @@ def _wide_characters(target: Target) -> None:
     target.post(_bodies()[0])
 
 
+def _names(target: Target) -> None:
+    target.post(_bodies()[1])
+
+
+def _compressed(target: Target) -> None:
+    target.post(_packed(), "gzip")
+
+
+@cache
+def _packed() -> bytes:
+    return gzip.compress(_tagged("a word ", 31 * _MIB))
+
+
 @cache
 def _bodies() -> list[bytes]:
-    """Expensive ones: wide characters, three documents, 200,000 documents, unknown fields, brackets."""
+    """Expensive ones: wide characters, unknown names in a tagged body, in a message and in a part, as many of them as
+    are read, three documents, 200,000 documents, unknown fields, brackets."""
+    from ragorder.adapters.http_server.untrusted_json import MAX_VALUES
+
     many = [{"id": f"{number}", "text": "t"} for number in range(200_000)]
     fields = ",".join(f'"f{number}":[{{}}]' for number in range(_MIB // 2))
+    names = ",".join(f'"{number:x}":0' for number in range(27 * _MIB // 11))
+    few = ",".join(f'"{number:x}":0' for number in range(MAX_VALUES - 50))
+    found = json.dumps("".join(map(_FOUND.format, "ab")))
+    message = f'"role":"user","content":{found}'
     return [
         _tagged("\U0001f600", 29 * _MIB),
+        f"{{{_TAG},{names}}}".encode(),
+        f'{{"messages":[{{{message},{names}}}]}}'.encode(),
+        f'{{"messages":[{{"role":"user","content":[{{"text":{found},{names}}}]}}]}}'.encode(),
+        f"{{{_TAG},{few}}}".encode(),
+        f'{{"messages":[{{{message},{few}}}]}}'.encode(),
         _tagged("a word ", 31 * _MIB),
         json.dumps({"messages": [], "ragorder": {"documents": many, "query": "?"}}).encode(),
         f'{{"messages":[],{fields}}}'.encode(),
@@ -178,4 +210,6 @@ ATTACKS: Mapping[str, Attack] = {
     "half bodies": Attack("clients with half a body of 1 MiB", 2000, _half_body),
     "unread answers": Attack("clients that do not read an endless answer", 2000, _unread),
     "wide characters": Attack("bodies of 29 MiB, of characters that take four bytes each", 12, _wide_characters),
+    "names": Attack("bodies of 26 MiB, of names that mean nothing", 8, _names),
+    "compressed": Attack("bodies of 46 KiB, which are 31 MiB unpacked", 100, _compressed),
 }

@@ -16,6 +16,7 @@ from ragorder.eval.experiments.proxy_memory.attacks import (
     ATTACKS,
     EVERYTHING,
     HELD,
+    TEMPLATE,
     Target,
     attack,
     attack_with_everything,
@@ -83,8 +84,9 @@ class ProxyMemory(Experiment):
 
 @contextmanager
 def attacked_proxy() -> Iterator[ServerProcess]:
-    """`ragorder serve`, with its defaults, in front of a server one path of which never ends its answer."""
-    with instant_server(_UPSTREAM) as upstream, proxy_server(upstream.port, "--capacity-tokens", "100000") as proxy:
+    """`ragorder serve`, with its defaults and a template, before a server one path of which never ends its answer."""
+    options = ("--capacity-tokens", "100000", "--template", TEMPLATE)
+    with instant_server(_UPSTREAM) as upstream, proxy_server(upstream.port, *options) as proxy:
         yield proxy
 
 
