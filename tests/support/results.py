@@ -29,12 +29,12 @@ def titles() -> Mapping[str, str]:
 
 
 def render(folder: Path, title: str) -> str:
-    """Return the report of a folder in Markdown. Its commands write to DIR."""
+    """Return the report of a folder in Markdown. Its commands write to DIR, and find the corpora beside the clone."""
     from ragorder.eval.report import make_report, read_results, render_markdown
     from ragorder.eval.running.suite import load_suites
 
     text = render_markdown(make_report(read_results(folder), load_suites(), title=title))
-    return text.replace(f"-o {folder}", "-o DIR")
+    return re.sub(r"/\S+/(?=shared/data)", "../", text.replace(f"-o {folder}", "-o DIR"))
 
 
 def main(names: Sequence[str]) -> None:
