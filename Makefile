@@ -142,7 +142,7 @@ $(VENV)-dist/.tools: requirements/dist.txt
 	@touch $@
 
 $(VENV)/.sim: pyproject.toml | $(BIN)/python
-	@$(INSTALL) "ragorder into $(VENV)" -e '.[bm25]'
+	@$(INSTALL) "ragorder into $(VENV)" -e '.[bm25,eval]'
 	@touch $@
 
 $(VENV)/.docs: requirements/docs.txt requirements/dev.txt $(VENV)/.sim
