@@ -143,7 +143,7 @@ def deciles_table(results: Sequence[RunResult]) -> Table:
         for tenth, rows in enumerate(zip(*runs, strict=False)):
             order_us = [f"{fmean(row.order_us[name] for row in rows):.0f}" for name in ("p50", "p99")]
             table.add(
-                "" if tenth else policy,
+                "" if tenth else policy_words(policy),
                 str(tenth + 1),
                 f"{100 * fmean(row.cached_ratio for row in rows):.1f} %",
                 ", ".join(order_us),

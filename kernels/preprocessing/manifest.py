@@ -87,7 +87,8 @@ class Manifest:
             raise ManifestError(f"{folder} has no build that can be read ({reason}): name the folder of one") from None
         self._path = path
         with self._reading():
-            if not read_only:
+            # A build that has begun has its tables: one that lacks them is damaged, and not empty.
+            if not read_only and not (self._has_facts() and self.facts):
                 self._db.executescript(_SCHEMA)
             made = self.facts.get("format", _FORMAT)
         if made != _FORMAT:
@@ -104,6 +105,9 @@ class Manifest:
             manifest.close()
             raise ManifestError(f"the build in {folder} was ended before it began: build again")
         return manifest
+
+    def _has_facts(self) -> bool:
+        return self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone() is not None
 
     @property
     def facts(self) -> dict[str, Any]:

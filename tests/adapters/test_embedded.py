@@ -1692,7 +1692,7 @@ class TestEnd:
     def test_longer_streams_are_cut_off_without_a_trace_in_the_log(
         self, launch: Callable[..., Served], tmp_path: Path
     ) -> None:
-        served = launch("--grace", "1", "--disk", str(tmp_path / "kv"), "--dtype", "float32")
+        served = launch("--grace", "1", "--disk-path", str(tmp_path / "kv"), "--dtype", "float32")
         body = {"messages": [{"role": "user", "content": WORD}], "max_tokens": 2, "user": WORD, "cache_salt": WORD}
         tag = {"documents": [{"id": WORD, "text": f"{WORD} "}], "query": WORD, "scope": WORD}
         for each in (body, body | {"ragorder": tag}, body | {"n": WORD}, {"messages": WORD}, body | {WORD: 1}):
@@ -1713,7 +1713,7 @@ class TestEnd:
     def test_a_kill_leaves_nothing_but_the_disks_folder(self, launch: Callable[..., Served], tmp_path: Path) -> None:
         temporary = tmp_path / "tmp"
         temporary.mkdir()
-        served = launch("--disk", str(tmp_path / "kv"), TMPDIR=str(temporary))
+        served = launch("--disk-path", str(tmp_path / "kv"), TMPDIR=str(temporary))
         with served.openai() as client:
             ask(client, served, "abc")
         served.popen.kill()
@@ -1819,7 +1819,7 @@ class TestOptions:
         options = {
             "--device-tokens": "2048",
             "--host-bytes": "2MiB",
-            "--disk": str(tmp_path / "kv"),
+            "--disk-path": str(tmp_path / "kv"),
             "--disk-bytes": "64MB",
             "--policy": "lru",
             "--profile": str(profile),
@@ -1917,7 +1917,7 @@ class TestOptions:
             (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
             (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
             (["--upstream", "http://x"], ["--model", "x"], "--model requires --engine torch, not upstream"),
-            (["--upstream", "http://x"], ["--disk", "x"], "--disk-path requires --engine torch"),
+            (["--upstream", "http://x"], ["--disk-path", "x"], "--disk-path requires --engine torch"),
             (None, ["--upstream", "http://x"], "--upstream requires --engine upstream, not torch"),
             (None, ["--tokenizer", "x"], "--tokenizer requires --engine upstream"),
             (None, ["--tiers"], "--tiers requires --engine upstream"),

@@ -34,6 +34,7 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.memory import MemoryBudget
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.http_server.server import listen, server_config
+from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES, count_values
 from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
 from ragorder.adapters.proxy.app import PROBES
 from ragorder.adapters.proxy.workers import Workers
@@ -300,7 +301,8 @@ class TestBodies:
         assert hears(holder, b"begun")
         wide = json.dumps({"ragorder": {"documents": [{"id": "a", "text": "\u20ac" * 1000}], "query": "q"}})
         for body, copies in ((tagged("ab"), 2), (wide.encode(), 5)):
-            waiting, count = served.connect(head(CHAT, len(body)) + body), copies * len(body)
+            waiting = served.connect(head(CHAT, len(body)) + body)
+            count = copies * len(body) + VALUE_BYTES * count_values(body, len(body))
             assert eventually(lambda count=count: site.memory.used == count)  # type: ignore[misc]
             waiting.close()
             assert eventually(lambda: site.memory.used == 0)

@@ -90,7 +90,7 @@ def body_of(frame: str, item: str, count: int) -> bytes:
 def test_no_shape_of_a_body_takes_more_than_its_copies(name: str, serving: ServeProcess) -> None:
     """Of 2 MiB, far beyond what is read, and with as many values as are."""
     path, frame, item = SHAPES[name]
-    at_limit = (MAX_VALUES - 100) // sum(map(item.count, ("[", "{", '":', ",")) or 1)
+    at_limit = (MAX_VALUES - 100) // (sum(map(item.count, ("[", "{", '":', ","))) or 1)
     for count in (2 * MIB // (len(item) + 1), at_limit):
         body = body_of(frame, item, count)
         statuses, grown_mb = serving.statuses_and_growth(path, body, CLIENTS)

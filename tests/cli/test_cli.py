@@ -777,8 +777,8 @@ class TestBench:
 
     def test_without_json_there_is_a_table(self) -> None:
         done = invoke("bench", "--limit", "5", "--policy", "none", "--policy", "auto")
-        assert "none" in done.stdout
-        assert "auto" in done.stdout
+        assert "no cache" in done.stdout
+        assert "ragorder (auto)" in done.stdout
         assert "{" not in done.stdout
 
     def test_a_file_that_cannot_be_written_is_said_before_the_work(self) -> None:

@@ -125,7 +125,7 @@ class TestWords:
         said = " ".join(invoke("bench", "--limit", "20", "--policy", "auto", "--policy", "best").output.split())
         assert "moved: places between a document and its retrieval rank, on average" in said
         assert "predicted: requests of which the policy predicted the cached tokens to within one block" in said
-        assert "auto: ragorder's default" in said and "best: the longest cached beginning" in said
+        assert "ragorder (auto): the default" in said and "best: the longest cached prefix" in said
         assert "oracle" not in said, "of what is not in the table nothing is said"
 
     def test_d10_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:

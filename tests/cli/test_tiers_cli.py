@@ -299,34 +299,34 @@ class TestFolderStats:
         yield tmp_path / "disk"
 
     def test_what_lies_there_without_a_server(self, folder: Path) -> None:
-        found = json.loads(stats("--disk", folder, "--json").output)["folder"]
+        found = json.loads(stats("--disk-path", folder, "--json").output)["folder"]
         assert (found["chunks"], found["unfinished"], found["locked_by"]) == (3, 0, None)
         assert found["bytes"] >= 3000
-        shown = stats("--disk", folder).output
+        shown = stats("--disk-path", folder).output
         assert "chunks" in shown
         assert found["identity"] in shown
 
     def test_the_process_that_uses_the_folder(self, folder: Path) -> None:
         store = ChunkStore(folder, 1 << 20, "somebody")
-        assert json.loads(stats("--disk", folder, "--json").output)["folder"]["locked_by"]
+        assert json.loads(stats("--disk-path", folder, "--json").output)["folder"]["locked_by"]
         store.close()
 
     def test_beside_a_server(self, folder: Path, serve: Serve) -> None:
-        both = json.loads(stats("--disk", folder, "--base-url", serve(TIERS), "--json").output)
+        both = json.loads(stats("--disk-path", folder, "--base-url", serve(TIERS), "--json").output)
         assert both["folder"]["chunks"] == 3
         assert both["hits"]["disk"] == 300
 
     def test_an_empty_folder_is_none(self, tmp_path: Path) -> None:
-        done = stats("--disk", tmp_path)
+        done = stats("--disk-path", tmp_path)
         assert done.exit_code == 1
         assert "not the folder of a disk tier" in done.output
 
     def test_nor_is_a_folder_of_something_else(self) -> None:
-        done = stats("--disk", Path(__file__).parent)
+        done = stats("--disk-path", Path(__file__).parent)
         assert done.exit_code == 1
         assert "not the folder of a disk tier" in done.output
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        done = stats("--disk", tmp_path / "nowhere")
+        done = stats("--disk-path", tmp_path / "nowhere")
         assert done.exit_code == 1
         assert "No such file" in done.output

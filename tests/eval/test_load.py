@@ -1190,7 +1190,7 @@ class TestOnTheCommandLine:
 
     def test_seeds_are_averaged_in_the_tenths(self) -> None:
         done = invoke(*LIMITED, "--policy", "auto", "--concurrency", "2", "--seeds", "0,1")
-        assert done.stdout.count("│ auto") == 2, "one row in the table, and one first row of ten"
+        assert done.stdout.count("│ ragorder (auto)") == 2, "one row in the table, and one first row of ten"
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

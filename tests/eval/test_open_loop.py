@@ -63,7 +63,7 @@ class TestTheObjective:
         assert table is not None
         retrieval, auto = table.rows
         assert [entry.text for entry in retrieval[1:]] == ["retrieval order", "500.0", "50.0", "1.00"]
-        assert [entry.text for entry in auto[1:]] == ["auto", "500.0", "100.0", "2.00"]
+        assert [entry.text for entry in auto[1:]] == ["ragorder (auto)", "500.0", "100.0", "2.00"]
         assert (retrieval[3].note, auto[3].verdict) == ("baseline", "better")
 
     def test_is_not_known_without_an_unloaded_run_of_the_same(self) -> None:

@@ -1677,7 +1677,7 @@ class TestCommand:
         self, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         page = (Path(__file__).parents[2] / "docs" / "quality.md").read_text("utf-8")
-        questions, command = re.findall(r"```(?:json)?\n(\{.*?|ragorder eval quality .*?)```", page, re.DOTALL)
+        questions, command = re.findall(r"```(?:json)?\n(\{.*?|ragorder eval quality [^\n]*)\n", page, re.DOTALL)
         monkeypatch.chdir(tmp_path)
         Path("questions.jsonl").write_text(questions, "utf-8")
         words = command.replace("http://127.0.0.1:8000/v1", service.base_url).split()

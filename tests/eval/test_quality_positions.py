@@ -154,8 +154,8 @@ class TestTheReport:
             Suite.unlisted("mine", baseline="retrieval"), Results(Path(), records=[record("auto", [1], [3])])
         )
         compared, placed = part.tables
-        assert [entry.text for entry in compared.rows[0]][:4] == ["auto", "100.0", "–", "–"]
-        assert [entry.text for entry in placed.rows[0]] == ["auto", "–", "100.0", *["–"] * 6]
+        assert [entry.text for entry in compared.rows[0]][:4] == ["ragorder (auto)", "100.0", "–", "–"]
+        assert [entry.text for entry in placed.rows[0]] == ["ragorder (auto)", "–", "100.0", *["–"] * 6]
 
 
 class TestTheSuite:

@@ -663,7 +663,7 @@ class TestTheReport:
         ]
         assert [(row[2].text, row[3].text, row[4].text) for row in found.overview.rows] == [
             ("mean prefill", "−20.0\u00a0%", "1 better"),
-            ("hits", "50.0\u00a0%", "1 better"),
+            ("hits", "+50.0\u00a0%", "1 better"),
         ]
 
     def test_of_a_forecast_begins_with_what_that_saves(self, tmp_path: Path) -> None:

