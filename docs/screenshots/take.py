@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def proxy_page(browser: Any) -> None:
         for number, ranking in enumerate(workload.rankings[:REQUESTS]):
             documents = [{"id": f"kb-{each}", "text": f"Text of document {each}. " * 30} for each in ranking]
             ask(proxy.url, documents, f"Question {number}?")
+            # The graph has a point every two seconds.
+            time.sleep(0.1)
         tab.wait_for_timeout(4_000)
         tab.screenshot(path=FOLDER / "proxy.png")
         tab.close()
