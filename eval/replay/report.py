@@ -211,11 +211,11 @@ class ReplayReport:
     def _verdict(self, share: float, per_request: float) -> tuple[Verdict, str]:
         """A shifted block boundary makes a block more or less a request, whatever the order."""
         if abs(per_request) < self.block_size:
-            return "not worth it", "within what a block boundary explains; not worth it"
+            return "not worth it", "no more than rounding to whole blocks explains: not worth it"
         if share < 0:
             return "costs", "retrieval order reuses more; leave it as it is"
         if share < _A_LITTLE:
-            return "helps a little", "more than a block boundary explains, but little"
+            return "helps a little", "little, yet more than rounding to whole blocks explains"
         return "helps", "worth it"
 
 

@@ -811,11 +811,11 @@ class TestTheSaving:
     @pytest.mark.parametrize(
         ("gain", "verdict", "reason"),
         [
-            (0, "not worth it", "0.0 tokens a request: within what a block boundary explains; not worth it"),
-            (1_599, "not worth it", "2.0 % of the prefill, 16.0 tokens a request: within what a block boundary"),
-            (-1_599, "not worth it", "within what a block boundary explains"),
-            (1_600, "helps a little", "more than a block boundary explains, but little"),
-            (3_999, "helps a little", "more than a block boundary explains, but little"),
+            (0, "not worth it", "0.0 tokens a request: no more than rounding to whole blocks explains: not worth it"),
+            (1_599, "not worth it", "2.0 % of the prefill, 16.0 tokens a request: no more than rounding to whole blocks"),
+            (-1_599, "not worth it", "no more than rounding to whole blocks explains"),
+            (1_600, "helps a little", "little, yet more than rounding to whole blocks explains"),
+            (3_999, "helps a little", "little, yet more than rounding to whole blocks explains"),
             (4_000, "helps", "ragorder (auto) saves 5.0 % of the prefill, 40.0 tokens a request: worth it"),
             (-1_600, "costs", "retrieval order reuses more; leave it as it is"),
         ],
@@ -1003,7 +1003,7 @@ class TestTheCommand:
     def test_gives_verdicts_where_it_is_not_worth_it(self, tmp_path: Path) -> None:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
         shown = " ".join(invoke(path).stdout.split())
-        assert "ragorder (auto) saves 0.0 % of the prefill, 0.0 tokens a request: within what a block" in shown
+        assert "ragorder (auto) saves 0.0 % of the prefill, 0.0 tokens a request: no more than rounding to" in shown
         assert "Would it help? No: ragorder (auto) saves nothing worth having at any of these capacities." in shown
 
     def test_writes_everything_as_json(self, log_file: Path, tmp_path: Path) -> None:
