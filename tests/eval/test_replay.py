@@ -812,7 +812,11 @@ class TestTheSaving:
         ("gain", "verdict", "reason"),
         [
             (0, "not worth it", "0.0 tokens a request: no more than rounding to whole blocks explains: not worth it"),
-            (1_599, "not worth it", "2.0 % of the prefill, 16.0 tokens a request: no more than rounding to whole blocks"),
+            (
+                1_599,
+                "not worth it",
+                "2.0 % of the prefill, 16.0 tokens a request: no more than rounding to whole blocks",
+            ),
             (-1_599, "not worth it", "no more than rounding to whole blocks explains"),
             (1_600, "helps a little", "little, yet more than rounding to whole blocks explains"),
             (3_999, "helps a little", "little, yet more than rounding to whole blocks explains"),
