@@ -11,7 +11,6 @@ from time import thread_time
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.pace import pace_s
 from support.rings import examples
 
 from ragorder.guards import Guards
@@ -214,7 +213,7 @@ def test_ten_thousand_documents(guards: Guards, group_count: int) -> None:
     request = guards.for_request(10_000, groups)
     completed = request.complete((), preferred)
     assert request.permits(completed)
-    assert thread_time() - start < 500 * pace_s()
+    assert thread_time() - start < 2
     assert sorted(completed) == list(range(10_000))
     free = completed[guards.keep_first : 10_000 - guards.keep_last]
     offset = guards.keep_first + guards.keep_last

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pace import pace_s
 from support.rings import examples, grid
 
 from ragorder import Document, Orderer, Ordering, Settings
@@ -518,6 +517,8 @@ class TestNeverRaises:
         ordering = orderer.order(documents("ab"))
         ordering.confirm(reported)
         assert orderer.fallbacks == 0
+        ordering.confirm()
+        ordering.discard()
         assert serve(orderer, "ba") == "ab"
         check_tree(orderer)
 
@@ -662,6 +663,14 @@ LARGE = [Document(f"d{number}", "", tokens=10) for number in range(10_000)]
 
 
 class TestTenThousandDocuments:
+    @pytest.fixture(autouse=True)
+    def no_garbage_of_others(self) -> Iterator[None]:
+        """What other tests have left in this process is not the orderer's to be collected."""
+        gc.collect()
+        gc.freeze()
+        yield
+        gc.unfreeze()
+
     @pytest.mark.parametrize(("search", "tail", "queue"), grid(list(product(SEARCHES, TAILS, [False, True])), 5))
     def test_ten_thousand_documents_in_one_request(self, search: str, tail: str, queue: bool) -> None:
         orderer = strict(search=search, tail=tail, capacity_tokens=1_000_000)
@@ -670,7 +679,7 @@ class TestTenThousandDocuments:
         for retrieved in (LARGE, shuffled, shuffled[:9_000]):
             start = thread_time()
             ordering = orderer.order(retrieved, waiting=waiting)
-            assert thread_time() - start < 500 * pace_s()
+            assert thread_time() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
@@ -685,7 +694,7 @@ class TestTenThousandDocuments:
         for retrieved in (LARGE, LARGE, LARGE[::-1]):
             start = thread_time()
             ordering = orderer.order(retrieved)
-            assert thread_time() - start < 500 * pace_s()
+            assert thread_time() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
@@ -693,7 +702,7 @@ class TestTenThousandDocuments:
         orderer = strict(capacity_tokens=1_000_000)
         start = thread_time()
         orderings = list(orderer.order_batch([LARGE, LARGE[::-1], LARGE[::2]]))
-        assert thread_time() - start < 1500 * pace_s()
+        assert thread_time() - start < 6
         assert orderings[1].prefix_documents >= 5_000
 
 

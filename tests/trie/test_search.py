@@ -9,7 +9,6 @@ from time import thread_time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.pace import pace_s
 
 from ragorder.trie.residency import LRUResidency, Pool
 from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, Price, PricedPaths, Rest, ranks_on_path
@@ -188,7 +187,7 @@ class SearchContract:
         residency.release(residency.lease(tree.insert(documents, [1] * 10_000, range(10_000)), 20))
         start = thread_time()
         node = self.search.find(tree, ranks_of(documents[::-1]))
-        assert thread_time() - start < 2500 * pace_s()
+        assert thread_time() - start < 10
         assert node.end >= 1_000
 
     def test_ranks_on_path_are_those_of_the_request(self) -> None:

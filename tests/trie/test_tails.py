@@ -10,7 +10,6 @@ from time import thread_time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.pace import pace_s
 
 from ragorder.trie.tail import AutoTail, CohortTail, FrequencyTail, PopularityTail, QueueTail, RankTail, Tail
 
@@ -91,7 +90,7 @@ class TailContract:
         start = thread_time()
         tail.observe(Requested(keys))
         arranged = tail.arrange(Requested(keys), [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
-        assert thread_time() - start < 500 * pace_s()
+        assert thread_time() - start < 2
         assert sorted(arranged) == list(range(10_000))
 
 
