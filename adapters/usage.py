@@ -31,10 +31,10 @@ def read_usage(*reports: Any) -> ReportedUsage:
         read = _first(details, "cache_read", "cached_tokens")
         if read is None:
             read = member(report, "cache_read_input_tokens")
-        cached = reported_count(read) if cached is None else cached
+        cached = _count(read) if cached is None else cached
         prompt = prompt or _prompt_tokens(report)
-        completion = completion or reported_count(_first(report, "output_tokens", "completion_tokens"))
-        total = total or reported_count(member(report, "total_tokens"))
+        completion = completion or _count(_first(report, "output_tokens", "completion_tokens"))
+        total = total or _count(member(report, "total_tokens"))
     if cached is not None and (prompt is None or cached > prompt):
         cached = None
     return ReportedUsage(cached, prompt, completion, total)
@@ -77,13 +77,18 @@ class AnswerLength:
 
 
 def _prompt_tokens(report: Any) -> int | None:
-    tokens = reported_count(_first(report, "input_tokens", "prompt_tokens"))
+    tokens = _count(_first(report, "input_tokens", "prompt_tokens"))
     if tokens is None or member(report, "prompt_tokens") is not None:
         return tokens
     # In Anthropic's usage cached tokens, and those written to the cache, are not among the input tokens.
     others = (member(report, name) for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
-    return tokens + sum(reported_count(each) or 0 for each in others)
+    return tokens + sum(_count(each) or 0 for each in others)
 
 
 def _first(value: Any, *names: str) -> Any:
     return next((found for name in names if (found := member(value, name)) is not None), None)
+
+
+def _count(value: Any) -> int | None:
+    """In an answer a count is an integer: 64.0 is none."""
+    return None if isinstance(value, float) else reported_count(value)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from support.pace import pace_s
+from support.pace import step_time_s
 from support.rings import length
 
 from ragorder import Document, Orderer, Ordering
@@ -174,19 +174,25 @@ def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Ev
         time.sleep(0.0005)
 
 
-def test_an_order_costs_no_more_than_4_000_steps_of_python(documents: list[Document]) -> None:
-    """With its confirmation, in processor time of this machine now. A tenth of a millisecond is some 1,500 steps."""
+def test_an_order_costs_no_more_than_2_500_steps_of_python(documents: list[Document]) -> None:
+    """With its confirmation, in processor time: 100 µs where a step takes 40 ns. The least of three tries: other work on
+    the same core only adds to it."""
+    assert min(steps_of_an_order(documents) for _ in range(3)) < 2_500
+
+
+def steps_of_an_order(documents: list[Document]) -> float:
     load = Load(make_orderer("lru", documents)[0], documents)
     # What other tests have left in this process is not the orderer's to be collected.
     gc.collect()
     gc.freeze()
     try:
-        pace = pace_s()
+        step_s = step_time_s()
         order_s = load.run() / ORDERS
-        assert order_s < 0.04 * max(pace, pace_s())
+        step_s = max(step_s, step_time_s())
     finally:
         gc.unfreeze()
     load.check()
+    return order_s / step_s
 
 
 def interrupted(work: Callable[[], object], meanwhile: Callable[[], object], every: int = 1) -> int:
