@@ -175,8 +175,8 @@ def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Ev
 
 
 def test_an_order_costs_no_more_than_2_500_steps_of_python(documents: list[Document]) -> None:
-    """With its confirmation, in processor time: 100 µs where a step takes 40 ns. The least of three tries: other work on
-    the same core only adds to it."""
+    """With its confirmation, in processor time: 100 µs where a step takes 40 ns. The least of three: other work on the
+    same core only adds to it."""
     assert min(steps_of_an_order(documents) for _ in range(3)) < 2_500
 
 
