@@ -83,6 +83,15 @@ class TestHook:
         assert ordered.pop("metadata")["of"] is marker
         assert ordered == {"model": "m", "messages": [user(written("abc"))], "temperature": 0.5}
 
+    @pytest.mark.parametrize("kept", [object(), None, "text"], ids=["an object", "null", "a text"])
+    async def test_metadata_of_another_kind_stay(
+        self, kept: Any, callback: OrderDocuments, orderer: RecordingOrderer
+    ) -> None:
+        ordered = await hook(callback, {"messages": [user(written("abc"))], "metadata": kept})
+        assert ordered["metadata"] is kept
+        await callback.async_log_success_event(event(ordered), {}, None, None)
+        assert orderer.finished == [RequestOutcome(True)]
+
     @pytest.mark.parametrize(
         ("call_type", "field", "content"),
         [

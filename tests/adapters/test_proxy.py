@@ -1451,7 +1451,7 @@ class TestReadingAnswers:
         reader = StreamReader()
         for _ in range(100):
             reader.feed(b"data: " + b"x" * 100_000)
-            assert traced() < 3 << 20
+            assert traced() < 1.1 * (1 << 20)
         reader.feed(b"\n" + LAST)
         assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
@@ -1462,14 +1462,14 @@ class TestReadingAnswers:
             fields = {f"{event}-{number}": "x" * 9000 for number in range(40)}
             counts = {"prompt_tokens": "x" * 50_000, "total_tokens": 10**50, "prompt_tokens_details": fields}
             reader.feed(b"data: %s\n\n" % json.dumps({"choices": [], "usage": fields | counts}).encode())
-        assert traced() < 3 << 20
+        assert traced() < 1 << 19
         assert reader.usage() == ReportedUsage(512, 600, 7)
 
     def test_of_a_long_answer_nothing_is_kept(self, traced: Callable[[], int]) -> None:
         reader = WholeReader()
         for _ in range(100):
             reader.feed(b"x" * 100_000)
-        assert traced() < 1 << 20
+        assert traced() < 1 << 16
         assert reader.usage() == ReportedUsage()
 
     def test_the_time_between_tokens_is_that_from_the_first_to_the_last(self) -> None:

@@ -1120,6 +1120,7 @@ class TestDemo:
         said = " ".join(done.stdout.split())
         for part in ("30 questions", "retrieval order", "ragorder's order", "system prompt", "found in the cache"):
             assert part in said
+        assert "██ found in the cache ░░ computed" in said
         assert "Real: the documents (this Python's standard library), the retrieval (BM25)" in said
         assert "Simulated: the engine's cache, to the block; there is no model and no time." in said
         assert "first token" not in said

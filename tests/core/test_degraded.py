@@ -39,7 +39,7 @@ class TestD4NoDocuments:
     @pytest.mark.parametrize("kind", NO_DOCUMENTS)
     @pytest.mark.parametrize("wrap", [Orderer, lambda: ObservedOrderer(Orderer())], ids=["plain", "observed"])
     def test_d4_is_a_type_error_that_names_what_to_change(self, call: str, kind: str, wrap: Callable[[], Any]) -> None:
-        with pytest.raises(TypeError, match=rf"got {kind} without .*Orderer\(key=…(, tokens=…)?\)") as caught:
+        with pytest.raises(TypeError, match=rf"got {kind} without .*Orderer\(key=…, tokens=…\)") as caught:
             CALLS[call](wrap(), NO_DOCUMENTS[kind])
         assert "SECRET" not in str(caught.value)
 

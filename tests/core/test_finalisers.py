@@ -54,11 +54,8 @@ def ends(work: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def by_hand() -> Iterator[None]:
-    """The collector runs when a test says so, and then looks only at what the test has made: the packages that earlier
-    tests imported are millions of objects."""
-    gc.collect()
-    gc.freeze()
+def by_hand(no_garbage_of_others: None) -> Iterator[None]:
+    """The collector runs when a test says so, and then looks only at what the test has made."""
     gc.disable()
     yield
     gc.enable()

@@ -662,15 +662,8 @@ class TestScopes:
 LARGE = [Document(f"d{number}", "", tokens=10) for number in range(10_000)]
 
 
+@pytest.mark.usefixtures("no_garbage_of_others")
 class TestTenThousandDocuments:
-    @pytest.fixture(autouse=True)
-    def no_garbage_of_others(self) -> Iterator[None]:
-        """What other tests have left in this process is not the orderer's to be collected."""
-        gc.collect()
-        gc.freeze()
-        yield
-        gc.unfreeze()
-
     @pytest.mark.parametrize(("search", "tail", "queue"), grid(list(product(SEARCHES, TAILS, [False, True])), 5))
     def test_ten_thousand_documents_in_one_request(self, search: str, tail: str, queue: bool) -> None:
         orderer = strict(search=search, tail=tail, capacity_tokens=1_000_000)

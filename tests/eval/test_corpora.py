@@ -164,6 +164,7 @@ class TestFolder:
     def test_the_small_corpus_is_sound(self, write: Write) -> None:
         assert_is_sound(load_folder(write()), 20)
 
+    @pytest.mark.usefixtures("no_garbage_of_others")
     @pytest.mark.parametrize("name", GIVEN)
     def test_a_given_corpus_is_sound_and_loads_fast(self, name: str) -> None:
         if not (DATA / name).is_dir():

@@ -561,6 +561,8 @@ class TestTheBenchmark:
         assert "torch" in session["environment"]["packages"]
         report = python("-m", "ragorder", "report", folder, "--markdown", "-", timeout=300).stdout
         assert "Nothing was timed" in report
+        for name in ("flash", "flash + gather", "cudnn", "flex", "flex + mask"):
+            assert rows[name]["reason"] == "needs a GPU"
         assert "| 2 | 9 | 20 | 6/2 × 64 | triton |" in report
 
     def test_tries_tiles_and_splits_that_the_table_does_not_have(self, python: Any) -> None:
