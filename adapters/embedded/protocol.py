@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from ragorder.adapters.http_server.untrusted_json import (
     MAX_VALUES,
     NOT_JSON,
     TooManyValuesError,
+    count_outside_texts,
     count_values,
     decode_any,
     replace_surrogates,
@@ -207,7 +209,7 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
             # Half a character, cut from its other half, is no reason to refuse the rest.
             fields = _fields(replace_surrogates(content), most_tokens)
         except NOT_JSON:
-            raise HTTPError(400, "The body must be JSON in UTF-8.", code="invalid_json") from None
+            raise _no_json() from None
     given = {name: value for name, value in fields.items() if value != _NULL}
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     for name in given.keys() - known:
@@ -222,8 +224,10 @@ def read_request(content: bytes, kind: type[B], longest: int = 0) -> B:
         body = msgspec.json.decode(msgspec.json.encode(given), type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    except NOT_JSON:
+    except RecursionError:
         raise HTTPError(400, "The body is nested too deeply.", code="invalid_body") from None
+    except NOT_JSON:
+        raise _no_json() from None
     if not isinstance(body, TokenizeRequest):
         _check(body)
     return body
@@ -234,9 +238,10 @@ def _fields(content: bytes, most_tokens: int) -> dict[str, Raw]:
     try:
         count_values(content, MAX_VALUES)
     except TooManyValuesError:
-        # Token ids have a limit of their own.
-        tokens = _check_values(_object(content, _Prompt).prompt, most_tokens, "prompt")
-        _check_values(content, MAX_VALUES, None, besides=tokens)
+        # Token ids have a limit of their own. The commas of a text are none, and make no room for other values.
+        prompt = bytes(_object(content, _Prompt).prompt)
+        _check_values(prompt, most_tokens, "prompt")
+        _check_values(content, MAX_VALUES, None, besides=count_outside_texts(prompt, most_tokens))
     return _object(content, dict[str, Raw])
 
 
@@ -247,10 +252,14 @@ def _object(content: bytes, kind: type[T]) -> T:
         raise HTTPError(400, "The body must be a JSON object.", code="invalid_json") from None
 
 
-def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> int:
-    """How many there are at most. Raises HTTPError for more than `limit`, and those of the prompt `besides`."""
+def _no_json() -> HTTPError:
+    return HTTPError(400, "The body must be JSON in UTF-8.", code="invalid_json")
+
+
+def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: int = 0) -> None:
+    """Raises HTTPError for more than `limit`, and those of the prompt `besides`."""
     try:
-        return count_values(content, limit + besides)
+        count_values(content, limit + besides)
     except TooManyValuesError:
         code = "context_length_exceeded" if field == "prompt" else "too_many_values"
         what = field or "The body without its prompt"
@@ -260,7 +269,11 @@ def _check_values(content: bytes | Raw, limit: int, field: str | None, besides: 
 
 def _is_neutral(name: str, value: Raw) -> bool:
     raw = bytes(value)
-    return len(raw) <= _MAX_NEUTRAL and decode_any(raw) in _NEUTRAL.get(name, ())
+    if len(raw) <= _MAX_NEUTRAL:
+        # What was only skipped may not be UTF-8.
+        with suppress(ValueError):
+            return decode_any(raw) in _NEUTRAL.get(name, ())
+    return False
 
 
 def _without_nothing(messages: Raw) -> Raw:

@@ -16,6 +16,7 @@ __all__ = [
     "VALUE_BYTES",
     "HiddenSurrogates",
     "TooManyValuesError",
+    "count_outside_texts",
     "count_values",
     "decode_any",
     "encode_any",
@@ -58,10 +59,11 @@ def count_values(content: bytes | msgspec.Raw, limit: int) -> int:
     content = bytes(content)
     # Each value but the first follows a comma, or is the first of its list or object.
     quick = 1 + sum(map(content.count, (b",", b"[", b"{")))
-    return quick if quick <= limit else _count_outside_texts(content, limit)
+    return quick if quick <= limit else count_outside_texts(content, limit)
 
 
-def _count_outside_texts(content: bytes, limit: int) -> int:
+def count_outside_texts(content: bytes, limit: int) -> int:
+    """Like `count_values`, without the commas and brackets in texts."""
     found, texts, start, in_text = 1, 0, 0, False
     while start < len(content):
         window = content[start : start + _WINDOW]

@@ -722,11 +722,15 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "body",
-        [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"prompt": NaN}'],
+        [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"prompt": NaN}', b'{"prompt": "\xff"}'],
         ids=ascii,
     )
     async def test_what_is_no_json_object_is_refused(self, body: bytes, client: httpx2.AsyncClient) -> None:
         assert (await refusal(client, COMPLETIONS, body))["code"] == "invalid_json"
+
+    async def test_a_field_that_is_not_supported_may_be_no_text(self, client: httpx2.AsyncClient) -> None:
+        error = await refusal(client, COMPLETIONS, b'{"prompt": "a", "response_format": "\xff"}')
+        assert error["param"] == "response_format"
 
     async def test_another_model_is_not_here(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", "model": "gpt"}, status=404)
@@ -783,6 +787,7 @@ class TestBodies:
         [
             (COMPLETIONS, '{"prompt":"a","metadata":{ITEMS}}', None),
             (COMPLETIONS, '{"prompt":"a",ITEMS}', None),
+            (COMPLETIONS, f'{{"prompt":"{"," * MAX_VALUES}",ITEMS}}', None),
             (COMPLETIONS, '{"prompt":"a","kv_transfer_params":{ITEMS}}', None),
             (COMPLETIONS, '{"prompt":[7],"stop":[{ITEMS}]}', None),
             (CHAT, '{"messages":[{ITEMS}]}', None),
