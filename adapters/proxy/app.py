@@ -151,7 +151,7 @@ def make_app(
         repeated=repeated,
         marks=["messages"] if marks else [],
         clouds=clouds,
-        heeds_client_marks=marks is not False,
+        heeds_client_marks=marks is not False and not route,
         on_passed=on_passed,
     )
     limits: dict[str, Any] = {

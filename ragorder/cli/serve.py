@@ -138,7 +138,7 @@ def serve(
         raise click.UsageError("--dedup-text requires --dedup")
     repeated = naming(found, dedup_text, number_by_place=number_by_place) if dedup else None
     provider: Provider | None = next(filter(None, map(cloud_of, upstream)), None)
-    is_engine = in_process or route or (marks is False and provider is None)
+    is_engine = in_process or (marks is False and provider is None)
     marks = provider is not None if marks is None else marks
     if marks_ttl is not None and not marks:
         raise click.UsageError("--marks-ttl requires --marks")

@@ -2071,7 +2071,7 @@ class TestServeOptions:
 
     @pytest.mark.parametrize(
         ("metrics", "options", "heeds"),
-        [(True, [], False), (False, [], True), (False, ["--no-marks"], False), (False, ["--route"], False)],
+        [(True, [], False), (False, [], True), (False, ["--no-marks"], False)],
     )
     def test_marks_of_clients_count_unless_the_server_is_an_engine(
         self, metrics: bool, options: list[str], heeds: bool, serving: Callable[..., Served], far_end: FarEnd

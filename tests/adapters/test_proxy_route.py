@@ -129,6 +129,16 @@ class TestARoute:
         assert router.bodies == [body]
         assert len(router.headers[0][HEADER]) == 32
 
+    def test_a_client_with_marks_of_its_own_gets_a_topic_too(self, front: Callable[..., str], router: Router) -> None:
+        """A router moves no document, so that they lose nothing."""
+        url = front(route=True, template=DocumentTemplate("<d>{text}</d>"))
+        for names in ("ab", "ba"):
+            text = "\n".join(f"<d>{TEXTS[name]}</d>" for name in names)
+            part = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+            post(url, {"model": "m", "messages": [{"role": "user", "content": [part]}]})
+        first, second = (headers[HEADER] for headers in router.headers)
+        assert first == second
+
     def test_leaves_requests_without_documents_as_they_are(self, front: Callable[..., str], router: Router) -> None:
         url = front(route=True)
         post(url, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}, **{HEADER: "mine"})
