@@ -121,9 +121,9 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
 def _is_proxy(server: Server) -> bool:
     """Whether it is `ragorder serve`, whatever has become of its own servers."""
     try:
-        server.get("/ragorder/ready")
-    except ServerError as error:
-        return error.status == 503
+        server.get_json("/ragorder/health")
+    except ServerError:
+        return False
     return True
 
 

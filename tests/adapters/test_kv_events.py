@@ -1404,6 +1404,11 @@ class TestOrdererForVLLM:
                 orderer = Orderer.for_vllm(url, **given)
         assert len(orderer.degraded) == 1
 
+    def test_a_server_that_is_not_up_yet_is_no_proxy_of_ours(self) -> None:
+        with PageServer(lambda *_: (503, b"")) as server, pytest.warns(DegradedWarning, match="HTTP 503"):
+            orderer = Orderer.for_vllm(server.base_url)
+        assert len(orderer.degraded) == 1
+
     def test_d4_what_is_no_server_in_http_is_an_error(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)
