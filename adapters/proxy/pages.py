@@ -130,12 +130,16 @@ class StatsPages:
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def _show_stats(self, request: Request) -> Response:
-        figures = (await run_in_threadpool(self.history.read)).as_json()
+        figures = await run_in_threadpool(self._figures, request.query_params.get("after", ""))
         if self._admission is not None:
             figures["queue"] = self._admission.as_json()
-        with suppress(KeyError, ValueError):
-            figures["history"] = self.history.after(float(request.query_params["after"]))
         return JSONResponse(figures, headers={"Cache-Control": "no-store"})
+
+    def _figures(self, after: str) -> dict[str, Any]:
+        figures = self.history.read().as_json()
+        with suppress(ValueError):
+            figures["history"] = self.history.after(float(after))
+        return figures
 
     async def _show_page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers=self._headers)

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.untrusted_json import NOT_JSON
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.structs import readable_by_threads
 
@@ -99,9 +100,9 @@ class Served:
 
 
 async def _models_of(server: Upstream) -> list[str]:
-    """None, if the server does not say."""
+    """Empty if the server does not say."""
     content = b""
-    with suppress(HTTPError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
+    with suppress(HTTPError, TimeoutError, *NOT_JSON):
         async with (
             asyncio.timeout(_TIMEOUT_S),
             server.send("GET", b"/v1/models", [(b"accept-encoding", b"identity")], None) as response,

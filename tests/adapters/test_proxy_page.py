@@ -23,7 +23,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from support.waiting import eventually
 
@@ -105,6 +105,7 @@ class Upstream:
     def __init__(self) -> None:
         self.reports = True
         self.models: list[str] | None = None
+        self.says = b'{"error": "no such path"}'
         self._seen: list[str] = []
 
     async def complete(self, request: Request) -> JSONResponse:
@@ -122,7 +123,7 @@ class Upstream:
 
     async def list_models(self, _: Request) -> JSONResponse:
         if self.models is None:
-            return JSONResponse({"error": "no such path"}, 404)
+            return Response(self.says, 404)
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
 
 
@@ -288,7 +289,11 @@ class TestPage:
             assert "lengths estimated" in said
             assert page.problems == []
 
-    def test_a_server_that_lists_no_models_has_a_page(self, browser: Any, upstream: str) -> None:
+    @pytest.mark.parametrize("says", [b'{"error": "no such path"}', b"", b'{"x": ' + b"[" * 100_000], ids=len)
+    def test_a_server_that_lists_no_models_has_a_page(
+        self, says: bytes, browser: Any, engine: Upstream, upstream: str
+    ) -> None:
+        engine.says = says
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#served", f"server {upstream}")
             assert "model" not in page.tab.text_content("#served")
