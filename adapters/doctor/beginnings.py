@@ -28,7 +28,7 @@ class SharedBeginning:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where a request parts from all earlier ones, although text of other requests stands behind. `at_repeated`: in a
+    """Where a request parts from all earlier ones, although text of other requests comes later. `at_repeated`: in a
     line that others have, too, so that they differ in the order of their documents alone."""
 
     request: LoggedRequest
@@ -42,13 +42,13 @@ def find_partings(
     beginnings: Iterable[tuple[LoggedRequest, SharedBeginning]],
     tokens: Callable[[int], int],
 ) -> list[Parting]:
-    """Of the requests that repeat long lines of others there. `tokens`: of so many characters."""
+    """Of the requests that repeat long lines of others after it. `tokens` of a number of characters."""
     repeats = _repeated_lines(requests)
     found = []
     for request, shared in beginnings:
         at = shared.characters
-        behind = [line for start, line in _lines(request.text) if start > at and len(line) >= _LONG_LINE]
-        if tokens(sum(len(each) for each in behind if _key(request, each) in repeats)) >= _LEAST_TOKENS:
+        later = [line for start, line in _lines(request.text) if start > at and len(line) >= _LONG_LINE]
+        if tokens(sum(len(each) for each in later if _key(request, each) in repeats)) >= _LEAST_TOKENS:
             at_repeated = _key(request, _line_at(request.text, at)) in repeats
             found.append(Parting(request, at, shared.earlier, at_repeated))
     return found

@@ -44,7 +44,7 @@ _MAX_TOKEN_IDS = 1 << 20
 # Values of a field that is kept until the answer has ended.
 _MAX_OPTIONS = 1 << 14
 _OPTIONS = frozenset({"chat_template_kwargs", "kv_transfer_params"})
-# A longer value is none of those that need nothing.
+# Bytes of the longest value of `_NEUTRAL`, and more.
 _MAX_NEUTRAL = 64
 _NULL = Raw(b"null")
 _NOTHING = (b"null", b"[]")
@@ -277,7 +277,7 @@ def _is_neutral(name: str, value: Raw) -> bool:
 
 
 def _without_nothing(messages: Raw) -> Raw:
-    """Messages without members that are null or an empty list; what are none, as it is."""
+    """Messages without members that are null or an empty list; anything else as it is."""
     try:
         read = msgspec.json.decode(messages, type=list[dict[str, Raw]])
     except NOT_JSON:

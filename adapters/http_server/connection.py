@@ -29,8 +29,8 @@ def timed_connections(
     """A uvicorn protocol for at most `limit` connections; beyond it only `probes` (paths) are answered. A client has
     `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer.
 
-    With `encryption` for HTTPS, of which uvicorn is not to know: it would count a connection, and time it, only after a
-    handshake, so that those without one would be in no limit.
+    With `encryption` for HTTPS. uvicorn is not told of it: it would count and time a connection only after its
+    handshake, so that no limit would hold for connections without one.
     """
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}

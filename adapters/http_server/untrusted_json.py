@@ -137,7 +137,7 @@ def _lone_surrogates(content: bytes) -> Iterator[int]:
     """Where their escapes begin."""
     for each in _SURROGATE.finditer(content):
         at, end = each.span()
-        # Behind a backslash it is the text of an escape; the second half of a pair then stands alone.
+        # After a backslash it is the text of an escape; the second half of a pair is then a lone one.
         if not _is_escaped(content, at):
             if end - at == _ESCAPE:
                 yield at
@@ -146,7 +146,7 @@ def _lone_surrogates(content: bytes) -> Iterator[int]:
 
 
 def _is_escaped(content: bytes, at: int) -> bool:
-    """Whether a backslash belongs to the one in front of it."""
+    """Whether a backslash is escaped by the one before it."""
     first = at
     while first and content[first - 1] == _BACKSLASH:
         first -= 1

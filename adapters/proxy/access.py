@@ -15,16 +15,16 @@ from ragorder.adapters.http_server.headers import header
 __all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware"]
 
 THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
-# For errors, of which a page of another origin otherwise sees nothing. Its key or its origin has been checked, or it is
-# only told that it needs a key.
+# Without it a page of another origin cannot read an error. Its key or its origin has been checked, or the error only
+# says that a key is needed.
 _READABLE = (b"access-control-allow-origin", b"*")
 _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="ragorder", charset="UTF-8"')]
 
 
 class APIKeyMiddleware:
     """Requires the key, as Bearer token, as the password of basic authentication (browsers), or as x-api-key
-    (Anthropic's clients). Browsers ask without it whether a page may send a request: what is asked is the server's to
-    answer, as vLLM does."""
+    (Anthropic's clients). Browsers ask without the key whether a page may send a request: the server answers that, as
+    vLLM does."""
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app

@@ -185,7 +185,7 @@ class ChatBody(Body):
         return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
 
     def _messages(self, content: Raw) -> list[Raw] | None:
-        """With the instructions in front; None for anything but a list."""
+        """The instructions first; None for anything but a list."""
         messages = decode(content, list[Raw])
         if messages is None or not self._instructions():
             return messages

@@ -29,7 +29,6 @@ from ragorder.trie.histories import Segment
 __all__ = ["OnSent", "OrderedRequest", "RequestOrderer"]
 
 _logger = logging.getLogger("ragorder")
-_LONGEST_HEADER = 1024
 
 
 class OnSent(Protocol):

@@ -15,8 +15,8 @@ _ADVICE = (
 
 
 def check(case: Case) -> Finding:
-    """Requests that part from all earlier ones at a document which others have, too, with more of these behind it: in
-    another order a cache could have reused more."""
+    """Requests that part from all earlier ones at a document that others have, too, and have more of these after it: a
+    cache could have reused more in another order."""
     reordered = sum(each.at_repeated for each in case.partings)
     found = f"{reordered:,} of {len(case.beginnings):,} requests have documents of earlier ones in another order"
     if graded(reordered, len(case.beginnings)) == "good":
