@@ -253,12 +253,13 @@ class BodyParser:
             Document("", own, self._tokens.found(text, salt)) for own, text in zip(known, run.documents, strict=True)
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
-        suffix = passage.suffix(run.tail)
-        suffix_tokens = self._tokens.suffix(suffix)
+        question = self._segments(passage.suffix(run.tail))
+        # No less than these have, each rounded up.
+        suffix_tokens = sum(each.tokens for each in question)
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
         parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left)
         if isinstance(body, ChatBody):
-            parsed = replace(parsed, question=self._segments(suffix, suffix_tokens))
+            parsed = replace(parsed, question=question)
         if parsed.error is None and body.is_history(passage):
             return replace(parsed, choose=partial(self._turns.choose, parsed.scope, passage.text))
         return parsed
@@ -281,12 +282,16 @@ class BodyParser:
             failure = error
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
 
-    def _segments(self, suffix: PromptSuffix, tokens: int) -> list[Segment]:
+    def _segments(self, suffix: PromptSuffix) -> list[Segment]:
         """What follows the documents: the rest of their message, and each later one."""
-        later = [(bytes(each), self._tokens.suffix(PromptSuffix(messages=[each]))) for each in suffix.messages]
-        rest = digest_of(suffix.text, *map(bytes, suffix.parts)).hex()
-        own = Estimate(max(0, tokens - sum(length for _, length in later)))
-        return [Segment(rest, own), *(Segment(digest_of(each).hex(), Estimate(length)) for each, length in later)]
+        follows = [suffix._replace(messages=()), *(PromptSuffix(messages=[each]) for each in suffix.messages)]
+        return [
+            Segment(
+                digest_of(each.text, *map(bytes, each.parts), *map(bytes, each.messages)).hex(),
+                Estimate(self._tokens.suffix(each)),
+            )
+            for each in follows
+        ]
 
     def _prefix_tokens(self, scope: bytes, body: Body, prefix: PromptPrefix) -> int:
         tokens = self._prefixes.get(scope)

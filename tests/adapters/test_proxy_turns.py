@@ -127,6 +127,18 @@ class TestPredictions:
                 history.append(assistant(f"It is {number} in turn {turn}."))
         assert max(off) <= 48
 
+    def test_many_short_messages_have_no_less_than_nothing(self) -> None:
+        """Each is rounded up to whole tokens: together they have more than the answer has room for."""
+        proxy = Proxy()
+        for names in ("abc", "cab"):
+            turns = [message for _ in range(200) for message in (assistant("Yes."), user("And?"))]
+            content = json.dumps({"max_tokens": 1, "messages": [user(f"{written(names)}\nWhich?"), *turns]}).encode()
+            parsed = proxy.parse("chat", content)
+            assert parsed is not None
+            request = proxy.order(parsed)
+            sent = json.loads(request.take_body())["messages"]
+        assert sent[0]["content"].startswith(written("abc"))
+
 
 class TestEarlierTurns:
     @ROUTES
