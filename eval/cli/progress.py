@@ -11,20 +11,24 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["progress_bar"]
+__all__ = ["QUIET_S", "progress_bar"]
+
+QUIET_S = 2.0
+"""For commands that are often over at once, and have then nothing to say of it."""
 
 Announce = Callable[[str, int], Callable[[], None]]
 
 
 @contextmanager
-def progress_bar(every_s: float = 10.0) -> Iterator[Announce]:
+def progress_bar(*, quiet_s: float = 0.0, every_s: float = 10.0) -> Iterator[Announce]:
     """Yields a function that announces work (description, steps) and returns a callback for each finished step.
 
-    Without a terminal the present work is printed on a line when it begins, every `every_s` and at the end.
+    Without a terminal the present work is printed on a line when it begins, every `every_s` and at the end; of work
+    that is over within `quiet_s` nothing is printed.
     """
     console = Console(stderr=True)
     if not console.is_interactive:
-        with _lines(every_s) as announce:
+        with _lines(quiet_s, every_s) as announce:
             yield announce
         return
     columns = (
@@ -59,20 +63,26 @@ class _Work:
 
 
 @contextmanager
-def _lines(every_s: float) -> Iterator[Announce]:
+def _lines(quiet_s: float, every_s: float) -> Iterator[Announce]:
     begun: list[_Work] = []
-    ended = threading.Event()
+    loud, ended = threading.Event(), threading.Event()
+    if not quiet_s:
+        loud.set()
 
     def announce(description: str, steps: int) -> Callable[[], None]:
         begun.append(_Work(description, steps))
-        begun[-1].print()
+        if loud.is_set():
+            begun[-1].print()
         if len(begun) == 1:
             thread.start()
         return begun[-1].advance
 
     def repeat() -> None:
-        while not ended.wait(every_s):
+        wait_s = quiet_s or every_s
+        while not ended.wait(wait_s):
+            loud.set()
             begun[-1].print()
+            wait_s = every_s
 
     # A thread, since one step may take longer than the time between two lines.
     thread = threading.Thread(target=repeat, name="ragorder-progress", daemon=True)
@@ -82,4 +92,5 @@ def _lines(every_s: float) -> Iterator[Announce]:
         ended.set()
         if begun:
             thread.join()
-            begun[-1].print()
+            if loud.is_set():
+                begun[-1].print()

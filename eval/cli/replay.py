@@ -11,7 +11,7 @@ import click
 from ragorder.cli.options import Choice, Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
-from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.cli.progress import QUIET_S, progress_bar
 from ragorder.eval.replay.example import EXAMPLE_LOG
 from ragorder.eval.replay.formats import FORMATS
 from ragorder.eval.replay.reading import DefaultLengths
@@ -177,7 +177,7 @@ def replay(
         wanted = [Capacity.parse(capacity) for capacity in capacities]
         if plot is not None:
             need_matplotlib()
-        with progress_bar() as progress:
+        with progress_bar(quiet_s=QUIET_S) as progress:
             requests = read_log(source, format=format, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
             report = replay_log(
                 requests,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ragorder.cli.options import Command, option
-from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.cli.progress import QUIET_S, progress_bar
 from ragorder.jsonl import decode
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _made(paths: tuple[Path, ...] | list[Path], title: str | None = None) -> Rep
         others = {path: section for path in paths if (section := _section(path)) is not None}
         folders = [path for path in paths if path not in others]
         results = read_results(*folders) if folders else None
-        with progress_bar() as progress:
+        with progress_bar(quiet_s=QUIET_S) as progress:
             return make_report(results, load_suites(), progress, list(others.values()), title)
     except (ResultsError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None
@@ -129,7 +129,7 @@ def _write(made: Report, page: Path | None, markdown: Path | None, pictures: Pat
 
     try:
         if page is not None:
-            with progress_bar() as progress:
+            with progress_bar(quiet_s=QUIET_S) as progress:
                 page.write_text(render_html(made, progress), "utf-8")
             click.echo(f"wrote {page}", err=True)
         if markdown is not None and str(markdown) == "-":
@@ -150,7 +150,7 @@ def _write_pictures(made: Report, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     count = 0
-    with progress_bar() as progress:
+    with progress_bar(quiet_s=QUIET_S) as progress:
         advance = progress("drawing", len(made.sections))
         for section in made.sections:
             for number, picture in enumerate(section.pictures, 1):

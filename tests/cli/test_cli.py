@@ -1217,7 +1217,8 @@ class TestDemo:
         assert "0 of 20" in progress[0] and "20 of 20" in progress[-1]
         assert "Requests served" not in done.stdout
 
-    def test_progress_is_repeated_while_a_step_lasts(self, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize("quiet_s", [0, 0.01])
+    def test_progress_is_repeated_while_a_step_lasts(self, capsys: pytest.CaptureFixture[str], quiet_s: float) -> None:
         said = ""
 
         def repeated() -> bool:
@@ -1225,7 +1226,7 @@ class TestDemo:
             said += capsys.readouterr().err
             return said.count("Questions: 1 of 3, ") > 2
 
-        with progress_bar(every_s=0.01) as announce:
+        with progress_bar(quiet_s=quiet_s, every_s=0.01) as announce:
             announce("Questions", 3)()
             assert eventually(repeated)
         assert capsys.readouterr().out == ""
