@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from click import ParamType
     from pydantic.fields import FieldInfo
 
+    from ragorder.orderer import Orderer
+
     _Choice = ClickChoice[str]
 else:
     _Choice = click.Choice
@@ -47,6 +49,7 @@ __all__ = [
     "Size",
     "api_key",
     "build",
+    "build_orderer",
     "events_address",
     "given",
     "in_options",
@@ -448,6 +451,19 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
         raise click.UsageError("; ".join(_in_options(each["loc"], each["msg"], model) for each in problems)) from None
+
+
+def build_orderer(options: Mapping[str, Any]) -> Orderer:
+    """An orderer with the settings that were given. Raises click.UsageError, also for a policy or a profile that the
+    settings leave to the orderer to check."""
+    from ragorder.orderer import Orderer
+    from ragorder.settings import Settings
+
+    settings = build(Settings, options)
+    try:
+        return Orderer(settings)
+    except ValueError as error:
+        raise click.UsageError(in_options(str(error), Settings)) from None
 
 
 def in_options(message: str, model: type[Any]) -> str:

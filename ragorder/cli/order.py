@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Command, Count, build, option, options_from, section
+from ragorder.cli.options import Command, Count, build_orderer, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.cli.prompt_files import PromptFiles
 from ragorder.cli.request_lines import (
@@ -115,10 +115,9 @@ def order(
     """
     if max_wait is not None and not batch:
         raise click.UsageError("--max-wait requires --batch")
-    settings = build(Settings, options)
-    orderer = Orderer(settings)
+    orderer = build_orderer(options)
     unread = UnreadFields()
-    read = read_requests(requests, document_tokens, settings.prefix_tokens, unread=unread)
+    read = read_requests(requests, document_tokens, orderer.settings.prefix_tokens, unread=unread)
     with ExitStack() as stack:
         files = stack.enter_context(PromptFiles(prompts, output_tokens)) if prompts else None
         read = files.retrieved(read) if files else read

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragorder.cli.config_file import with_environment
-from ragorder.cli.options import Command, build, given
+from ragorder.cli.options import Command, build, build_orderer, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_limits import ServeLimits, check_connections
 from ragorder.cli.serve_options import check_keys, serve_options
@@ -124,7 +124,7 @@ def serve(
         raise click.UsageError(f"--{stray[0].replace('_', '-')} requires --max-in-flight")
     if isinstance(profile := engine_settings["profile"], Path):
         options["profile"] = with_loads(profile, needed=not in_process)
-    settings = build(Settings, options)
+    settings = build_orderer(options).settings
     loaded = None if tokenizer is None else load_named(tokenizer)
     templates = {"document_template": document_template, "question_template": question_template}
     builder_of(None, **templates)

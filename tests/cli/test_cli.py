@@ -585,6 +585,20 @@ class TestOrderRefuses:
         monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "big")
         assert "--block-size" in refusal("order", input="")
 
+    @pytest.mark.parametrize(
+        "command", [("order",), ("serve", "--upstream", "http://127.0.0.1:9")], ids=lambda one: one[0]
+    )
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [("tier_policy", "--tier-policy: replacement policy must be one of"), ("profile", "name a profile that can")],
+    )
+    def test_a_setting_in_the_environment_that_the_orderer_refuses(
+        self, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str, said: str
+    ) -> None:
+        pytest.importorskip("starlette")
+        monkeypatch.setenv(f"RAGORDER_{name.upper()}", "/nowhere")
+        assert said in " ".join(refusal(*command, input="").split())
+
 
 class TestOrderSettings:
     @pytest.mark.parametrize(("option", "value"), SETTINGS)
@@ -594,7 +608,7 @@ class TestOrderSettings:
     @pytest.mark.parametrize(("option", "value"), SETTINGS)
     def test_each_reaches_the_orderer(self, option: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[Settings] = []
-        module = sys.modules["ragorder.cli.order"]
+        module = sys.modules["ragorder.orderer"]
         monkeypatch.setattr(module, "Orderer", lambda given: seen.append(given) or Orderer(given))
         order(request("ab"), options=[option, value])
         assert str(getattr(seen[0], option.strip("-").replace("-", "_"))) == value
