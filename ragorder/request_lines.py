@@ -70,7 +70,7 @@ Time = Annotated[int | float | str, AfterValidator(_checked)]
 
 
 class LineDocument(BaseModel):
-    """A document of which more is known than its id. Without `tokens` its length is estimated from its `text`."""
+    """A document with more than its id. Without `tokens` its length is estimated from its `text`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -138,7 +138,7 @@ class RequestLine(BaseModel):
         return [each.name if isinstance(each, LineDocument) else each for each in self.documents]
 
     def lengths(self, document_tokens: int) -> Lengths:
-        """`document_tokens`: of a document of which nothing is known. Estimates are `Estimate`s."""
+        """`document_tokens`: of a document without length and text. Estimates are `Estimate`s."""
         if isinstance(self.tokens, list):
             return Lengths(list(self.tokens), 0, 0)
         if self.tokens is not None:
@@ -154,7 +154,7 @@ class RequestLine(BaseModel):
                 estimated += 1
         return Lengths(tokens, estimated, assumed)
 
-    def tokens_behind(self, tokens_before: int) -> int | None:
+    def tokens_after_documents(self, tokens_before: int) -> int | None:
         """Tokens of the prompt from its documents' end, where `tokens_before` end; None if the line does not say.
         Raises ValueError for a prompt that is shorter than its documents."""
         if self.prompt_tokens is None:
@@ -173,7 +173,7 @@ _FIELDS = tuple(RequestLine.model_fields)
 class UnreadFields:
     """Fields of lines that have no meaning here, and in how many lines each stood.
 
-    Only so many names are kept: each line of a foreign file may have one of its own."""
+    The number of names is bounded: each line of a foreign file may have one of its own."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
@@ -190,7 +190,7 @@ class UnreadFields:
 
     @property
     def doubtful(self) -> list[str]:
-        """Those that may be meant for a field of the format, or be in the order of the documents; each with that."""
+        """Fields that may be meant for one of the format, or that are parallel to the documents; each with the reason."""
         said = []
         for name, count in self.lines.items():
             if _meant(name):

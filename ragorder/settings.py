@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     )
     invest: bool = Field(
         True,
-        description="With copies of all documents: whether those that many requests have are recomputed exactly, so "
+        description="With copies of all documents: whether documents of many requests are recomputed exactly, so "
         "that later requests find them in an exact prefix.",
     )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")

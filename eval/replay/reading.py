@@ -90,7 +90,7 @@ class _Reader:
         self.estimated_lengths += estimated
         self.assumed_lengths += assumed
         prefix_tokens = default["prefix_tokens"] if line.prefix_tokens is None else line.prefix_tokens
-        suffix_tokens = line.tokens_behind(prefix_tokens + sum(tokens))
+        suffix_tokens = line.tokens_after_documents(prefix_tokens + sum(tokens))
         self.builder.add(
             seconds_of(line.time or 0),
             line.names[: self._top_k],

@@ -76,7 +76,7 @@ def plan(
     "time" is not needed. A shard has requests that share documents, in the order in which one engine should serve them,
     as the lines that `ragorder order` writes: fields are repeated, so results are joined by an id among them or by
     "index". Here "prefix_documents" and "cached_tokens" are what a request shares with the line before. Requests of
-    different tenants, or behind prefixes of different lengths, share nothing.
+    different tenants, or with prefixes of different lengths, share nothing.
 
     Memory is bounded, whatever the number of requests; the disk holds their numbers and fields meanwhile, not their
     texts. A run that was interrupted is simply started again, and ends with the same files.

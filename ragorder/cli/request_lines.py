@@ -41,8 +41,8 @@ class RequestDocument(NamedTuple):
 class RequestToOrder:
     """A request by its place in the input, and the fields that its order repeats.
 
-    `scope`: requests of another tenant or behind a prefix of another length share nothing. `prefix_tokens` and
-    `suffix_tokens`, question and answer: None if the line does not say."""
+    `scope`: requests share nothing if tenants or lengths of prefixes differ. `prefix_tokens` and `suffix_tokens`,
+    question and answer: None if the line does not say."""
 
     index: int
     documents: list[RequestDocument]
@@ -76,7 +76,7 @@ def read_requests(
     unread: UnreadFields | None = None,
     progress: Callable[[str, int], Callable[[], None]] | None = None,
 ) -> Iterator[RequestToOrder]:
-    """The requests of an open file, plain, gzipped or in xz; the lengths are those that lines do not give. Raises
+    """The requests of an open file, plain, gzipped or in xz; the lengths are for lines that give none. Raises
     LineError with the number of the line."""
     lines = JSONLines(source, error=LineError, example=EXAMPLE, progress=progress)
     for index, (number, line) in enumerate(lines.read(RequestLine)):
@@ -95,8 +95,8 @@ def _request(index: int, line: RequestLine, document_tokens: int, prefix_tokens:
         for id, name, length, given in zip(line.ids, line.names, tokens, line.documents, strict=True)
     ]
     prefix = prefix_tokens if line.prefix_tokens is None else line.prefix_tokens
-    behind = [line.tokens_behind(prefix + sum(tokens)), line.output_tokens]
-    suffix = sum(each or 0 for each in behind) if any(each is not None for each in behind) else None
+    known = [line.tokens_after_documents(prefix + sum(tokens)), line.output_tokens]
+    suffix = sum(each or 0 for each in known) if any(each is not None for each in known) else None
     echo = line.model_dump(exclude={"documents"}, exclude_unset=True)
     return RequestToOrder(index, documents, (line.tenant, line.prefix_tokens), line.prefix_tokens, suffix, echo)
 

@@ -63,7 +63,7 @@ class TestTheContract:
     )
     def test_a_missing_part_is_an_error_that_names_it(self, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
         monkeypatch.setitem(versions.CONTRACT, changed, ())
-        with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install '.\[ray\]'"):
+        with pytest.raises(UnsupportedRayError, match=rf"{re.escape(changed)}.*pip install '\.\[ray\]'"):
             make_application(EmbeddedEngine("/models/none"))
 
     def test_so_is_a_parameter_that_is_no_longer_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:

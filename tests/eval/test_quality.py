@@ -523,7 +523,7 @@ class TestTheHub:
 
     def test_without_the_package_it_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(ImportError, match=r"pip install '.\[quality\]', or give --data FILE"):
+        with pytest.raises(ImportError, match=r"pip install '\.\[quality\]', or give --data FILE"):
             load_questions("hotpotqa")
 
 
@@ -1298,7 +1298,7 @@ class TestStatistics:
 
     def test_without_scipy_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "scipy", None)
-        with pytest.raises(ImportError, match=r"pip install '.\[eval\]'"):
+        with pytest.raises(ImportError, match=r"pip install '\.\[eval\]'"):
             mcnemar_exact([0], [1])
 
 
