@@ -190,7 +190,7 @@ class UnreadFields:
 
     @property
     def doubtful(self) -> list[str]:
-        """Fields that may be meant for one of the format, or that are parallel to the documents; each with the reason."""
+        """Fields that may be meant for one of the format, or that are parallel to documents, each with the reason."""
         said = []
         for name, count in self.lines.items():
             if _meant(name):
