@@ -101,8 +101,7 @@ class PromptBuilder:
     - `cached_documents`: documents whose tokens are kept, in 64 MiB at most.
 
     Special tokens in documents and questions are escaped, lone surrogates replaced; a history is sent as it is, and
-    counted as if it had none. Raises ValueError for a wrong
-    template, or for `align_to` without a tokenizer.
+    counted as if it had none. Raises ValueError for a wrong template, or for `align_to` without a tokenizer.
     """
 
     def __init__(

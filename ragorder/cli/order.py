@@ -107,8 +107,8 @@ def order(
     REQUESTS is that file, plain or gzipped, or - for standard input, in the lines of `ragorder replay`: "documents"
     (ids, best first, or objects with "id", "tokens", "text" and "metadata") and, where they are known, "tenant",
     "tokens" and other lengths; without "time", as lines are served as they come. An order repeats all fields and gives
-    "documents" (ids, in the order of the prompt, as a list "tokens" is then), "permutation" (their retrieval ranks,
-    from 0), "index" (the number of the request), and the cached "prefix_documents" and "cached_tokens" that are
+    "documents" (ids, in the order of the prompt; a list "tokens" is in the same order), "permutation" (their retrieval
+    ranks, from 0), "index" (the number of the request), and the cached "prefix_documents" and "cached_tokens" that are
     predicted.
 
     Every order counts as served.
