@@ -14,6 +14,8 @@ from support.waiting import eventually
 
 __all__ = ["serving"]
 
+_GRACE_S = 2
+
 
 @contextmanager
 def serving() -> Iterator[Callable[[Any], str]]:
@@ -32,6 +34,10 @@ def serving() -> Iterator[Callable[[Any], str]]:
     try:
         yield serve
     finally:
+        for server, _ in started:
+            server.should_exit = True
         for server, thread in started:
-            server.should_exit = server.force_exit = True
+            thread.join(_GRACE_S)
+            # An answer without end would keep it, and a forced end leaves out that of the lifespan.
+            server.force_exit = True
             thread.join(60)
