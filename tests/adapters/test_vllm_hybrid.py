@@ -6,8 +6,9 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -19,20 +20,33 @@ pytest.importorskip("vllm")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-BLOCK = 640
-"""Of the model that `support.hybrid_engine` makes: vLLM makes its blocks as large as the state of a layer."""
 SYSTEM, QUESTION = 300, 40
 RUN = Path(__file__).parents[1] / "support" / "hybrid_engine.py"
 
 
-def serve(prompts: Sequence[Sequence[int]], folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(RUN), str(folder)], input=json.dumps(prompts), capture_output=True, text=True, timeout=500
-    )
-    line = next((each for each in done.stdout.splitlines() if each.startswith("FOUND ")), None)
-    assert line is not None, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
-    return found
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(RUN), str(tmp_path)]
+    with (
+        open(tmp_path / "log", "w") as log,
+        subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, text=True) as process,
+    ):
+        yield process
+        process.kill()
+
+
+def told(engine: subprocess.Popen[str], word: str) -> Any:
+    assert engine.stdout is not None
+    line = next((each for each in engine.stdout if each.startswith(f"{word} ")), None)
+    assert line is not None, f"the engine ended without {word}: see its log"
+    return json.loads(line.removeprefix(f"{word} "))
+
+
+def serve(engine: subprocess.Popen[str], prompts: Sequence[Sequence[int]]) -> Any:
+    assert engine.stdin is not None
+    json.dump(prompts, engine.stdin)
+    engine.stdin.close()
+    return told(engine, "FOUND")
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -41,7 +55,8 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-def test_predictions_are_what_the_engine_reports(tmp_path: Path) -> None:
+def test_predictions_are_what_the_engine_reports(engine: subprocess.Popen[str]) -> None:
+    block = told(engine, "BLOCK")
     rng = random.Random(0)
 
     def text(tokens: int) -> list[int]:
@@ -51,7 +66,7 @@ def test_predictions_are_what_the_engine_reports(tmp_path: Path) -> None:
     texts = {f"d{number}": text(rng.randrange(200, 900)) for number in range(12)}
     documents = [Document(name, name, tokens=len(ids)) for name, ids in texts.items()]
     orderer = Orderer.for_cloud(
-        rules=hybrid_rules(BLOCK), prefix_tokens=SYSTEM, suffix_tokens=QUESTION, feedback=False, strict=True
+        rules=hybrid_rules(block), prefix_tokens=SYSTEM, suffix_tokens=QUESTION, feedback=False, strict=True
     )
     prompts, predicted = [], []
     for number in range(80):
@@ -61,13 +76,13 @@ def test_predictions_are_what_the_engine_reports(tmp_path: Path) -> None:
         prompts.append([*system, *ids, *text(QUESTION)])
         predicted.append(ordering.cached_tokens)
         ordering.confirm()
-    found = serve(prompts, tmp_path)
-    assert (found["block_size"], found["mode"]) == (BLOCK, "align")
+    found = serve(engine, prompts)
+    assert (found["block_size"], found["mode"]) == (block, "align")
     right = sum(one == other for one, other in zip(predicted, found["cached"], strict=True))
     assert right >= 0.97 * len(prompts), list(zip(predicted, found["cached"], strict=True))
     # A cache that resumes at any block would have found more.
     blocks = [
-        max((common(ids, other) // BLOCK * BLOCK for other in prompts[:number]), default=0)
+        max((common(ids, other) // block * block for other in prompts[:number]), default=0)
         for number, ids in enumerate(prompts)
     ]
     assert sum(found["cached"]) < 0.9 * sum(blocks)

@@ -1,5 +1,8 @@
 """vLLM with a hybrid model of random weights, in a process of its own: prompts in, cached tokens out.
 
+It tells the size of its blocks before it reads the prompts: vLLM makes them as large as the state of a layer, in the
+units of the processor's kernels.
+
 python hybrid_engine.py FOLDER ['{"max_num_batched_tokens": 640}'] < prompts.json   # a list of lists of token ids
 """
 
@@ -51,7 +54,6 @@ def main(folder: Path, changes: dict[str, Any]) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    prompts = json.load(sys.stdin)
     save_config(folder)
     from vllm import LLM, SamplingParams
 
@@ -66,12 +68,15 @@ def main(folder: Path, changes: dict[str, Any]) -> None:
         "enable_prefix_caching": True,
     }
     engine = LLM(model=str(folder), **options | changes)
+    cache = engine.llm_engine.vllm_config.cache_config
+    sys.stdout.write(f"BLOCK {cache.block_size}\n")
+    sys.stdout.flush()
+    prompts = json.load(sys.stdin)
     sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False)
     cached = []
     for ids in prompts:
         (answer,) = engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
         cached.append(answer.num_cached_tokens or 0)
-    cache = engine.llm_engine.vllm_config.cache_config
     found = {"block_size": cache.block_size, "mode": cache.mamba_cache_mode, "cached": cached}
     sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
