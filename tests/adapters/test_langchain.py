@@ -254,7 +254,9 @@ def handler(caplog: pytest.LogCaptureFixture) -> Iterator[FeedbackHandler]:
         yield handler
     gc.collect()
     assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
-    assert not [record for record in caplog.get_records("call") if record.name == "ragorder"]
+    said = [record.getMessage() for record in caplog.get_records("call") if record.name == "ragorder"]
+    # Of a wrong report the log tells once a process, whichever test comes first.
+    assert [text for text in said if "an engine reported what is no number" not in text] == []
 
 
 def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
