@@ -90,5 +90,5 @@ def _first(value: Any, *names: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """In an answer a count is an integer: 64.0 is none."""
+    """Return a count of an answer, or None: it has to be an integer, so 64.0 is no count."""
     return None if isinstance(value, float) else reported_count(value)

@@ -254,7 +254,7 @@ class BodyParser:
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         question = self._segments(passage.suffix(run.tail))
-        # No less than these have, each rounded up.
+        # The sum of its parts: each is rounded up to whole tokens, so the length of the whole could be less.
         suffix_tokens = sum(each.tokens for each in question)
         parsed = self._parsed(body, documents, suffix_tokens, render, salt, passage.prefix(run.head), gaps)
         parsed = replace(parsed, marks=marks, orderer=by.orderer, named=named or (), left=left)
@@ -283,7 +283,7 @@ class BodyParser:
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
 
     def _segments(self, suffix: PromptSuffix) -> list[Segment]:
-        """What follows the documents: the rest of their message, and each later one."""
+        """Return what follows the documents: the rest of their message, then each later message."""
         follows = [suffix._replace(messages=()), *(PromptSuffix(messages=[each]) for each in suffix.messages)]
         return [
             Segment(

@@ -100,7 +100,7 @@ class Served:
 
 
 async def _models_of(server: Upstream) -> list[str]:
-    """Empty if the server does not say."""
+    """Return the names of its models, or [] if it names none."""
     content = b""
     with suppress(HTTPError, TimeoutError, *NOT_JSON):
         async with (

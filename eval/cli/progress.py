@@ -14,14 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 __all__ = ["QUIET_S", "progress_bar"]
 
 QUIET_S = 2.0
-"""For commands that are often over at once, and have then nothing to say of it."""
+"""For commands that are often over sooner, and then need no lines about their progress."""
 
 Announce = Callable[[str, int], Callable[[], None]]
 
 
 @contextmanager
 def progress_bar(*, quiet_s: float = 0.0, every_s: float = 10.0) -> Iterator[Announce]:
-    """Yields a function that announces work (description, steps) and returns a callback for each finished step.
+    """Yield a function that announces work (description, steps) and returns a callback for each finished step.
 
     Without a terminal the present work is printed on a line when it begins, every `every_s` and at the end; of work
     that is over within `quiet_s` nothing is printed.

@@ -38,7 +38,7 @@ def engine(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def told(engine: subprocess.Popen[str], word: str) -> Any:
     assert engine.stdout is not None
     line = next((each for each in engine.stdout if each.startswith(f"{word} ")), None)
-    assert line is not None, f"the engine ended without {word}: see its log"
+    assert line is not None, Path(str(engine.args[-1]), "log").read_text()[-3000:]  # type: ignore[index]
     return json.loads(line.removeprefix(f"{word} "))
 
 
