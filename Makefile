@@ -17,9 +17,9 @@ BENCH = $(BIN)/ragorder bench --seeds 0,1
 WORKLOADS := paper paper-shuf ov0.0 ov0.4 ov0.8 mix8 zipf10 geo
 POLICIES := retrieval sorted recency random greedy best frequency auto oracle
 REAL = $(addprefix --corpus $(CORPORA)/,covidqa bing_covid_cord nqopen) --order random --capacity-tokens 32768
-SERVED = --limit 60 --capacity-tokens unlimited --policy retrieval --policy auto
+SERVED = --limit 60 --capacity-tokens unlimited --policy retrieval --policy free
 LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals poisson:1.5 --concurrency 8 --output-tokens 16 $(addprefix --policy ,retrieval greedy auto events)
-HOUR = --workload zipf10 --policy retrieval --policy auto --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
+HOUR = --workload zipf10 --policy retrieval --policy free --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 INSTALL := requirements/install.sh $(BIN)/python
 SAYS_sim := A simulated cache, without a model. ENGINE=torch or ENGINE=vllm shows times, too (several minutes, with the installation).
@@ -101,15 +101,15 @@ bench: $(VENV)/.sim ## Measure the summary of docs/results.md on the simulated e
 	@mkdir -p $(RESULTS)
 	$(BENCH) $(addprefix --workload ,$(WORKLOADS)) $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim.json
 	$(BENCH) --workload mix8 --workload geo --capacity-tokens 5% $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim-5.json
-	$(BENCH) --workload paper-shuf --workload mix8 --policy auto --waiting 8 --json $(RESULTS)/sim-waiting.json
-	$(BENCH) --workload mix8 --policy auto --waiting 8 --capacity-tokens 5% --json $(RESULTS)/sim-waiting-5.json
-	$(BENCH) --corpus pydocs --policy retrieval --policy greedy --policy auto --json $(RESULTS)/sim-pydocs.json
-	$(BENCH) --corpus pydocs --policy auto --batch --order random --capacity-tokens 32768 --json $(RESULTS)/sim-pydocs-batch.json
-	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy best --policy auto --policy popularity --json $(RESULTS)/order-k$$k.json; done
+	$(BENCH) --workload paper-shuf --workload mix8 --policy free --waiting 8 --json $(RESULTS)/sim-waiting.json
+	$(BENCH) --workload mix8 --policy free --waiting 8 --capacity-tokens 5% --json $(RESULTS)/sim-waiting-5.json
+	$(BENCH) --corpus pydocs --policy retrieval --policy greedy --policy free --json $(RESULTS)/sim-pydocs.json
+	$(BENCH) --corpus pydocs --policy free --batch --order random --capacity-tokens 32768 --json $(RESULTS)/sim-pydocs-batch.json
+	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy prefix --policy free --policy popularity --json $(RESULTS)/order-k$$k.json; done
 ifneq ($(wildcard $(CORPORA)/covidqa),)
-	$(BENCH) $(REAL) --policy retrieval --policy best --json $(RESULTS)/real.json
-	$(BENCH) $(REAL) --policy auto --batch --json $(RESULTS)/real-batch.json
-	$(BENCH) $(REAL) --top-k 10 --policy auto --batch --json $(RESULTS)/real-batch-k10.json
+	$(BENCH) $(REAL) --policy retrieval --policy prefix --json $(RESULTS)/real.json
+	$(BENCH) $(REAL) --policy free --batch --json $(RESULTS)/real-batch.json
+	$(BENCH) $(REAL) --top-k 10 --policy free --batch --json $(RESULTS)/real-batch-k10.json
 endif
 
 bench-vllm: $(VENV)/.vllm ## Measure its figures of real vLLM (a quarter of an hour on two cores)

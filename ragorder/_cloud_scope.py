@@ -79,6 +79,9 @@ def cloud_settings(settings: Settings | None, options: OrdererOptions, prefix_to
         if name in given and getattr(settings, name) != usual:
             raise ValueError(f"{name} is not for clouds: leave it out")
     changes: dict[str, Any] = {"block_size": 1}
+    if "moves" not in given:
+        # What a cloud holds depends on its marks, which the measurement of earned moves does not know.
+        changes["moves"] = "free"
     if "capacity_tokens" not in given:
         changes["capacity_tokens"] = None
     if prefix_tokens is not None and "prefix_tokens" not in given:

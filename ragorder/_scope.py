@@ -7,6 +7,7 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+from ragorder._earned import EarnedMoves
 from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
@@ -30,7 +31,7 @@ from ragorder.trie.residency import (
 )
 from ragorder.trie.search import PrefixSearch, Rest, ranks_on_path, searches
 from ragorder.trie.search.base import Permits
-from ragorder.trie.tail import Tail, Waiting, tails
+from ragorder.trie.tail import EarnedTail, Tail, Waiting, tails
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["EngineContents", "Scope", "ScopeOwner"]
@@ -69,7 +70,6 @@ class Scope:
         self._owner = owner
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
-        self._cold_by_rank = settings.cold == "rank"
         fuses = settings.reuse == "fused"
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens, indexed=fuses)
         self.mirror = _make_mirror(name, self.tree, pool, contents, owner.tiers)
@@ -79,7 +79,8 @@ class Scope:
         self.priced = owner.tiers.priced(self.places)
         self._search_budget = settings.search_budget
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
-        self.tail: Tail = tails[settings.tail].from_settings(settings)
+        self.tail: Tail = tails[settings.moves].from_settings(settings)
+        self.earned = EarnedMoves(settings, self.search, self.tail) if isinstance(self.tail, EarnedTail) else None
         self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
 
     @property
@@ -107,6 +108,8 @@ class Scope:
         copy.places = None
         copy.tree = copy.mirror.tree
         copy.tail = self.tail.copy()
+        # What pays now is known; a copy is too short-lived to learn more.
+        copy.earned = None
         copy.fused = None if self.fused is None else self.fused.copy(copy.tree, copy.tail)
         return copy
 
@@ -219,8 +222,6 @@ class Scope:
             return prefix
         placed = set(prefix)
         rest = [rank for rank in range(count) if rank not in placed]
-        if self._cold_by_rank and not prefix:
-            return rest
         if self.fused is not None:
             invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix, rest)
             exact = prefix + invested
@@ -246,6 +247,7 @@ class Scope:
         if token_ids:
             token_ids = [token_ids[rank] for rank in kept]
         lease = self.residency.lease(path, suffix_tokens + behind_tokens, token_ids)
+        self._measure(request, tokens, lease)
         documents = request.documents
         ordering = Ordering(
             [documents[rank] for rank in permutation],
@@ -267,6 +269,10 @@ class Scope:
             self.fused.investment.begin(path, lease.cached_documents, fused.invested, copied)
         self._place(path, lease, ordering)
         return ordering
+
+    def _measure(self, request: OrderRequest[D], tokens: Sequence[int], lease: Lease) -> None:
+        if self.earned is not None:
+            self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
 
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:
         """Count what is loaded from slower tiers."""

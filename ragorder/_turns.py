@@ -62,6 +62,8 @@ class TurnScope(Scope):
         # The tokens of a history are not known one by one: what stands behind it is followed by the mirror.
         token_ids = [request.token_ids[rank] for rank in permutation] if request.token_ids and path[1:] else ()
         lease = self._lease_turn(path, turn, suffix_tokens, () if behind.segments else token_ids)
+        if not behind.segments:
+            self._measure(request, tokens, lease)
         held = max(0, min(lease.cached_documents, turn.documents) - turn.history) if turn is not None else 0
         documents = [request.documents[rank] for rank in permutation]
         ordering = Ordering(

@@ -18,12 +18,14 @@ from ragorder.trie.tail.cohort import MIN_GAIN
 
 __all__ = ["OrdererOptions", "Settings"]
 
+_MOVES = ("earned", "free", "prefix")
+
 
 class Settings(BaseSettings):
     """Properties of the engine and the prompt, and policies of the orderer, also from the environment
     (RAGORDER_CAPACITY_TOKENS=…). Raises pydantic.ValidationError for an unknown name or value.
 
-        Settings(capacity_tokens=262_144, block_size=16, tail="rank")
+        Settings(capacity_tokens=262_144, block_size=16, moves="prefix")
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
@@ -56,9 +58,10 @@ class Settings(BaseSettings):
         description=f"Cached prefix that a request extends. {searches.help}.",
         json_schema_extra={"enum": [*searches.names]},
     )
-    tail: Annotated[TailName, AfterValidator(tails.check)] = Field(
-        "auto",
-        description=f"Order of the documents beyond the cached prefix. {tails.help}.",
+    moves: Annotated[TailName, AfterValidator(tails.check)] = Field(
+        "earned",
+        description=f"Which documents move beyond the cached prefix. {tails.help_of(_MOVES)}. For comparison: "
+        f"{tails.help_of(name for name in tails.names if name not in _MOVES)}.",
         json_schema_extra={"enum": [*tails.names]},
     )
     min_gain: float = Field(
@@ -66,10 +69,6 @@ class Settings(BaseSettings):
         ge=0,
         description="Tokens that a document must be expected to save, in the next 300 requests, for each place that it "
         "moves ahead of its rank beyond the cached prefix.",
-    )
-    cold: Literal["future", "rank"] = Field(
-        "future",
-        description="Order of a request without any cached document: for the requests to come (future), or as ranked.",
     )
     reuse: Literal["exact", "fused"] = Field(
         "exact",
@@ -201,9 +200,8 @@ class OrdererOptions(TypedDict, total=False):
     prefix_tokens: int
     suffix_tokens: int
     search: SearchName
-    tail: TailName
+    moves: TailName
     min_gain: float
-    cold: Literal["future", "rank"]
     reuse: Literal["exact", "fused"]
     recompute: float
     copies: Literal["served", "all"]

@@ -16,7 +16,7 @@ C = TypeVar("C")
 class Registry(Generic[P]):
     """The policies of a package, registered by its modules.
 
-        @tails.register("rank", "as retrieval ranked them")
+        @tails.register("prefix", "only the cached prefix moves")
         class RankTail(Tail): ...
 
     A new policy is one new file.

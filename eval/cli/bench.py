@@ -69,9 +69,9 @@ _DELAY_S = 0.05
         "policies",
         multiple=True,
         metavar="NAME",
-        help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, "
-        "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in its own environment). "
-        "Repeatable. [default: retrieval, greedy, best, auto]",
+        help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), prefix, frequency, "
+        "queue, earned, free, events (free, with the server's KV events), oracle, "
+        "contextpilot (in its own environment). Repeatable. [default: retrieval, greedy, prefix, earned, free]",
     ),
     options_from(Bench, "waiting", "batch", "max_wait", max_wait={"metavar": "PLACES"}),
 )
@@ -166,7 +166,7 @@ def bench(
     """Compare ordering policies on a trace of requests.
 
     The policies alternate, request by request, each on a fresh engine, and their cached tokens are compared. Policy
-    auto is ragorder's default.
+    earned is ragorder's default.
 
     The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as well.
     With --concurrency or --arrivals a second table shows each tenth of the run.

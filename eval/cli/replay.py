@@ -46,8 +46,8 @@ _PROCESSES_FROM = 5_000
         "policies",
         multiple=True,
         metavar="NAME",
-        help="retrieval (always replayed), greedy (RAGCache++), best, frequency, auto. Repeatable. "
-        "[default: retrieval, greedy, auto]",
+        help="retrieval (always replayed), greedy (RAGCache++), prefix, frequency, earned, free. Repeatable. "
+        "[default: retrieval, greedy, earned, free]",
     ),
     option(
         "--capacity-tokens",

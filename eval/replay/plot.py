@@ -18,12 +18,21 @@ __all__ = ["draw_report", "need_matplotlib", "plot_report"]
 _COLOURS = {
     "retrieval": "#555555",
     "greedy": "#E69F00",
-    "best": "#009E73",
+    "prefix": "#009E73",
     "frequency": "#CC79A7",
     "popularity": "#56B4E9",
-    "auto": "#0072B2",
+    "earned": "#0072B2",
+    "free": "#D55E00",
 }
-_MARKERS = {"retrieval": "s", "greedy": "^", "best": "D", "frequency": "v", "popularity": "P", "auto": "o"}
+_MARKERS = {
+    "retrieval": "s",
+    "greedy": "^",
+    "prefix": "D",
+    "frequency": "v",
+    "popularity": "P",
+    "earned": "o",
+    "free": "X",
+}
 _WIDTH, _HEIGHT, _DPI = 12.0, 6.0, 100
 
 

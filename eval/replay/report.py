@@ -89,9 +89,9 @@ class ReplayReport:
 
     @property
     def compared_policy(self) -> str | None:
-        """The policy of the savings: "auto", or the last one; None: retrieval order only."""
+        """The policy of the savings: "earned", or the last one; None: retrieval order only."""
         others = [policy for policy in self.policies if policy != RETRIEVAL]
-        return "auto" if "auto" in others else others[-1] if others else None
+        return "earned" if "earned" in others else others[-1] if others else None
 
     @property
     def notes(self) -> list[str]:

@@ -17,7 +17,7 @@ __all__ = ["REPLAY_POLICIES", "RETRIEVAL", "PolicyFigures", "Setup", "replay_run
 
 RETRIEVAL = "retrieval"
 _STEPS = 100
-# Without requests that wait, "queue" is "best".
+# Without requests that wait, "queue" is "prefix".
 REPLAY_POLICIES = (RETRIEVAL, *(name for name in ORDERERS if name != "queue"))
 
 

@@ -22,7 +22,7 @@ from ragorder.eval.running.progress import Progress, silent
 
 __all__ = ["DEFAULT_POLICIES", "SWEEP", "replay"]
 
-DEFAULT_POLICIES = (RETRIEVAL, "greedy", "auto")
+DEFAULT_POLICIES = (RETRIEVAL, "greedy", "earned", "free")
 SWEEP = tuple(map(Capacity.parse, ("5%", "10%", "25%", "50%", "100%", "unlimited")))
 """Shares of the working set: the length of all distinct documents of a log."""
 
@@ -41,7 +41,7 @@ def replay(
 ) -> ReplayReport:
     """What the prefix cache would have saved for the requests of a log.
 
-        replay("log.jsonl.gz", policies=["auto"], capacities=["10k", "5%"])
+        replay("log.jsonl.gz", policies=["free"], capacities=["10k", "5%"])
 
     Retrieval order is always replayed. `sweep` adds its capacities that hold the longest prompt. With a rate requests
     come at their recorded times (`ServiceTimes`), else one at a time. Several `processes` are spawned: a script needs

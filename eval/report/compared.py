@@ -30,7 +30,7 @@ class Compared:
     policy: str
     baseline: str
     cells: Sequence[tuple[str, PairedDifference]]
-    drawn_as: str = "auto"
+    drawn_as: str = "free"
 
     @property
     def differences(self) -> list[PairedDifference]:

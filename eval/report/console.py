@@ -23,9 +23,10 @@ _POLICIES = {
     "none": "no prefix cache",
     "retrieval": "documents as retrieval ranked them",
     "greedy": "Algorithm 1 of RAGCache++: at each node of the tree the cached child with the best retrieval rank",
-    "best": "the longest cached prefix, the rest as ranked",
-    "auto": "the default: the longest cached prefix, the rest in the order that later requests are expected to share",
-    "events": "auto, told by the server's KV events what is cached",
+    "prefix": "the longest cached prefix, the rest as ranked",
+    "earned": "the default: the longest cached prefix, the rest as free while that has paid, else as ranked",
+    "free": "the longest cached prefix, the rest in the order that later requests are expected to share",
+    "events": "free, told by the server's KV events what is cached",
     "oracle": "reads the engine's cache, and does not look ahead",
 }
 

@@ -186,7 +186,7 @@ def run_demo(engine: EngineName, model: Path | None, limit: int | None, waiting:
     _check_installed(engine)
     bench = Bench(
         workloads=(PYDOCS,),
-        policies=("retrieval", "auto"),
+        policies=("retrieval", "earned"),
         engine=engine,
         model=model,
         capacity=Capacity(),

@@ -13,8 +13,8 @@ from ragorder.eval.running.record import key_of
 __all__ = ["finding"]
 
 _PLAIN = "retrieval"
-_PREFERRED = ("auto", "best", "greedy")
-_SHOWN = ("retrieval", "sorted", "recency", "greedy", "contextpilot", "best", "auto", "oracle")
+_PREFERRED = ("earned", "free", "prefix", "greedy")
+_SHOWN = ("retrieval", "sorted", "recency", "greedy", "contextpilot", "prefix", "earned", "free", "oracle")
 
 
 def finding(groups: Sequence[Group]) -> tuple[list[str], Table | None]:

@@ -31,7 +31,7 @@ class RecordGroup(Generic[R]):
     `varies` holds the parameters of the cell that differ between the groups of a suite.
 
     >>> (group,) = group_runs(results.of(RunRecord, "table-1"))
-    >>> group.compare("auto", "retrieval", CACHED).verdict
+    >>> group.compare("free", "retrieval", CACHED).verdict
     'better'
     """
 

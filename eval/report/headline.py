@@ -73,7 +73,7 @@ class Headline:
 
 def main_policy(policies: Sequence[str], baseline: str) -> str | None:
     """The default policy, or else the last one that is ours."""
-    ours = [policy for policy in ("auto", "best", "events", "greedy") if policy in policies]
+    ours = [policy for policy in ("earned", "free", "prefix", "events", "greedy") if policy in policies]
     others = [policy for policy in policies if policy not in (baseline, "none", "oracle")]
     return next((policy for policy in [*ours, *reversed(others)] if policy != baseline), None)
 

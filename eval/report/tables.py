@@ -49,7 +49,7 @@ class Table:
 
     >>> table = Table("Cached tokens", ["policy", "%"])
     >>> table.add("retrieval", "31.0")
-    >>> table.add("auto", Entry("48.2", verdict="better"), tone="good")
+    >>> table.add("free", Entry("48.2", verdict="better"), tone="good")
     >>> Console().print(table)
     """
 

@@ -33,7 +33,8 @@ _POLICIES = {
     "retrieval": "retrieval order",
     "sorted": "sorted by id",
     "greedy": "RAGCache++ (greedy)",
-    "auto": "ragorder (auto)",
+    "earned": "ragorder (earned)",
+    "free": "ragorder (free)",
     "contextpilot": "ContextPilot",
 }
 _PARAMETERS = {

@@ -26,7 +26,7 @@ class HarnessError(ValueError):
 
 
 class Options(ServedBy):
-    """What suites are run with: `Options(engine="vllm", seeds=(0,), policies=("retrieval", "auto"), limit=60)`."""
+    """What suites are run with: `Options(engine="vllm", seeds=(0,), policies=("retrieval", "free"), limit=60)`."""
 
     base_url: str | None = Field(
         default=None,

@@ -27,12 +27,13 @@ __all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "mak
 Documents = list[Document]
 
 ORDERERS: dict[str, dict[str, Any]] = {
-    "greedy": {"search": "greedy", "tail": "rank", "residency": "none"},
-    "best": {"search": "best", "tail": "rank"},
-    "frequency": {"search": "best", "tail": "frequency"},
-    "popularity": {"search": "best", "tail": "popularity"},
-    "queue": {"search": "best", "tail": "queue"},
-    "auto": {"search": "best", "tail": "auto"},
+    "greedy": {"search": "greedy", "moves": "prefix", "residency": "none"},
+    "prefix": {"moves": "prefix"},
+    "frequency": {"moves": "frequency"},
+    "popularity": {"moves": "popularity"},
+    "queue": {"moves": "queue"},
+    "earned": {"moves": "earned"},
+    "free": {"moves": "free"},
 }
 
 POLICIES = ("none", "retrieval", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
@@ -44,7 +45,6 @@ _GUARDS: Mapping[str, Callable[[str], Any]] = {
     "max_displacement": int,
     "max_gain_lost": float,
     "min_gain": float,
-    "cold": str,
 }
 
 
@@ -61,7 +61,7 @@ def parse_guards(guards: Iterable[str], flags: Sequence[str] = ("keep_groups",))
             else:
                 settings[name] = _parse_guard(name, value)
         except (KeyError, ValueError):
-            choices = ", ".join([*(f"{each}=N" for each in _GUARDS if each != "cold"), "cold=rank", *flags])
+            choices = ", ".join([*(f"{each}=N" for each in _GUARDS), *flags])
             raise ValueError(f"unknown guard {guard!r}: choose from {choices}") from None
     return settings
 
@@ -144,7 +144,7 @@ class _EventsOrderer(Orderer):
             block_size=engine.block_size,
             prefix_tokens=builder.prefix_tokens,
             partial_blocks_first=engine.partial_blocks_first,
-            **settings,
+            **ORDERERS["free"] | dict(settings),
         )
         self._salt = engine.salt
 

@@ -93,7 +93,7 @@ def _plan(experiment: Experiment, suite: Suite) -> Iterator[Job | Missing]:
         yield from experiment.plan(short_form or suite)
         return
     asked = [each for each in suite.policies if options.policies is None or each in options.policies]
-    yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["auto"])
+    yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["free"])
 
 
 def begin_session(store: Store, arguments: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 EngineName = Literal["sim", "vllm", "torch", "openai"]
-DEFAULT_POLICIES = ("retrieval", "greedy", "best", "auto")
+DEFAULT_POLICIES = ("retrieval", "greedy", "prefix", "earned", "free")
 
 
 class BenchError(ValueError):
@@ -133,7 +133,7 @@ class TraceSpec(_Spec):
 class Bench(TraceSpec, EngineSpec):
     """A benchmark: requests, policies, an engine and its load.
 
-        Bench(workloads=["zipf10"], policies=["retrieval", "auto"], capacity=Capacity(100_000), limit=500)
+        Bench(workloads=["zipf10"], policies=["retrieval", "free"], capacity=Capacity(100_000), limit=500)
 
     `settings` are those of the policies that are orderers. `time_builds`: prompts are built as text, too. `timelines`:
     the runs record how the cache filled.

@@ -43,14 +43,13 @@ __all__ = ["order"]
     options_from(
         Settings,
         "search",
-        "tail",
+        "moves",
         "residency",
         "keep_first",
         "keep_last",
         "max_displacement",
         "max_gain_lost",
         "min_gain",
-        "cold",
         "keep_groups",
     ),
     option(

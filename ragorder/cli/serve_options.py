@@ -43,7 +43,7 @@ ORDER_SETTINGS = (
     "max_displacement",
     "max_gain_lost",
     "min_gain",
-    "cold",
+    "moves",
     "copies",
 )
 """Those settings of an orderer that are options."""

@@ -2023,7 +2023,7 @@ class TestServeOptions:
             ("--max-displacement", "1", 1),
             ("--max-gain-lost", "0.1", 0.1),
             ("--min-gain", "50", 50.0),
-            ("--cold", "rank", "rank"),
+            ("--moves", "prefix", "prefix"),
         ],
     )
     def test_guards(self, option: str, value: str, setting: float | str, serving: Callable[..., Served]) -> None:

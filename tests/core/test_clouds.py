@@ -226,7 +226,7 @@ class TestOrders:
     def test_clones_and_copies_start_anew(self) -> None:
         orderer = Orderer.for_cloud("anthropic", model="claude-opus-5")
         serve(orderer, DOCUMENTS)
-        for other in (orderer.clone(tail="rank"), copy.deepcopy(orderer), pickle.loads(pickle.dumps(orderer))):  # noqa: S301
+        for other in (orderer.clone(moves="prefix"), copy.deepcopy(orderer), pickle.loads(pickle.dumps(orderer))):  # noqa: S301
             assert other.order(DOCUMENTS).cached_tokens == 0
             assert other.order(DOCUMENTS).cloud is not None
         assert "Anthropic, claude-opus-5" in repr(orderer)

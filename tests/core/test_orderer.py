@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from time import thread_time
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +27,7 @@ from ragorder.eval.engines.sim import SimEngine
 
 BLOCK = 16
 SEARCHES = ["best", "greedy"]
-TAILS = ["auto", "rank", "frequency", "queue"]
+MOVES = ["earned", "free", "prefix", "frequency", "queue"]
 CORPUS = {id: Document(id, f"text of {id}", tokens=32) for id in "abcdefghijklmnopqrstuvwxyz"}
 
 REQUESTS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6)
@@ -38,7 +38,7 @@ OPTIONS = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 16]),
         "prefix_tokens": st.sampled_from([0, 40]),
         "search": st.sampled_from(SEARCHES),
-        "tail": st.sampled_from(TAILS),
+        "moves": st.sampled_from(MOVES),
         "residency": st.sampled_from(["lru", "none"]),
         "keep_first": st.integers(0, 2),
         "max_displacement": st.none() | st.integers(0, 3),
@@ -286,7 +286,7 @@ class TestOrdering:
     )
     def test_guards_hold_and_their_cost_is_reported(self, options: dict[str, Any], expected: str, cost: int) -> None:
         """`abc` is cached and rank order is `dcba`."""
-        orderer = strict(tail="rank", **options)
+        orderer = strict(moves="prefix", **options)
         orderer.order([])
         scope = orderer._scopes[None]
         path = scope.tree.insert([document.key for document in documents("abc")], [32] * 3, range(3))
@@ -295,7 +295,7 @@ class TestOrdering:
         assert (ids(ordering), ordering.guard_cost_tokens) == (expected, cost)
 
     def test_the_cost_of_a_guard_is_what_the_free_order_would_have_had_more(self) -> None:
-        guarded, free = strict(keep_first=1, tail="rank"), strict(tail="rank")
+        guarded, free = strict(keep_first=1, moves="prefix"), strict(moves="prefix")
         for orderer in (guarded, free):
             serve(orderer, "abcd", "xab")
         one, other = guarded.order(documents("xdcba")), free.order(documents("xdcba"))
@@ -370,7 +370,7 @@ class TestPreview:
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
     def test_preview_does_not_count_as_popularity(self) -> None:
-        orderer = strict(tail="frequency")
+        orderer = strict(moves="frequency")
         for _ in range(9):
             orderer.preview(documents("xb"))
         assert [each.id for each in orderer.preview(documents("ab"))] == ["a", "b"]
@@ -396,15 +396,15 @@ class TestCold:
 
     HISTORY = (*["b"] * 20, *["x"] * 40)
 
-    @pytest.mark.parametrize(("cold", "expected"), [("future", "ba"), ("rank", "ab")])
-    def test_are_laid_out_for_the_future_or_as_ranked(self, cold: Literal["future", "rank"], expected: str) -> None:
-        orderer = strict(cold=cold, capacity_tokens=2 * BLOCK)
+    @pytest.mark.parametrize(("moves", "expected"), [("free", "ba"), ("prefix", "ab"), ("earned", "ab")])
+    def test_are_laid_out_for_the_future_or_as_ranked(self, moves: str, expected: str) -> None:
+        orderer = strict(moves=moves, capacity_tokens=2 * BLOCK)
         for request in self.HISTORY:
             orderer.order(documents(request)).confirm()
         assert ids(orderer.order(documents("ab"))) == expected
 
     def test_with_a_cached_document_the_rest_is_arranged(self) -> None:
-        orderer = strict(cold="rank")
+        orderer = strict(moves="free")
         for request in (*["xb"] * 20, *["x"] * 40, *["y"] * 4):
             orderer.order(documents(request)).discard()
         orderer.order(documents("x")).confirm()
@@ -556,11 +556,11 @@ from ragorder import Orderer
 from ragorder.eval.data.workloads import make_workload
 orders = []
 for search in ("best", "greedy"):
-    for tail in ("auto", "rank", "frequency", "queue"):
+    for moves in ("earned", "free", "prefix", "frequency", "queue"):
         for name in ("mix8",):
             workload = make_workload(name, 3, requests=120)
             requests = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
-            orderer = Orderer(search=search, tail=tail, capacity_tokens=8_000, prefix_tokens=64, strict=True)
+            orderer = Orderer(search=search, moves=moves, capacity_tokens=8_000, prefix_tokens=64, strict=True)
             for number, request in enumerate(requests[:60]):
                 ordering = orderer.order(request, waiting=requests[number + 1 : number + 9])
                 orders.append((list(ordering.permutation), ordering.cached_tokens))
@@ -594,14 +594,14 @@ class TestScopes:
     @given(
         STREAMS,
         st.lists(st.tuples(st.integers(0, 19), REQUESTS, st.sampled_from(["y", "z", None])), max_size=15),
-        st.sampled_from(TAILS),
+        st.sampled_from(MOVES),
     )
     def test_nothing_that_others_do_shows_in_a_scope(
-        self, stream: list[list[str]], foreign: list[tuple[int, list[str], str | None]], tail: str
+        self, stream: list[list[str]], foreign: list[tuple[int, list[str], str | None]], moves: str
     ) -> None:
         def seen(foreign: list[tuple[int, list[str], str | None]]) -> Iterator[tuple[str, int, int, int]]:
             # The engine has room for all of them.
-            orderer = strict(capacity_tokens=40_000, tail=tail)
+            orderer = strict(capacity_tokens=40_000, moves=moves)
             for number, request in enumerate(stream):
                 for place, others, scope in foreign:
                     if place == number:
@@ -664,9 +664,9 @@ LARGE = [Document(f"d{number}", "", tokens=10) for number in range(10_000)]
 
 @pytest.mark.usefixtures("no_garbage_of_others")
 class TestTenThousandDocuments:
-    @pytest.mark.parametrize(("search", "tail", "queue"), grid(list(product(SEARCHES, TAILS, [False, True])), 5))
-    def test_ten_thousand_documents_in_one_request(self, search: str, tail: str, queue: bool) -> None:
-        orderer = strict(search=search, tail=tail, capacity_tokens=1_000_000)
+    @pytest.mark.parametrize(("search", "moves", "queue"), grid(list(product(SEARCHES, MOVES, [False, True])), 5))
+    def test_ten_thousand_documents_in_one_request(self, search: str, moves: str, queue: bool) -> None:
+        orderer = strict(search=search, moves=moves, capacity_tokens=1_000_000)
         shuffled = random.Random(0).sample(LARGE, len(LARGE))
         waiting = [LARGE[::step] for step in range(1, 9)] if queue else []
         for retrieved in (LARGE, shuffled, shuffled[:9_000]):
@@ -751,7 +751,7 @@ class TestMemory:
             yield [Document(f"document {number}", f"text of {number}", tokens=20) for number in drawn]
 
     def test_a_node_takes_at_most_400_bytes(self) -> None:
-        orderer = strict(capacity_tokens=100_000, tail="rank", suffix_tokens=16)
+        orderer = strict(capacity_tokens=100_000, moves="prefix", suffix_tokens=16)
         for retrieved in self.requests(200, 50_000, seed=1):
             orderer.order(retrieved).confirm()
         orderer._scopes.clear()
@@ -885,7 +885,7 @@ class TestNeverWorseThanRetrievalOrder:
         st.none() | st.integers(1, 60),
         st.integers(0, 40),
         st.sampled_from(SEARCHES),
-        st.sampled_from(TAILS),
+        st.sampled_from(MOVES),
     )
     def test_on_random_streams(
         self,
@@ -894,11 +894,11 @@ class TestNeverWorseThanRetrievalOrder:
         blocks: int | None,
         prefix_tokens: int,
         search: str,
-        tail: str,
+        moves: str,
     ) -> None:
         corpus = {id: Document(id, tokens=length) for id, length in zip("abcdefgh", lengths, strict=True)}
         engine = SimEngine(capacity_tokens=None if blocks is None else blocks * BLOCK)
-        orderer = mirroring(engine, prefix_tokens, search=search, tail=tail)
+        orderer = mirroring(engine, prefix_tokens, search=search, moves=moves)
         self.check(orderer, engine, Prompts(prefix_tokens), [[corpus[id] for id in request] for request in stream])
 
     @pytest.mark.parametrize(

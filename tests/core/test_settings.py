@@ -28,13 +28,12 @@ FIELDS = {
     "prefix_tokens": 5,
     "suffix_tokens": 7,
     "search": "greedy",
-    "tail": "queue",
+    "moves": "queue",
     "min_gain": 0.25,
     "reuse": "fused",
     "recompute": 0.3,
     "copies": "all",
     "invest": False,
-    "cold": "rank",
     "residency": "none",
     "feedback": False,
     "partial_blocks_first": False,
@@ -146,7 +145,7 @@ class TestValidation:
         ("name", "choices"),
         [
             ("search", get_args(get_args(SearchName)[0])),
-            ("tail", get_args(get_args(TailName)[0])),
+            ("moves", get_args(get_args(TailName)[0])),
             ("residency", get_args(Settings.model_fields["residency"].annotation)),
         ],
     )
@@ -159,7 +158,7 @@ class TestValidation:
     def test_type_checkers_see_the_registered_names(self, registry: Registry[Any], names: Any) -> None:
         assert list(get_args(get_args(names)[0])) == registry.names
 
-    @pytest.mark.parametrize(("name", "misspelt", "meant"), [("search", "bset", "best"), ("tail", "atuo", "auto")])
+    @pytest.mark.parametrize(("name", "misspelt", "meant"), [("search", "bset", "best"), ("moves", "fere", "free")])
     def test_a_misspelt_policy_is_suggested(self, name: str, misspelt: str, meant: str) -> None:
         assert f"did you mean '{meant}'?" in problem(**{name: misspelt})
 
@@ -246,10 +245,10 @@ class TestUse:
         assert Orderer(settings).settings is settings
 
     @pytest.mark.parametrize("search", ["best", "greedy"])
-    @pytest.mark.parametrize("tail", ["auto", "rank", "frequency", "queue"])
+    @pytest.mark.parametrize("moves", ["earned", "free", "prefix", "frequency", "queue"])
     @pytest.mark.parametrize("residency", ["lru", "none"])
-    def test_every_combination_of_policies_orders(self, search: str, tail: str, residency: str) -> None:
-        orderer = Orderer(search=search, tail=tail, residency=residency, strict=True)
+    def test_every_combination_of_policies_orders(self, search: str, moves: str, residency: str) -> None:
+        orderer = Orderer(search=search, moves=moves, residency=residency, strict=True)
         documents = [Document(name, "text " * 40) for name in "abc"]
         orderer.order(documents).confirm()
         ordered = orderer.order([documents[2], documents[0], documents[1]]).documents

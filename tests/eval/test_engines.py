@@ -307,18 +307,18 @@ class TestVLLM:
     def test_bench_serves_a_workload_on_it(self, vllm_model: Path, tmp_path: Path, python: Any) -> None:
         """In a process of its own: closing engines here would take the session's process groups away."""
         arguments = ["bench", "--engine", "vllm", "--model", str(vllm_model), "--workload", "paper-shuf"]
-        arguments += ["--limit", "6", "--policy", "none", "--policy", "retrieval", "--policy", "auto"]
+        arguments += ["--limit", "6", "--policy", "none", "--policy", "retrieval", "--policy", "free"]
         arguments += ["--capacity-tokens", "4096", "--json", str(tmp_path / "results.json")]
         done = python("-c", "from ragorder.cli import main; main()", *arguments, timeout=400)
         assert done.returncode == 0, done.stderr
         runs = {run["policy"]: run for run in json.loads((tmp_path / "results.json").read_text("utf-8"))["runs"]}
-        assert set(runs) == {"none", "retrieval", "auto"}
+        assert set(runs) == {"none", "retrieval", "free"}
         for run in runs.values():
             assert (run["engine"], run["requests"]) == ("vllm", 6)
             assert set(run["ttft_ms"]) == {"p50", "p95", "mean"}
             assert min(run["ttft_ms"].values()) > 0
         assert runs["none"]["cached_tokens"] == 0
-        assert 0 < runs["retrieval"]["cached_tokens"] < runs["auto"]["cached_tokens"]
+        assert 0 < runs["retrieval"]["cached_tokens"] < runs["free"]["cached_tokens"]
         assert len({run["prompt_tokens"] for run in runs.values()}) == 1
         assert "TTFT" in done.stdout
 

@@ -687,7 +687,7 @@ class TestSuite:
             {"hops": 4},
             {"documents": 1},
             {"hops": 3, "documents": 2},
-            {"order": "best"},
+            {"order": "prefix"},
             {"idle_layers": 2},
             {"topic": 5},
             {"topic": 2, "hops": 3},

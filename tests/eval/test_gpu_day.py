@@ -28,7 +28,7 @@ from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import load_suites
 
 WORKLOADS = ("workload=paper,paper-shuf", "capacity_tokens=8000")
-TWO_JOBS = Part("two workloads", "table-1", 1, WORKLOADS, WORKLOADS, policies=("retrieval", "auto"), small_limit=12)
+TWO_JOBS = Part("two workloads", "table-1", 1, WORKLOADS, WORKLOADS, policies=("retrieval", "free"), small_limit=12)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ class TestADay:
         assert states(second)["kernel"] == ["whole", "2", "0"]
         measured = second.of(RunRecord, "table-1")
         assert {(record.cell["workload"], record.policy) for record in measured} == {
-            (workload, policy) for workload in ("paper", "paper-shuf") for policy in ("retrieval", "auto")
+            (workload, policy) for workload in ("paper", "paper-shuf") for policy in ("retrieval", "free")
         }
         assert {record.engine["name"] for record in measured} == {"sim"}
         # What one part has measured another finds there.

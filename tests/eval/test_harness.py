@@ -44,7 +44,7 @@ SUITE = """
 title = "A suite"
 source = "tests"
 says = "Something."
-policies = ["retrieval", "auto"]
+policies = ["retrieval", "free"]
 baseline = "retrieval"
 requests = 30
 
@@ -64,7 +64,7 @@ title = "Answers"
 source = "tests"
 says = "Something."
 kind = "quality"
-policies = ["retrieval", "auto+keep_first=2"]
+policies = ["retrieval", "free+keep_first=2"]
 warmup = 0
 [cell]
 top_k = 5
@@ -156,8 +156,8 @@ class TestSuites:
         [
             ("title =", "titel =", "titel: unknown field"),
             ('title = "A suite"', "", "title: Field required"),
-            ('"auto"]', '"atuo"]', "policies: unknown policy 'atuo'"),
-            ('"auto"]', '"retrieval"]', "policies: the same policy twice"),
+            ('"free"]', '"atuo"]', "policies: unknown policy 'atuo'"),
+            ('"free"]', '"retrieval"]', "policies: the same policy twice"),
             ('baseline = "retrieval"', 'baseline = "sorted"', "baseline: 'sorted' is not among the policies"),
             ("requests = 30", "requests = 0", "requests: "),
             ("capacity_tokens = 20_000", 'capacity_tokens = "5 tokens"', "capacity_tokens: '5 tokens' is no capacity"),
@@ -196,7 +196,7 @@ class TestSuites:
 
     def test_table_2_has_guarded_orders(self) -> None:
         guarded = {policy for policy in load_suites()["table-2"].policies if "+" in policy}
-        assert guarded == {"auto+keep_first=2", "auto+keep_last=2", "auto+state_ranking"}
+        assert guarded == {"free+keep_first=2", "free+keep_last=2", "free+state_ranking"}
 
     def test_a_row_of_the_papers_must_say_whose_it_is(self) -> None:
         with pytest.raises(SuiteError, match=r"mine.toml: paper\.0: .*a policy or a label"):
@@ -334,9 +334,9 @@ class TestZeroOverlap:
         assert any({*rankings[0]} & {*later} for later in rankings[1:])
 
     def test_of_all_requests_leaves_nothing_to_gain(self) -> None:
-        (runs,) = run_traces(Bench(workloads=("unique",), policies=("retrieval", "greedy", "auto"), limit=200))
+        (runs,) = run_traces(Bench(workloads=("unique",), policies=("retrieval", "greedy", "free"), limit=200))
         cached = {run.policy_name: set(run.columns().cached_tokens[1:]) for run in runs}
-        assert cached == {"retrieval": {64}, "greedy": {64}, "auto": {64}}
+        assert cached == {"retrieval": {64}, "greedy": {64}, "free": {64}}
 
     def test_draws_are_those_of_the_seed(self) -> None:
         for name in ("disjoint", "unique"):
@@ -386,13 +386,13 @@ class TestAStore:
             assert store.has("check", name="a")
 
     def test_only_runs_that_name_a_measurement_stand_in_for_those_of_another_suite(self, tmp_path: Path) -> None:
-        run = {"type": "run", "suite": "a", "session": "s", "policy": "auto"}
+        run = {"type": "run", "suite": "a", "session": "s", "policy": "free"}
         with Store(tmp_path) as store:
             store.append(run)
             store.append({"type": "check", "name": "n", "measurement": "m"})
-            assert store.measured("m", ("auto",)) is None
+            assert store.measured("m", ("free",)) is None
             store.append(run | {"measurement": "m"})
-            assert store.measured("m", ("auto",)) == [run | {"measurement": "m"}]
+            assert store.measured("m", ("free",)) == [run | {"measurement": "m"}]
 
     def test_only_one_writes_at_a_time(self, tmp_path: Path) -> None:
         with Store(tmp_path):
@@ -440,7 +440,7 @@ class TestARun:
 
     def test_writes_a_line_for_every_cell_seed_and_policy(self, folder: Path) -> None:
         done = [(line["cell"]["workload"], line["seed"], line["policy"]) for line in result_lines(folder, "run")]
-        assert done == [(w, s, p) for w in ("paper-shuf", "geo") for s in (0, 1) for p in ("retrieval", "auto")]
+        assert done == [(w, s, p) for w in ("paper-shuf", "geo") for s in (0, 1) for p in ("retrieval", "free")]
 
     def test_says_on_what_engine_and_with_what_warmup(self, folder: Path) -> None:
         line = result_lines(folder, "run")[0]
@@ -460,7 +460,7 @@ class TestARun:
         assert line["rows"]["ttft_ms"] is line["throughput"] is line["rows"]["build_us"] is None
 
     def test_has_the_figures_of_the_benchmark(self, folder: Path) -> None:
-        bench = Bench(workloads=("geo",), policies=("retrieval", "auto"), seeds=(1,), limit=30)
+        bench = Bench(workloads=("geo",), policies=("retrieval", "free"), seeds=(1,), limit=30)
         asked = {**vars_of(bench), "capacity": capacity(20_000), "like": "vllm-0.32"}
         (runs,) = run_traces(Bench(**asked))
         kept = [line for line in result_lines(folder, "run") if line["cell"]["workload"] == "geo" and line["seed"] == 1]
@@ -551,7 +551,7 @@ class TestResuming:
             run(tmp_path, suite(), seeds=(0,))
 
     def test_of_suites_that_measure_the_same_the_one_with_most_policies_serves_the_others(self, tmp_path: Path) -> None:
-        larger = read_suite("larger", SUITE.replace('"auto"]', '"greedy", "auto"]'), "larger.toml")
+        larger = read_suite("larger", SUITE.replace('"free"]', '"greedy", "free"]'), "larger.toml")
         assert run(tmp_path, suite(), larger, seeds=(0,)) == Outcome(runs=6, copied=4)
         assert {line["copied_from"] for line in result_lines(tmp_path, "run") if line["suite"] == "mine"} == {"larger"}
 
@@ -597,7 +597,7 @@ class TestWhatCannotBeHad:
             SUITE.replace("[cell]", '[cell]\nresidency = "events"').replace("policies = [", 'policies = ["none", ')
         )
         assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
-        assert self.reasons(tmp_path) == {"auto": "engine sim publishes no KV events: use --engine openai"}
+        assert self.reasons(tmp_path) == {"free": "engine sim publishes no KV events: use --engine openai"}
 
     def test_leaves_no_baseline_alone(self, tmp_path: Path) -> None:
         asked = suite(SUITE.replace("[cell]", '[cell]\nresidency = "events"'))
@@ -621,7 +621,7 @@ class TestWhatCannotBeHad:
     def test_what_does_not_exist_yet(self, tmp_path: Path) -> None:
         assert run(tmp_path, suite(NEEDY)) == Outcome(unavailable=2)
         assert self.reasons(tmp_path) == dict.fromkeys(
-            ("retrieval", "auto"), "needs patience, which does not exist yet"
+            ("retrieval", "free"), "needs patience, which does not exist yet"
         )
 
     def test_a_dry_run_of_quality_goes_its_whole_way_without_a_model(
@@ -673,7 +673,7 @@ class TestWhatCannotBeHad:
         monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Away))
         run(tmp_path, read_suite("mine", QUALITY, "mine.toml"), seeds=(0, 1, 2), dry_run=True)
         assert asked == ["hotpotqa/hotpot_qa"]
-        assert "cannot be loaded (ConnectionError)" in self.reasons(tmp_path)["auto+keep_first=2"]
+        assert "cannot be loaded (ConnectionError)" in self.reasons(tmp_path)["free+keep_first=2"]
 
     def test_quality_without_a_model(self, tmp_path: Path) -> None:
         run(tmp_path, *choose_suites(["table-2"]), seeds=(0,))
@@ -692,7 +692,7 @@ class TestWhatCannotBeHad:
 
         monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", lambda name: None)
         monkeypatch.setattr("ragorder.eval.running.policies.make_peer", broken)
-        asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
+        asked = suite(SUITE.replace('"free"]', '"free", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
         assert self.reasons(tmp_path) == {"contextpilot": "the peer's process ended"}
 
@@ -706,7 +706,7 @@ class TestWhatCannotBeHad:
             raise PeerError("contextpilot==0.5.0 cannot be installed: no network")
 
         monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", missing)
-        asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
+        asked = suite(SUITE.replace('"free"]', '"free", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0, 1)).runs == 8
         assert tried == ["contextpilot"]
         assert "no network" in self.reasons(tmp_path)["contextpilot"]
@@ -714,9 +714,9 @@ class TestWhatCannotBeHad:
 
 class TestCells:
     def result_lines(
-        self, folder: Path, cell: str, policies: str = '"retrieval", "auto"', requests: int = 30, **options: Any
+        self, folder: Path, cell: str, policies: str = '"retrieval", "free"', requests: int = 30, **options: Any
     ) -> list[Any]:
-        text = SUITE.replace("capacity_tokens = 20_000", cell).replace('"retrieval", "auto"', policies)
+        text = SUITE.replace("capacity_tokens = 20_000", cell).replace('"retrieval", "free"', policies)
         text = text.replace("requests = 30", f"requests = {requests}")
         text = text.replace('["paper-shuf", "geo"]', '["paper-shuf"]')
         run(folder, suite(text), seeds=(0,), **options)
@@ -747,7 +747,7 @@ class TestCells:
         batch = self.result_lines(tmp_path / "batch", "batch = true")
         assert [line["warmup"] for line in batch] == [0, 0]
         assert batch[1]["rows"]["prompt_tokens"] == one[1]["rows"]["prompt_tokens"]
-        assert self.cached(batch)["auto"] > self.cached(one)["auto"]
+        assert self.cached(batch)["free"] > self.cached(one)["free"]
 
     def test_builds_are_timed_if_the_report_needs_them(self, tmp_path: Path) -> None:
         text = SUITE.replace('chart = "strategies"', 'chart = "breakdown"\nmetrics = ["build_us"]')
@@ -827,7 +827,7 @@ class TestTheCommand:
         with own_suite(tmp_path) as path:
             done = invoke("run", path, "-o", tmp_path / "out", "--seeds", "0", "--limit", "60")
         assert done.exit_code == 0, done.output
-        assert "mine: ragorder (auto) changes the cached tokens" in " ".join(done.output.split())
+        assert "mine: ragorder (free) changes the cached tokens" in " ".join(done.output.split())
         assert done.output.index("At a glance") < done.output.index("next: ragorder report")
 
     def test_a_dry_run_says_what_would_be_served_and_leaves_nothing(self, tmp_path: Path) -> None:
@@ -904,7 +904,7 @@ class TestOnARealEngine:
         sizes = grid([4_000, 3_000], 1)
         text = SUITE.replace('["paper-shuf", "geo"]', f'["paper-shuf"]\ncapacity_tokens = {sizes}')
         text = text.replace("capacity_tokens = 20_000", "top_k = 2").replace("requests = 30", "requests = 12")
-        text = text.replace('"retrieval", "auto"]', '"none", "retrieval", "auto", "oracle"]')
+        text = text.replace('"retrieval", "free"]', '"none", "retrieval", "free", "oracle"]')
         (folder / "mine.toml").write_text(text, "utf-8")
         command = ["-c", "from ragorder.cli import main; main()", "eval", "run", folder / "mine.toml"]
         options = ["-o", folder, "--seeds", "0,1", "--engine", "vllm", "--model", vllm_model]
@@ -943,7 +943,7 @@ LIVE = """
 title = "On a server"
 source = "tests"
 says = "Something."
-policies = ["none", "retrieval", "auto"]
+policies = ["none", "retrieval", "free"]
 requests = 12
 
 [cell]
@@ -982,7 +982,7 @@ class TestOnARealServer:
 
     def test_every_cell_has_all_its_requests_answered(self, found: list[dict[str, Any]], vllm_server: Any) -> None:
         keys = [(line["cell"].get("concurrency", "events"), line["seed"], line["policy"]) for line in found]
-        assert keys == [(c, s, p) for c in (1, 4, "events") for s in (0, 1) for p in ("retrieval", "auto")]
+        assert keys == [(c, s, p) for c in (1, 4, "events") for s in (0, 1) for p in ("retrieval", "free")]
         for line in found:
             engine = line["engine"]
             assert (engine["name"], engine["block_size"], engine["capacity_tokens"]) == ("openai", 32, 4_096)

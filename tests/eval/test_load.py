@@ -364,13 +364,13 @@ def trace_of(name: str = "paper-shuf", requests: int = 200) -> Trace:
     return trace_of_workload(make_workload(name, 0, requests=requests), requests)
 
 
-def make_run(trace: Trace, engine: Any, policy: str = "best", **options: Any) -> Run:
+def make_run(trace: Trace, engine: Any, policy: str = "prefix", **options: Any) -> Run:
     prompts = NumberedPrompts()
     return Run(trace, policy, make_policy(policy, engine=engine, prompts=prompts), engine, prompts, **options)
 
 
 def drive(
-    load: Load, *, policy: str = "best", trace: Trace | None = None, **options: Any
+    load: Load, *, policy: str = "prefix", trace: Trace | None = None, **options: Any
 ) -> tuple[RunResult, Counting]:
     """A run on the virtual clock, served to the end."""
     trace = trace or trace_of()
@@ -426,7 +426,7 @@ class TestOnTheVirtualClock:
     def test_what_is_cached_makes_the_engine_faster(self) -> None:
         """At this load prefill is the bottleneck: requests pile up the less, the more is cached."""
         ordered, plain = (
-            drive(Load(arrivals=every(0.05)), policy=policy)[0].deciles for policy in ("best", "retrieval")
+            drive(Load(arrivals=every(0.05)), policy=policy)[0].deciles for policy in ("prefix", "retrieval")
         )
         assert ordered is not None
         assert plain is not None
@@ -594,14 +594,14 @@ class TestNeverWorse:
     def test_than_retrieval_order(self, workload: str, percent: int, concurrency: int) -> None:
         wanted = Bench(
             workloads=(workload,),
-            policies=("retrieval", "best", "auto"),
+            policies=("retrieval", "prefix", "free"),
             capacity=Capacity(percent=percent),
             concurrency=concurrency,
             limit=300,
         )
         shares = {result.policy: 100 * result.cached_tokens / result.prompt_tokens for result in run_bench(wanted)}
-        assert shares["best"] >= shares["retrieval"] + 3.5
-        assert shares["auto"] >= shares["retrieval"] + 4.0
+        assert shares["prefix"] >= shares["retrieval"] + 3.5
+        assert shares["free"] >= shares["retrieval"] + 4.0
 
 
 class TestDeciles:
@@ -624,7 +624,7 @@ class TestDeciles:
         assert all(0 <= decile.order_us["p50"] <= decile.order_us["p99"] for decile in result.deciles)
 
     def test_are_there_only_if_a_load_was_asked_for(self) -> None:
-        (plain,) = run_bench(Bench(workloads=("paper",), policies=("best",), limit=20))
+        (plain,) = run_bench(Bench(workloads=("paper",), policies=("prefix",), limit=20))
         assert plain.deciles is None
         assert plain.load is None
 
@@ -654,7 +654,7 @@ class TestDeciles:
         def figures() -> dict[str, Any]:
             arrivals = Arrivals.parse("poisson:9")
             wanted = Bench(
-                workloads=("zipf10",), policies=("auto",), arrivals=arrivals, concurrency=12, limit=150, seeds=(3,)
+                workloads=("zipf10",), policies=("free",), arrivals=arrivals, concurrency=12, limit=150, seeds=(3,)
             )
             (result,) = run_bench(wanted)
             found = asdict(result) | {"order_us": None}
@@ -676,7 +676,7 @@ class TestAnHour:
         arrivals = Arrivals.parse(str(trace), time_scale=8)
         wanted = Bench(
             workloads=("zipf10",),
-            policies=("retrieval", "auto"),
+            policies=("retrieval", "free"),
             arrivals=arrivals,
             capacity=Capacity(tokens=1_000_000),
             service_times=ServiceTimes(prefill_tokens_per_s=200_000, decode_tokens_per_s=200),
@@ -1108,14 +1108,14 @@ LIMITED = ("--limit", "40", "--workload", "zipf10")
 
 class TestOnTheCommandLine:
     def test_concurrency_is_a_closed_loop(self) -> None:
-        done = invoke(*LIMITED, "--policy", "retrieval", "--policy", "auto", "--concurrency", "4")
+        done = invoke(*LIMITED, "--policy", "retrieval", "--policy", "free", "--concurrency", "4")
         assert done.exit_code == 0, done.output
         assert "4 in flight" in done.stdout
         assert "zipf10: the run in tenths" in done.stdout
         assert "tree" in done.stdout
 
     def test_the_json_has_the_load_and_the_tenths(self) -> None:
-        (run,) = bench(*LIMITED, "--policy", "auto", "--concurrency", "4")
+        (run,) = bench(*LIMITED, "--policy", "free", "--concurrency", "4")
         assert run["load"] == {"concurrency": 4, "arrivals": None, "time_scale": 1.0, "replicas": 1}
         assert (run["ttft_ms"], run["failures"]) == (None, 0)
         assert len(run["deciles"]) == 10
@@ -1131,19 +1131,19 @@ class TestOnTheCommandLine:
         }
 
     def test_without_a_load_there_is_neither(self) -> None:
-        done = invoke(*LIMITED, "--policy", "auto")
+        done = invoke(*LIMITED, "--policy", "free")
         assert "tenths" not in done.stdout
-        (run,) = bench(*LIMITED, "--policy", "auto")
+        (run,) = bench(*LIMITED, "--policy", "free")
         assert (run["load"], run["deciles"]) == (None, None)
 
     def test_poisson_is_an_open_loop(self) -> None:
-        slow, fast = (bench(*LIMITED, "--policy", "auto", "--arrivals", f"poisson:{rate}")[0] for rate in ("0.1", "90"))
+        slow, fast = (bench(*LIMITED, "--policy", "free", "--arrivals", f"poisson:{rate}")[0] for rate in ("0.1", "90"))
         assert [run["load"]["arrivals"] for run in (slow, fast)] == ["poisson:0.1", "poisson:90"]
         assert slow["deciles"][-1]["in_flight_mean"] == 1
         assert fast["deciles"][-1]["in_flight_mean"] > 5
 
     def test_steps_say_when_and_how_many(self) -> None:
-        options = ("--workload", "zipf10", "--policy", "auto", "--arrivals", "steps:60@10s,120@10s")
+        options = ("--workload", "zipf10", "--policy", "free", "--arrivals", "steps:60@10s,120@10s")
         (run,) = bench(*options, "--time-scale", "60")
         assert (run["requests"], run["load"]["arrivals"], run["load"]["time_scale"]) == (30, options[-1], 60)
 
@@ -1152,7 +1152,7 @@ class TestOnTheCommandLine:
             "--workload",
             "zipf10",
             "--policy",
-            "auto",
+            "free",
             "--arrivals",
             written(tmp_path, MOONCAKE, "made.jsonl.gz"),
         ]
@@ -1168,7 +1168,7 @@ class TestOnTheCommandLine:
 
     def test_the_modelled_rates_make_the_number_in_flight(self) -> None:
         def in_flight(*options: str) -> float:
-            (run,) = bench(*LIMITED, "--policy", "auto", "--arrivals", "poisson:5", *options)
+            (run,) = bench(*LIMITED, "--policy", "free", "--arrivals", "poisson:5", *options)
             mean: float = run["deciles"][-1]["in_flight_mean"]
             return mean
 
@@ -1178,19 +1178,19 @@ class TestOnTheCommandLine:
         assert in_flight("--output-tokens", "320") > 2 * usual
 
     def test_waiting_lets_the_tail_see_ahead_under_load_too(self) -> None:
-        options = ["--limit", "200", "--policy", "auto", "--concurrency", "4", "--waiting"]
+        options = ["--limit", "200", "--policy", "free", "--concurrency", "4", "--waiting"]
         blind, seeing = (bench(*options, waiting)[0] for waiting in ("0", "8"))
         assert seeing["cached_tokens"] > blind["cached_tokens"]
 
     def test_a_batch_is_served_in_a_closed_loop(self) -> None:
-        options = ["--workload", "zipf10", "--limit", "200", "--policy", "auto", "--capacity-tokens", "20000"]
+        options = ["--workload", "zipf10", "--limit", "200", "--policy", "free", "--capacity-tokens", "20000"]
         alone, batch = (bench(*options, "--concurrency", "4", *extra)[0] for extra in ((), ("--batch",)))
         assert (batch["batch"], batch["requests"]) == (True, 200)
         assert batch["cached_tokens"] > alone["cached_tokens"]
 
     def test_seeds_are_averaged_in_the_tenths(self) -> None:
-        done = invoke(*LIMITED, "--policy", "auto", "--concurrency", "2", "--seeds", "0,1")
-        assert done.stdout.count("│ ragorder (auto)") == 2, "one row in the table, and one first row of ten"
+        done = invoke(*LIMITED, "--policy", "free", "--concurrency", "2", "--seeds", "0,1")
+        assert done.stdout.count("│ ragorder (free)") == 2, "one row in the table, and one first row of ten"
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -1252,7 +1252,7 @@ class TestBenchOnAServer:
             yield server
 
     @staticmethod
-    def options(*servers: FarServer, policies: Sequence[str] = ("retrieval", "auto")) -> list[str]:
+    def options(*servers: FarServer, policies: Sequence[str] = ("retrieval", "free")) -> list[str]:
         urls = [part for server in servers for part in ("--base-url", server.base_url)]
         named = [part for policy in policies for part in ("--policy", policy)]
         sizes = ["--block-size", "16", "--capacity-tokens", "unlimited"]
@@ -1282,7 +1282,7 @@ class TestBenchOnAServer:
             assert "".join("r" if prompt == prompts[0] else "s" for prompt in prompts) == expected
 
     def test_a_policy_named_twice_is_two_runs(self, far: FarServer) -> None:
-        first, second = bench(*self.options(far, policies=["auto", "auto"]))
+        first, second = bench(*self.options(far, policies=["free", "free"]))
         assert first["cached_tokens"] == second["cached_tokens"] > 0
         assert len({body["cache_salt"] for body in far.bodies[-40:]}) == 2
 
@@ -1297,7 +1297,7 @@ class TestBenchOnAServer:
 
     def test_arrivals_are_played_on_the_real_clock(self, far: FarServer, tmp_path: Path) -> None:
         options = [
-            *self.options(far, policies=["auto"])[:-2],
+            *self.options(far, policies=["free"])[:-2],
             "--arrivals",
             str(written(tmp_path, MOONCAKE, "m.jsonl")),
         ]
@@ -1318,21 +1318,21 @@ class TestBenchOnAServer:
 
     def test_failures_are_counted_and_shown_in_red(self, far: FarServer) -> None:
         far.fault = lambda number: "cut" if number in (10, 15) else None
-        (run,) = bench(*self.options(far, policies=["auto"]))
+        (run,) = bench(*self.options(far, policies=["free"]))
         assert (run["requests"], run["failures"]) == (20, 2)
         far.bodies.clear()
-        arguments = [*self.options(far, policies=["auto"])]
+        arguments = [*self.options(far, policies=["free"])]
         done = CliRunner().invoke(main, ["bench", *arguments], env={"COLUMNS": "200", "FORCE_COLOR": "1"}, color=True)
         assert done.exit_code == 0
         assert "failed" in done.stdout
         assert "\x1b[1;31m2" in done.stdout
 
     def test_the_key_is_sent(self, far: FarServer) -> None:
-        bench(*self.options(far, policies=["auto"]), "--api-key", "secret")
+        bench(*self.options(far, policies=["free"]), "--api-key", "secret")
         assert {headers["Authorization"] for headers in far.headers} == {"Bearer secret"}
 
     def test_another_model_can_be_named(self, far: FarServer, model_folder: Path) -> None:
-        bench(*self.options(far, policies=["auto"]), "--served-model", "other", "--model", str(model_folder))
+        bench(*self.options(far, policies=["free"]), "--served-model", "other", "--model", str(model_folder))
         assert {body["model"] for body in far.bodies} == {"other"}
 
     def test_a_tokenizer_that_is_not_there_is_asked_for(self, far: FarServer) -> None:
@@ -1372,7 +1372,7 @@ class TestBenchOnVLLM:
     @staticmethod
     def options(server: Any, *, servers: int = 1) -> list[str]:
         urls = ["--base-url", f"{server.base_url}/v1"] * servers
-        policies = ["--policy", "retrieval", "--policy", "auto"]
+        policies = ["--policy", "retrieval", "--policy", "free"]
         return ["--engine", "openai", *urls, *policies, "--limit", "20", "--top-k", "3"]
 
     @pytest.mark.slow
@@ -1396,7 +1396,7 @@ class TestBenchOnVLLM:
     def test_one_at_a_time_the_mirror_predicts_it(self, vllm_server: Any) -> None:
         """The second run begins with what the first one left, under another salt, and must not notice."""
         vllm_server.reset()
-        first, second = bench(*self.options(vllm_server), "--policy", "best")[1:]
+        first, second = bench(*self.options(vllm_server), "--policy", "prefix")[1:]
         for run in (first, second):
             assert run["prediction_within_block"] >= 0.95
             assert abs(run["prediction_bias_blocks"]) < 0.5

@@ -56,14 +56,14 @@ class TestTheObjective:
             [
                 record("retrieval", [90, 100, 110] * 4, arrivals=None),
                 record("retrieval", [100, 600] * 6, arrivals="poisson:2"),
-                record("auto", [100, 500] * 6, arrivals="poisson:2"),
+                record("free", [100, 500] * 6, arrivals="poisson:2"),
             ]
         )
         table = objective_table(groups, "retrieval")
         assert table is not None
         retrieval, auto = table.rows
         assert [entry.text for entry in retrieval[1:]] == ["retrieval order", "500.0", "50.0", "1.00"]
-        assert [entry.text for entry in auto[1:]] == ["ragorder (auto)", "500.0", "100.0", "2.00"]
+        assert [entry.text for entry in auto[1:]] == ["ragorder (free)", "500.0", "100.0", "2.00"]
         assert (retrieval[3].note, auto[3].verdict) == ("baseline", "better")
 
     def test_is_not_known_without_an_unloaded_run_of_the_same(self) -> None:
@@ -78,7 +78,7 @@ class TestTheReport:
         records = [
             record(policy, [100.0, 200.0] * 6, arrivals=arrivals, tbt_ms=[5.0, 7.0] * 6)
             for arrivals in (None, "poisson:1", "poisson:2", "poisson:4")
-            for policy in ("retrieval", "auto")
+            for policy in ("retrieval", "free")
         ]
         part = make_part(Suite.unlisted("s", baseline="retrieval"), Results(Path(), records=[*records]))
         titles = {table.title for table in part.tables}
@@ -90,7 +90,7 @@ class TestThroughput:
     @staticmethod
     def table(retrieval: list[float], auto: list[float]) -> Table:
         records = []
-        for policy, rates in (("retrieval", retrieval), ("auto", auto)):
+        for policy, rates in (("retrieval", retrieval), ("free", auto)):
             for seed, rate in enumerate(rates):
                 run = record(policy, [100.0, 200.0] * 6)
                 throughput = {"requests_per_s": rate, "tokens_per_s": 9.0}
@@ -122,6 +122,6 @@ class TestTheSuite:
         assert done.exit_code == 0, done.output
         runs = read_results(tmp_path).of(RunRecord, "open-loop")
         assert [(run.cell["arrivals"], run.policy) for run in runs] == [
-            (arrivals, policy) for arrivals in (None, "poisson:1", "poisson:2") for policy in ("retrieval", "auto")
+            (arrivals, policy) for arrivals in (None, "poisson:1", "poisson:2") for policy in ("retrieval", "free")
         ]
         assert all(run.requests for run in runs)

@@ -405,7 +405,7 @@ class TestSuites:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"speculative"]', '"auto"]', "unknown policy 'auto': choose from none, warmup, speculative"),
+            ('"speculative"]', '"free"]', "unknown policy 'free': choose from none, warmup, speculative"),
             ("retrieval_ms = [20]", "retrieval_ms = [-1]", "retrieval_ms: "),
             ("retrieval_ms = [20]", "top = [20]", "top: unknown field"),
             ('["cold"]\nretrieval_ms = [20]', '["cold"]', "it needs one of them"),
@@ -674,7 +674,7 @@ class TestTheBenchmark:
         self, vllm_server: Any, vllm_model: Path, tmp_path: Path, load: tuple[Any, ...]
     ) -> None:
         server = ("--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model)
-        trace = ("--workload", "paper-shuf", "--policy", "auto", "--top-k", 2, "--limit", 5, "--json", tmp_path / "o")
+        trace = ("--workload", "paper-shuf", "--policy", "free", "--top-k", 2, "--limit", 5, "--json", tmp_path / "o")
         pipeline = ("--pipeline", "speculative", "--retrieval-delay", 60)
         done = run_command(bench_command, *server, *trace, *pipeline, *load)
         assert done.exit_code == 0, done.output
@@ -682,7 +682,7 @@ class TestTheBenchmark:
         plain, ours = json.loads((tmp_path / "o").read_text("utf-8"))["runs"]
         assert (plain["pipeline"], ours["pipeline"]) == ("none", "speculative")
         for run in (plain, ours):
-            assert (run["requests"], run["failures"], run["policy"]) == (5, 0, "auto")
+            assert (run["requests"], run["failures"], run["policy"]) == (5, 0, "free")
             assert run["ttft_ms"]["p50"] >= 60
         assert plain["prompt_tokens"] == ours["prompt_tokens"]
         assert plain["speculations"] == plain["warmups"] == plain["wasted_prompt_tokens"] == 0

@@ -795,8 +795,8 @@ class TestOrders:
     @pytest.mark.parametrize(
         ("name", "policy", "guards", "state_ranking"),
         [
-            ("auto", "auto", {}, False),
-            ("auto+keep_first=2", "auto", {"keep_first": 2}, False),
+            ("free", "free", {}, False),
+            ("free+keep_first=2", "free", {"keep_first": 2}, False),
             ("greedy+keep_last=1+max_displacement=3", "greedy", {"keep_last": 1, "max_displacement": 3}, False),
             ("best+keep_groups+state_ranking", "best", {"keep_groups": True}, True),
             ("retrieval+state_ranking", "retrieval", {}, True),
@@ -810,12 +810,12 @@ class TestOrders:
         [
             ("oracle", "unknown policy 'oracle'"),
             ("events", "unknown policy 'events'"),
-            ("auto+keep_first", "unknown guard 'keep_first'"),
-            ("auto+keep_first=-1", "unknown guard 'keep_first=-1'"),
-            ("auto+keep_first=²", "unknown guard"),
-            ("auto+keep_groups=1", "unknown guard 'keep_groups=1'"),
-            ("auto+keep_first=1+keep_first=2", "keep_first twice"),
-            ("auto+keep_first=1+keep_last=1", "exclude each other"),
+            ("free+keep_first", "unknown guard 'keep_first'"),
+            ("free+keep_first=-1", "unknown guard 'keep_first=-1'"),
+            ("free+keep_first=²", "unknown guard"),
+            ("free+keep_groups=1", "unknown guard 'keep_groups=1'"),
+            ("free+keep_first=1+keep_first=2", "keep_first twice"),
+            ("free+keep_first=1+keep_last=1", "exclude each other"),
             ("sorted+keep_first=2", "not to sorted"),
         ],
     )
@@ -826,12 +826,12 @@ class TestOrders:
     def test_the_usual_ones_are_the_papers_ours_and_each_guard(self) -> None:
         assert [Order.parse(name).name for name in DEFAULT_ORDERS] == [
             "retrieval",
-            "auto",
+            "free",
             "greedy",
             "sorted",
-            "auto+keep_first=2",
-            "auto+keep_last=2",
-            "auto+state_ranking",
+            "free+keep_first=2",
+            "free+keep_last=2",
+            "free+state_ranking",
         ]
 
 
@@ -887,7 +887,7 @@ class TestDryRun:
         verdict = checks(run_quality(make_bench("hotpotqa", hotpot, dry_run=True)), "quality-verdict")[0]
         assert verdict["reordered"]["retrieval"] == 0
         assert verdict["reordered"]["sorted"] == 1
-        assert verdict["reordered"]["auto"] > 0
+        assert verdict["reordered"]["free"] > 0
 
     def test_an_answer_without_a_word_is_counted_instead_of_failing(self, tmp_path: Path) -> None:
         data = written(tmp_path / "dev.json", [hotpot_record(0, answer="A"), hotpot_record(1)])
@@ -920,9 +920,9 @@ class TestDryRun:
 
     def test_counts_in_the_tokens_of_a_model_if_there_is_one(self, hotpot: Path, model_folder: Path) -> None:
         bench = make_bench("hotpotqa", hotpot, dry_run=True, model=model_folder, capacity_tokens=Capacity.parse("50%"))
-        exact = by_order(run_quality(bench))["auto"]["engine"]["capacity_tokens"]
+        exact = by_order(run_quality(bench))["free"]["engine"]["capacity_tokens"]
         bench = make_bench("hotpotqa", hotpot, dry_run=True, capacity_tokens=Capacity.parse("50%"))
-        assert exact != by_order(run_quality(bench))["auto"]["engine"]["capacity_tokens"]
+        assert exact != by_order(run_quality(bench))["free"]["engine"]["capacity_tokens"]
 
 
 class TestLines:
@@ -987,7 +987,7 @@ class TestLines:
         orders = by_order(list(serve_quality(make_bench("hotpotqa", hotpot, dry_run=True))))
         assert orders["retrieval"]["rows"]["gold_places"] == [[1, 2]] * 6
         assert orders["sorted"]["rows"]["gold_places"] == [[0, 2]] * 6
-        assert orders["auto+keep_last=2"]["rows"]["gold_places"][0][-1] == 2
+        assert orders["free+keep_last=2"]["rows"]["gold_places"][0][-1] == 2
         assert orders["sorted"]["rows"]["moved_share"] == [1.0, 0.5] * 3
 
     def test_a_suite_may_name_its_cell(self, hotpot: Path) -> None:
@@ -996,8 +996,8 @@ class TestLines:
 
     def test_what_is_done_is_not_asked_again(self, hotpot: Path) -> None:
         bench = make_bench("hotpotqa", hotpot, dry_run=True)
-        lines = list(serve_quality(bench, done=lambda cell, policy: policy != "auto" or cell["answers"] == "empty"))
-        assert [(line["policy"], line["cell"]["answers"]) for line in lines] == [("auto", "accepted")]
+        lines = list(serve_quality(bench, done=lambda cell, policy: policy != "free" or cell["answers"] == "empty"))
+        assert [(line["policy"], line["cell"]["answers"]) for line in lines] == [("free", "accepted")]
 
     def test_what_is_done_whole_is_not_even_loaded(self, tmp_path: Path) -> None:
         bench = make_bench("hotpotqa", tmp_path / "gone.json", dry_run=True)
@@ -1024,7 +1024,7 @@ class TestLines:
         ("options", "message"),
         [
             ({"orders": ()}, "name one at least"),
-            ({"orders": ("auto", "auto")}, "the same order twice"),
+            ({"orders": ("free", "free")}, "the same order twice"),
             ({"orders": ("wild",)}, "unknown policy 'wild'"),
             ({"engine": "sim"}, "engine\n  Input should be 'vllm', 'torch' or 'openai'"),
             ({"output_tokens": 0}, "output_tokens\n  Input should be greater"),
@@ -1145,11 +1145,11 @@ class TestServer:
         assert note in service.bodies[0]["messages"][1]["content"]
 
     def test_each_order_has_a_cache_of_its_own(self, ask: Callable[..., list[JSON]], service: Service) -> None:
-        lines = ask("retrieval", "auto")
+        lines = ask("retrieval", "free")
         salts = [body["cache_salt"] for body in service.bodies]
         assert len(set(salts[:6])) == len(set(salts[6:])) == 1
         assert salts[0] != salts[6]
-        assert by_order(lines)["auto"]["rows"]["cached_tokens"] == [7] * 6
+        assert by_order(lines)["free"]["rows"]["cached_tokens"] == [7] * 6
 
     def test_without_a_cache_every_question_has_a_salt_of_its_own(
         self, ask: Callable[..., list[JSON]], service: Service
@@ -1177,11 +1177,11 @@ class TestServer:
         self, ask: Callable[..., list[JSON]], service: Service
     ) -> None:
         service.cached_tokens = None
-        assert by_order(ask("auto"))["auto"]["rows"]["cached_tokens"] is None
+        assert by_order(ask("free"))["free"]["rows"]["cached_tokens"] is None
 
     def test_questions_in_flight_change_no_order(self, ask: Callable[..., list[JSON]], service: Service) -> None:
         def places() -> list[list[int]]:
-            rows: list[list[int]] = by_order(ask("auto", concurrency=3))["auto"]["rows"]["gold_places"]
+            rows: list[list[int]] = by_order(ask("free", concurrency=3))["free"]["rows"]["gold_places"]
             return rows
 
         assert places() == places()
@@ -1230,7 +1230,7 @@ class TestServer:
     def test_the_size_of_the_cache_is_given_or_the_default(
         self, ask: Callable[..., list[JSON]], options: JSON, engine: Any
     ) -> None:
-        told = by_order(ask("auto", **options))["auto"]["engine"]
+        told = by_order(ask("free", **options))["free"]["engine"]
         assert (told["block_size"], told["capacity_tokens"]) == engine
         assert (told["name"], told["model"]) == ("openai", "Served-7B-Instruct")
 
@@ -1320,7 +1320,7 @@ class TestComparison:
     def test_the_figures_are_percent_of_the_questions_that_both_answered(self) -> None:
         lines = [
             line("retrieval", [1, 0, 0, 1], [1, 0.5, 0, 1], id=["a", "b", "c", "d"]),
-            line("auto", [1, 1, 1], [1, 1, 1], id=["d", "b", "x"], displacement=[0, 2.0, 1.0]),
+            line("free", [1, 1, 1], [1, 1, 1], id=["d", "b", "x"], displacement=[0, 2.0, 1.0]),
         ]
         (compared,) = compare_orders(lines)
         assert (compared["questions"], compared["reordered"]) == (2, 0.6667)
@@ -1329,11 +1329,11 @@ class TestComparison:
         assert compared["f1_low"] <= 25 <= compared["f1_high"]
 
     def test_without_the_baseline_or_a_shared_question_there_is_nothing_to_say(self) -> None:
-        assert compare_orders([line("auto", [1])]) == []
-        assert compare_orders([line("retrieval", [1], id=["a"]), line("auto", [1], id=["b"])]) == []
+        assert compare_orders([line("free", [1])]) == []
+        assert compare_orders([line("retrieval", [1], id=["a"]), line("free", [1], id=["b"])]) == []
 
     def test_places_of_gold_documents(self) -> None:
-        found = gold_places(line("auto", [1, 0, 1], [1, 0.5, 1], gold_places=[[0, 2], [2], []]))
+        found = gold_places(line("free", [1, 0, 1], [1, 0.5, 1], gold_places=[[0, 2], [2], []]))
         assert found["places"] == [
             {"place": 0, "gold": 1, "em": 100, "f1": 100},
             {"place": 2, "gold": 2, "em": 50, "f1": 75},
@@ -1341,7 +1341,7 @@ class TestComparison:
         assert found["without_gold"] == 1
 
     def test_a_summary_is_made_for_each_suite_cell_and_seed(self) -> None:
-        lines = [line("retrieval", [1]), line("auto", [1]), line("retrieval", [1], seed=1), {"type": "run"}]
+        lines = [line("retrieval", [1]), line("free", [1]), line("retrieval", [1], seed=1), {"type": "run"}]
         names = [each["name"] for each in summarise(lines)]
         assert names == [
             "quality-comparison",
@@ -1353,7 +1353,7 @@ class TestComparison:
         ]
 
     def test_of_two_lines_for_one_order_the_last_one_counts(self) -> None:
-        lines = [line("retrieval", [0]), line("auto", [0]), line("auto", [1])]
+        lines = [line("retrieval", [0]), line("free", [0]), line("free", [1])]
         assert checks(summarise(lines), "quality-comparison")[0]["em"] == 100
 
 
@@ -1362,18 +1362,18 @@ class TestJudgingWhatIsKept:
         return written(folder / "results.jsonl", lines)
 
     def test_is_about_the_cells_to_which_something_was_added(self, tmp_path: Path) -> None:
-        old = [line("retrieval", [1]), line("auto", [1])]
+        old = [line("retrieval", [1]), line("free", [1])]
         new = line("sorted", [0])
-        done = [line("retrieval", [1], seed=1), line("auto", [1], seed=1)]
+        done = [line("retrieval", [1], seed=1), line("free", [1], seed=1)]
         path = self.file(tmp_path, *old, *summarise(old), *done, *summarise(done), new)
         lines, found = judge_previous(path, "quality", "now")
         assert lines == [*old, new]
-        assert [each["policy"] for each in checks(found, "quality-comparison")] == ["auto", "sorted"]
+        assert [each["policy"] for each in checks(found, "quality-comparison")] == ["free", "sorted"]
         assert {(each["seed"], each["session"]) for each in found} == {(0, "now")}
         assert judge_previous(self.file(tmp_path, *lines, *found), "quality", "later") == ([], [])
 
     def test_an_interrupt_before_the_verdict_is_made_good(self, tmp_path: Path) -> None:
-        lines = [line("retrieval", [1]), line("auto", [1])]
+        lines = [line("retrieval", [1]), line("free", [1])]
         *compared, _ = summarise(lines)
         path = self.file(tmp_path, *lines, *compared)
         with path.open("a") as torn:
@@ -1391,37 +1391,37 @@ class TestVerdict:
         return {"name": "m", "parameters": parameters, "random_weights": random_weights}
 
     def test_a_capable_model_measures(self) -> None:
-        verdict = judge([line("retrieval", [1]), line("auto", [0])])
+        verdict = judge([line("retrieval", [1]), line("free", [0])])
         assert (verdict["measured"], verdict["reason"], verdict["note"]) == (True, None, None)
         assert verdict["message"] == "quality was measured"
-        assert verdict["reordered"] == {"retrieval": 0, "auto": 1}
+        assert verdict["reordered"] == {"retrieval": 0, "free": 1}
 
     def test_random_weights_never_do(self) -> None:
-        verdict = judge([line("auto", [1], model=self.model(5_000, random_weights=True))])
+        verdict = judge([line("free", [1], model=self.model(5_000, random_weights=True))])
         assert verdict["measured"] is False
         assert verdict["message"] == "quality was NOT measured: the model has random weights: its answers are noise"
 
     def test_a_small_model_that_gets_nothing_right_does_not(self) -> None:
         small = self.model(1_540_000_000)
-        verdict = judge([line("retrieval", [0], model=small), line("auto", [0], model=small)])
+        verdict = judge([line("retrieval", [0], model=small), line("free", [0], model=small)])
         assert verdict["measured"] is False
         assert "1.5 billion parameters (fewer than 3)" in verdict["reason"]
-        assert judge([line("retrieval", [0], model=small), line("auto", [1], model=small)])["measured"] is True
+        assert judge([line("retrieval", [0], model=small), line("free", [1], model=small)])["measured"] is True
 
     def test_nor_does_one_of_unknown_size_that_gets_nothing_right(self) -> None:
-        verdict = judge([line("auto", [0], model=self.model())])
+        verdict = judge([line("free", [0], model=self.model())])
         assert verdict["measured"] is False
         assert "nothing says how large the model is" in verdict["reason"]
 
     def test_a_large_model_that_gets_nothing_right_leaves_f1(self) -> None:
-        verdict = judge([line("auto", [0], [0.4])])
+        verdict = judge([line("free", [0], [0.4])])
         assert (verdict["measured"], verdict["note"]) == (
             True,
             "exact match is 0 in every order: only F1 can tell them apart",
         )
 
     def test_orders_that_moved_nothing_are_no_comparison(self) -> None:
-        verdict = judge([line("retrieval", [1]), line("auto", [1], displacement=[0.0])])
+        verdict = judge([line("retrieval", [1]), line("free", [1], displacement=[0.0])])
         assert verdict["measured"] is True
         assert "no order moved a document" in verdict["message"]
 
@@ -1457,11 +1457,11 @@ class TestModels:
 
 class TestFused:
     def test_orders_are_named_by_share_and_selection(self) -> None:
-        names = fused_orders(("retrieval", "auto+keep_first=2"), [0, 0.05, 0.05], ["query", "deviation"])
+        names = fused_orders(("retrieval", "free+keep_first=2"), [0, 0.05, 0.05], ["query", "deviation"])
         assert names[:3] == ("retrieval+fused=0", "retrieval+fused=0.05:query", "retrieval+fused=0.05:deviation")
         assert len(names) == 6
         order = Order.parse(names[-1])
-        assert (order.policy, order.guards) == ("auto", {"keep_first": 2})
+        assert (order.policy, order.guards) == ("free", {"keep_first": 2})
         assert order.fused == FusedReuse(0.05, "deviation")
 
     @pytest.mark.parametrize(
@@ -1482,7 +1482,7 @@ class TestFused:
     def test_only_the_embedded_engine_takes_documents_over(self, hotpot: Path) -> None:
         with pytest.raises(QualityError, match="give --engine torch"):
             run_quality(make_bench("hotpotqa", hotpot, orders=("retrieval+fused=0",)))
-        assert run_quality(make_bench("hotpotqa", hotpot, orders=("auto+fused=0",), dry_run=True))
+        assert run_quality(make_bench("hotpotqa", hotpot, orders=("free+fused=0",), dry_run=True))
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -1501,7 +1501,7 @@ class TestFused:
         assert message in " ".join(done.output.split())
 
     def test_normalised_scores_are_equation_11(self) -> None:
-        f1 = {"retrieval": 80.0, "retrieval+fused=0": 20.0, "retrieval+fused=0.05:query": 65.0, "auto+fused=0": 5.0}
+        f1 = {"retrieval": 80.0, "retrieval+fused=0": 20.0, "retrieval+fused=0.05:query": 65.0, "free+fused=0": 5.0}
         assert normalised_scores(f1) == {"retrieval+fused=0": 0, "retrieval+fused=0.05:query": 75}
         assert normalised_scores(f1 | {"retrieval": 20.5}) == {}
 
@@ -1561,7 +1561,7 @@ class TestVLLM:
             assert (asked["failures"], len(asked["rows"]["em"]), asked["engine"]["name"]) == (0, 6, "vllm")
         cached = {name: sum(asked["rows"]["cached_tokens"]) for name, asked in by_order(lines).items()}
         assert cached["none"] == 0
-        assert cached["auto"] > cached["retrieval"] > 0
+        assert cached["free"] > cached["retrieval"] > 0
         (verdict,) = checks(summarise(lines), "quality-verdict")
         assert verdict["message"] == "quality was NOT measured: the model has random weights: its answers are noise"
 
@@ -1594,20 +1594,20 @@ class TestVLLM:
 
     @pytest.mark.slow
     def test_a_real_server_keeps_the_orders_apart(self, hotpot: Path, vllm_model: Path, vllm_server: Any) -> None:
-        orders = ("none", "retrieval", "auto")
+        orders = ("none", "retrieval", "free")
         options = {"base_url": vllm_server.base_url, "model": vllm_model, "output_tokens": 4}
         lines = run_quality(make_bench("hotpotqa", hotpot, engine="openai", orders=orders, **options))
         cached = {name: asked["rows"]["cached_tokens"] for name, asked in by_order(lines).items()}
         assert cached["none"] == [0] * 6
-        assert cached["retrieval"][0] == cached["auto"][0] == 0
-        assert sum(cached["auto"]) > 0
-        assert by_order(lines)["auto"]["engine"]["capacity_tokens"] == 128 * 32
+        assert cached["retrieval"][0] == cached["free"][0] == 0
+        assert sum(cached["free"]) > 0
+        assert by_order(lines)["free"]["engine"]["capacity_tokens"] == 128 * 32
         (verdict,) = checks(lines, "quality-verdict")
         assert verdict["reason"] == "the model has random weights: its answers are noise"
 
     @pytest.mark.slow
     def test_the_command_starts_an_engine_of_its_own(self, hotpot: Path, vllm_model: Path, tmp_path: Path) -> None:
-        arguments = ["--model", vllm_model, "--limit", 2, "--output-tokens", 4, "--policy", "auto"]
+        arguments = ["--model", vllm_model, "--limit", 2, "--output-tokens", 4, "--policy", "free"]
         done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path / "out", *arguments)
         assert done.exit_code == 0, done.output
         assert "quality was NOT measured: the model has random weights" in " ".join(done.output.split())
@@ -1658,7 +1658,7 @@ class TestCommand:
         done = invoke(
             "2wikimultihopqa",
             *("--data", data, "--aliases", aliases, "--limit", 3, "--order", "random", "--seed", 5),
-            *("--top-k", 4, "--document-words", 4, "--retriever", "bm25", "--policy", "auto+keep_first=1"),
+            *("--top-k", 4, "--document-words", 4, "--retriever", "bm25", "--policy", "free+keep_first=1"),
             *("--engine", "openai", "--base-url", service.base_url, "--served-model", "other", "--api-key", "sk-9"),
             *("--concurrency", 2, "--capacity-tokens", "9000", "--block-size", 64, "--output-tokens", 6),
             *("-o", tmp_path / "out"),
@@ -1666,7 +1666,7 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         session, asked, *_ = result_lines(tmp_path / "out")
         assert "sk-9" not in json.dumps(session)
-        assert (asked["seed"], asked["policy"]) == (5, "auto+keep_first=1")
+        assert (asked["seed"], asked["policy"]) == (5, "free+keep_first=1")
         wanted = {"limit": 3, "question_order": "random", "top_k": 4, "document_words": 4, "retriever": "bm25"}
         wanted |= {"model": "other", "concurrency": 2, "capacity_tokens": 9000, "block_size": 64, "output_tokens": 6}
         assert wanted.items() <= asked["cell"].items()
@@ -1740,7 +1740,7 @@ title = "Answers"
 source = "tests"
 says = "Something."
 kind = "quality"
-policies = ["retrieval", "sorted", "auto+keep_first=1"]
+policies = ["retrieval", "sorted", "free+keep_first=1"]
 warmup = 0
 requests = 4
 [cell]
@@ -1771,7 +1771,7 @@ class TestInASuite:
 
     def test_what_the_cell_says_reaches_the_server(self, run: Callable[..., list[JSON]], service: Service) -> None:
         lines = run()
-        assert by_order(lines).keys() == {"retrieval", "sorted", "auto+keep_first=1"}
+        assert by_order(lines).keys() == {"retrieval", "sorted", "free+keep_first=1"}
         assert {json.dumps(each["cell"]) for each in lines} == {
             '{"dataset": "hotpotqa", "top_k": 2, "document_words": 3, "output_tokens": 6}'
         }
@@ -1796,7 +1796,7 @@ class TestInASuite:
         assert not checks(run("--policy", "retrieval"), "quality-comparison")
         lines = run()
         assert len(service.bodies) == 12
-        assert [each["policy"] for each in checks(lines, "quality-comparison")] == ["sorted", "auto+keep_first=1"]
+        assert [each["policy"] for each in checks(lines, "quality-comparison")] == ["sorted", "free+keep_first=1"]
         assert run() == lines
 
 

@@ -85,25 +85,25 @@ class TestOrders:
         assert all(sorted(each) == list(range(8)) for each in self.orders(look_ups, policy))
 
     def test_keep_what_the_guards_keep(self, look_ups: Stream) -> None:
-        assert {each[:2] for each in self.orders(look_ups, "auto+keep_first=2")} == {(0, 1)}
-        assert {each[6:] for each in self.orders(look_ups, "auto+keep_last=2")} == {(1, 0)}
-        near = self.orders(look_ups, "auto+max_displacement=2")
+        assert {each[:2] for each in self.orders(look_ups, "free+keep_first=2")} == {(0, 1)}
+        assert {each[6:] for each in self.orders(look_ups, "free+keep_last=2")} == {(1, 0)}
+        near = self.orders(look_ups, "free+max_displacement=2")
         assert max(abs(rank - place) for each in near for place, rank in enumerate(each)) == 2
-        for asked, order in zip(look_ups.requests, self.orders(look_ups, "auto+keep_groups"), strict=True):
+        for asked, order in zip(look_ups.requests, self.orders(look_ups, "free+keep_groups"), strict=True):
             sources = [document.metadata["source"] for document in look_ups.documents(asked)]
             for source in set(sources):
                 own = [rank for rank in order if sources[rank] == source]
                 assert own == sorted(own)
 
     def test_auto_moves_more_than_as_ranked_and_finds_more_cached(self, look_ups: Stream) -> None:
-        found = {name: order_stream(look_ups, name, 65_536, 0) for name in ("retrieval", "best", "auto")}
+        found = {name: order_stream(look_ups, name, 65_536, 0) for name in ("retrieval", "best", "free")}
         moved = {
             name: sum(abs(rank - place) for each in orders for place, rank in enumerate(each.permutation))
             for name, orders in found.items()
         }
         cached = {name: sum(each.cached_tokens for each in orders) for name, orders in found.items()}
-        assert 0 == moved["retrieval"] < moved["best"] < moved["auto"]
-        assert cached["retrieval"] < cached["best"] <= cached["auto"]
+        assert 0 == moved["retrieval"] < moved["best"] < moved["free"]
+        assert cached["retrieval"] < cached["best"] <= cached["free"]
 
 
 class TestAnswers:
@@ -138,24 +138,24 @@ class TestTheReport:
     def test_counts_by_place_and_pairs_questions(self) -> None:
         records = [
             record("retrieval", [1, 1, 1, 0, 1, 1, 1, 1, 0, 1], [0, 1, 2, 15, 0, 0, 0, 0, 0, 0]),
-            record("auto", [0, 0, 1, 1, 1, 1, 1, 1, 0, 1], [15] * 10),
+            record("free", [0, 0, 1, 1, 1, 1, 1, 1, 0, 1], [15] * 10),
         ]
         [group] = group_runs(records)
         assert bands(group)[0] == range(2) and bands(group)[-1] == range(14, 16)
         assert by_place(group, "retrieval") == [Share(7, 8), Share(1, 1), *[Share(0, 0)] * 5, Share(0, 1)]
-        assert swapped(group, "auto", "retrieval")[:2] == (2, 1)
-        found = change(group, "auto", "retrieval")
+        assert swapped(group, "free", "retrieval")[:2] == (2, 1)
+        found = change(group, "free", "retrieval")
         assert found is not None and found.difference == pytest.approx(-10)
         # Wilson (1927), as in every table of it: 8 of 10.
         assert Share(8, 10).interval == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
     def test_says_nothing_where_nothing_was_asked(self) -> None:
         part = make_part(
-            Suite.unlisted("mine", baseline="retrieval"), Results(Path(), records=[record("auto", [1], [3])])
+            Suite.unlisted("mine", baseline="retrieval"), Results(Path(), records=[record("free", [1], [3])])
         )
         compared, placed = part.tables
-        assert [entry.text for entry in compared.rows[0]][:4] == ["ragorder (auto)", "100.0", "–", "–"]
-        assert [entry.text for entry in placed.rows[0]] == ["ragorder (auto)", "–", "100.0", *["–"] * 6]
+        assert [entry.text for entry in compared.rows[0]][:4] == ["ragorder (free)", "100.0", "–", "–"]
+        assert [entry.text for entry in placed.rows[0]] == ["ragorder (free)", "–", "100.0", *["–"] * 6]
 
 
 class TestTheSuite:
@@ -174,7 +174,7 @@ class TestTheSuite:
         ]
         assert len(part.pictures()) == 3
 
-    @pytest.mark.parametrize(("policy", "why"), [("auto+state_ranking", "reads documents alone"), ("quick", "unknown")])
+    @pytest.mark.parametrize(("policy", "why"), [("free+state_ranking", "reads documents alone"), ("quick", "unknown")])
     def test_a_policy_that_the_model_cannot_answer_is_refused(self, policy: str, why: str) -> None:
         text = (
             'title = "t"\nsource = "s"\nsays = "s"\nkind = "quality-positions"\n'

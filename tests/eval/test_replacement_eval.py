@@ -519,7 +519,7 @@ class TestSuites:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"gdsf+history"]', '"auto"]', "unknown policy 'auto': choose from none, device, forecast+history"),
+            ('"gdsf+history"]', '"free"]', "unknown policy 'free': choose from none, device, forecast+history"),
             ('device = "1%"', 'device = "1 per cent"', "device: '1 per cent' is no size of a tier"),
             ('device = "1%"', "nodes = 5", 'nodes go with measure = "scheduling"'),
             ('device = "1%"', 'measure = "scheduling"', "needs nodes, and no stream"),

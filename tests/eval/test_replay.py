@@ -505,7 +505,7 @@ class TestTheEngine:
         assert nodes <= 4_096 // 16
 
 
-POLICIES = ("retrieval", "greedy", "best", "frequency", "popularity", "auto")
+POLICIES = ("retrieval", "greedy", "best", "frequency", "popularity", "free")
 
 
 class TestTheFiguresAreThoseOfTheBenchmark:
@@ -740,9 +740,9 @@ class TestCapacities:
 class TestPolicies:
     def test_retrieval_order_is_always_the_baseline(self) -> None:
         log = random_log(0)
-        assert replay(log, policies=["auto"]).policies == ["retrieval", "auto"]
+        assert replay(log, policies=["free"]).policies == ["retrieval", "free"]
         assert replay(log, policies=["best", "retrieval", "best"]).policies == ["retrieval", "best"]
-        assert replay(log).policies == ["retrieval", "greedy", "auto"]
+        assert replay(log).policies == ["retrieval", "greedy", "free"]
 
     @pytest.mark.parametrize("policy", ["oracle", "events", "none", "queue", "fastest"])
     def test_others_are_refused(self, policy: str) -> None:
@@ -752,18 +752,18 @@ class TestPolicies:
     def test_keep_to_the_settings_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = exported(make_workload("paper-shuf", 0), limit=200)
         monkeypatch.setenv("RAGORDER_KEEP_FIRST", "5")
-        guarded = replay(log, capacities=["unlimited"], sweep=(), policies=["auto"])
+        guarded = replay(log, capacities=["unlimited"], sweep=(), policies=["free"])
         plain, ordered = guarded.figures
         assert ordered.cached_tokens == plain.cached_tokens
         monkeypatch.setenv("RAGORDER_KEEP_FIRST", "1")
-        less = replay(log, capacities=["unlimited"], sweep=(), policies=["auto"])
+        less = replay(log, capacities=["unlimited"], sweep=(), policies=["free"])
         assert less.figures[1].cached_tokens > ordered.cached_tokens
 
     def test_a_log_has_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = exported(make_workload("paper-shuf", 0), limit=50)
-        free = replay(log, policies=["auto"]).figures
+        free = replay(log, policies=["free"]).figures
         monkeypatch.setenv("RAGORDER_KEEP_GROUPS", "1")
-        assert replay(log, policies=["auto"]).figures == free
+        assert replay(log, policies=["free"]).figures == free
 
     @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
     def test_rates_are_positive(self, rate: float) -> None:
@@ -781,7 +781,7 @@ def report_of(*gains: int, asked: int | None = None, rate: float | None = None) 
     capacities = [CapacityInfo(f"{1_000 * (n + 1):,} tokens", 1_000 * (n + 1), n == asked) for n in range(len(gains))]
     figures = []
     for capacity, gain in zip(capacities, gains, strict=True):
-        for policy, tokens in (("retrieval", 20_000), ("auto", 20_000 + gain)):
+        for policy, tokens in (("retrieval", 20_000), ("free", 20_000 + gain)):
             figures.append(
                 PolicyFigures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000])
             )
@@ -799,7 +799,7 @@ def report_of(*gains: int, asked: int | None = None, rate: float | None = None) 
 class TestTheSaving:
     def test_is_what_auto_spares_of_retrieval_orders_prefill(self) -> None:
         (saving,) = report_of(16_000).savings
-        assert saving.policy == "auto"
+        assert saving.policy == "free"
         assert saving.saved_tokens == 16_000
         assert saving.share_of_prefill == 16_000 / 80_000
         assert saving.tokens_per_1000_requests == 160_000
@@ -823,7 +823,7 @@ class TestTheSaving:
             (
                 4_000,
                 "helps",
-                "at 1,000 tokens ragorder (auto) saves 5.0 % of the prefill, 40.0 tokens a request: worth it",
+                "at 1,000 tokens ragorder (free) saves 5.0 % of the prefill, 40.0 tokens a request: worth it",
             ),
             (-1_600, "costs", "retrieval order reuses more; leave it as it is"),
         ],
@@ -835,23 +835,23 @@ class TestTheSaving:
 
     def test_of_several_capacities_is_summed_up(self) -> None:
         assert report_of(0, 8_000, 16_000).answer == (
-            "Yes: ragorder (auto) saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
+            "Yes: ragorder (free) saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
         )
         assert report_of(8_000, 16_000, 2_000).answer == (
-            "Yes: ragorder (auto) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
+            "Yes: ragorder (free) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
         )
-        assert report_of(16_000).answer == "Yes: ragorder (auto) saves 20.0 % of the prefill tokens at all capacities."
-        said = "A little: ragorder (auto) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
+        assert report_of(16_000).answer == "Yes: ragorder (free) saves 20.0 % of the prefill tokens at all capacities."
+        said = "A little: ragorder (free) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
         assert report_of(0, 2_000).answer == said
         assert (
-            report_of(0, -9_000).answer == "No: ragorder (auto) saves nothing worth having at any of these capacities."
+            report_of(0, -9_000).answer == "No: ragorder (free) saves nothing worth having at any of these capacities."
         )
 
     def test_at_the_capacity_that_was_asked_for_is_the_answer(self) -> None:
         assert report_of(16_000, 0, asked=1).answer.startswith(
-            "No: at 2,000 tokens ragorder (auto) saves 0.0 % of the prefill"
+            "No: at 2,000 tokens ragorder (free) saves 0.0 % of the prefill"
         )
-        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens ragorder (auto) saves 20.0 %")
+        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens ragorder (free) saves 20.0 %")
         assert report_of(16_000, 0, asked=1).focus.tokens == 2_000
 
     def test_needs_something_to_compare(self) -> None:
@@ -861,13 +861,13 @@ class TestTheSaving:
 
     def test_is_the_last_policys_where_auto_is_not_among_them(self) -> None:
         assert replay(random_log(0), policies=["best", "greedy"]).compared_policy == "greedy"
-        assert replay(random_log(0), policies=["auto", "greedy"]).compared_policy == "auto"
+        assert replay(random_log(0), policies=["free", "greedy"]).compared_policy == "free"
 
     def test_of_a_trace_without_anything_in_common_is_nothing(self) -> None:
         log = read(*(line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(100)))
         report = replay(log, capacities=["50%"])
         assert {saving.verdict for saving in report.savings} == {"not worth it"}
-        assert report.answer.startswith("No: at 50 % ragorder (auto) saves 0.0 % of the prefill")
+        assert report.answer.startswith("No: at 50 % ragorder (free) saves 0.0 % of the prefill")
         assert report.overlap.sharing_two_ratio == 0
         assert report.overlap.jaccard_mean == 0
 
@@ -880,7 +880,7 @@ class TestTheSaving:
         busy = [line("abcde", number, tokens=100) for number in range(50)]
         fresh = [line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(50, 100)]
         report = replay(read(*busy, *fresh), capacities=["unlimited"], sweep=())
-        tenths = report.at("auto", report.capacities[0]).tenths
+        tenths = report.at("free", report.capacities[0]).tenths
         assert len(tenths) == 10
         assert all(ratio > 0.9 for ratio in tenths[1:5])
         assert all(ratio < 0.12 for ratio in tenths[5:])
@@ -982,11 +982,11 @@ class TestTheCommand:
     def test_shows_what_is_cached_what_is_saved_why_and_the_answer(self, log_file: Path) -> None:
         done = invoke(log_file)
         assert done.exit_code == 0, done.output
-        for words in ("retrieval", "greedy", "auto", "5 %", "100 %", "that ragorder (auto) saves", "helps"):
+        for words in ("retrieval", "greedy", "free", "5 %", "100 %", "that ragorder (free) saves", "helps"):
             assert words in done.stdout
         assert "share two documents or more with an earlier one" in done.stdout
         assert "so that no order can reuse more than" in done.stdout
-        assert "Would it help? Yes: ragorder (auto) saves" in done.stdout
+        assert "Would it help? Yes: ragorder (free) saves" in done.stdout
 
     @pytest.mark.parametrize("columns", [80, 200])
     def test_the_tables_fit_a_terminal(self, log_file: Path, columns: int) -> None:
@@ -1014,8 +1014,8 @@ class TestTheCommand:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
         shown = " ".join(invoke(path).stdout.split())
         words = "0.0 tokens a request: no more than rounding to whole blocks explains"
-        assert f"ragorder (auto) saves 0.0 % of the prefill, {words}" in shown
-        assert "Would it help? No: ragorder (auto) saves nothing worth having at any of these capacities." in shown
+        assert f"ragorder (free) saves 0.0 % of the prefill, {words}" in shown
+        assert "Would it help? No: ragorder (free) saves nothing worth having at any of these capacities." in shown
 
     def test_writes_everything_as_json(self, log_file: Path, tmp_path: Path) -> None:
         target = tmp_path / "report.json"
@@ -1027,10 +1027,10 @@ class TestTheCommand:
         assert found["arguments"]["log"] == str(log_file)
         assert found["log"]["requests"] == 200
         assert len(found["runs"]) == 3 * 7
-        assert {run["policy"] for run in found["runs"]} == {"retrieval", "greedy", "auto"}
+        assert {run["policy"] for run in found["runs"]} == {"retrieval", "greedy", "free"}
         assert all(len(run["tenths"]) == 10 for run in found["runs"])
         assert len(found["savings"]) == 7
-        assert found["answer"].startswith("Yes: at 9,000 tokens ragorder (auto) saves")
+        assert found["answer"].startswith("Yes: at 9,000 tokens ragorder (free) saves")
         assert 0 < found["overlap"]["one_prompt_ratio"] < found["overlap"]["bound_ratio"] < 1
         assert found["speed"]["requests_per_s"] > 0
 
@@ -1041,7 +1041,7 @@ class TestTheCommand:
         marks = replay_section(target, found).headline.charts[0].marks
         gains, plain = (
             {run["capacity_tokens"]: run["tenths"] for run in found["runs"] if run["policy"] == policy}
-            for policy in ("auto", "retrieval")
+            for policy in ("free", "retrieval")
         )
         assert len(marks) == len(gains) == len(plain)
         for mark, ordered, before in zip(marks, gains.values(), plain.values(), strict=True):
@@ -1208,7 +1208,7 @@ class TestThePlot:
             expected = [100 * report.at(policy, capacity).cached_ratio for capacity in report.capacities]
             assert lines[policy_words(policy)] == expected
         tenths = {drawn.get_label(): list(drawn.get_ydata()) for drawn in along.lines}
-        assert tenths["ragorder (auto)"] == [100 * ratio for ratio in report.at("auto", report.focus).tenths]
+        assert tenths["ragorder (free)"] == [100 * ratio for ratio in report.at("free", report.focus).tenths]
         bounds = [ydata[0] for label, ydata in lines.items() if label.startswith("bound")]
         assert bounds == [100 * report.overlap.bound_ratio, 100 * report.overlap.one_prompt_ratio]
 

@@ -58,7 +58,7 @@ SUITES = {
 title = "Strategies"
 source = "RAGCache++ Table 1"
 says = "What each strategy finds in the cache, on the paper's trace and on its shuffled clone."
-policies = ["none", "retrieval", "sorted", "greedy", "auto"]
+policies = ["none", "retrieval", "sorted", "greedy", "free"]
 baseline = "retrieval"
 [cell]
 top_k = 5
@@ -88,7 +88,7 @@ workload = "paper"
 title = "Overlap between consecutive queries"
 source = "RAGCache++ Figure 3, Table 12"
 says = "What ordering changes by the share of documents that two queries have in common."
-policies = ["retrieval", "greedy", "auto"]
+policies = ["retrieval", "greedy", "free"]
 baseline = "retrieval"
 [sweep]
 workload = ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"]
@@ -114,7 +114,7 @@ workload = "ov0.4"
 title = "Cache pressure"
 source = "ragorder"
 says = "How much is left of it in a small cache."
-policies = ["retrieval", "auto"]
+policies = ["retrieval", "free"]
 [sweep]
 workload = ["mix8", "geo"]
 capacity_tokens = ["5%", "10%", "25%", "50%", "100%"]
@@ -126,7 +126,7 @@ x = "capacity_tokens"
 title = "What the guards cost"
 source = "ragorder"
 says = "Guards keep documents near where retrieval put them; this is what that costs."
-policies = ["retrieval", "auto"]
+policies = ["retrieval", "free"]
 [sweep]
 workload = ["paper-shuf"]
 [report]
@@ -137,7 +137,7 @@ title = "Answers on HotpotQA"
 source = "RAGCache++ Table 2"
 says = "Whether another order changes answers."
 kind = "quality"
-policies = ["retrieval", "auto"]
+policies = ["retrieval", "free"]
 [sweep]
 dataset = ["hotpotqa"]
 [report]
@@ -254,7 +254,7 @@ DRY = {
     "suite": "table-2",
     "cell": {"dataset": "hotpotqa"},
     "seed": 0,
-    "policy": "auto",
+    "policy": "free",
     "rows": {"id": ["a"], "em": [1], "f1": [1.0], "cached_tokens": [0]},
     "dry_run": True,
 }
@@ -269,15 +269,15 @@ def measured() -> Iterator[dict[str, Any]]:
         cell = {"workload": workload, "top_k": 5, "capacity_tokens": 100_000}
         yield from simulated("table-1", cell, policies, workload=workload, timed=True)
     for workload in ("ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"):
-        yield from simulated("figure-3", {"workload": workload}, ("retrieval", "greedy", "auto"), workload=workload)
+        yield from simulated("figure-3", {"workload": workload}, ("retrieval", "greedy", "free"), workload=workload)
     for workload in ("mix8", "geo"):
         for capacity in ("5%", "10%", "25%", "50%", "100%"):
             cell = {"workload": workload, "capacity_tokens": capacity}
-            yield from simulated("pressure", cell, ("retrieval", "auto"), workload=workload, capacity=capacity)
+            yield from simulated("pressure", cell, ("retrieval", "free"), workload=workload, capacity=capacity)
     for guards in GUARDS:
         cell = {"workload": "paper-shuf", "guards": guards}
-        for line in simulated("guards", cell, ("retrieval", "auto"), workload="paper-shuf"):
-            share = GUARDS[guards] if line["policy"] == "auto" else 0.0
+        for line in simulated("guards", cell, ("retrieval", "free"), workload="paper-shuf"):
+            share = GUARDS[guards] if line["policy"] == "free" else 0.0
             line["rows"]["cached_tokens"] = [
                 int(share and c * (0.5 + share)) or c for c in line["rows"]["cached_tokens"]
             ]
@@ -293,7 +293,7 @@ GUARDS = {
     "max_displacement=1": 0.4,
     "keep_last=1+keep_groups": 0.3,
 }
-SUITES_POLICIES = {"table-1": ("none", "retrieval", "sorted", "greedy", "auto")}
+SUITES_POLICIES = {"table-1": ("none", "retrieval", "sorted", "greedy", "free")}
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of two suites, each with a cell and a chart of its own."""
-    policies = ("retrieval", "auto")
+    policies = ("retrieval", "free")
     cell = {"workload": "paper", "top_k": 5, "capacity_tokens": 100_000}
     strategies = simulated("table-1", cell, policies, workload="paper", timed=True)
     sweep = simulated("figure-3", {"workload": "ov0.4"}, policies, workload="ov0.4")
@@ -339,7 +339,7 @@ def written(folder: Path, *lines: Any) -> Path:
 def a_run(**changed: Any) -> dict[str, Any]:
     """A run of ten requests of a hundred tokens, of which half are cached."""
     rows = {"prompt_tokens": [100] * 10, "cached_tokens": [50] * 10, "cached_documents": [2] * 10}
-    run = {"type": "run", "session": "s1", "suite": "own", "cell": {}, "seed": 0, "policy": "auto", "warmup": 2}
+    run = {"type": "run", "session": "s1", "suite": "own", "cell": {}, "seed": 0, "policy": "free", "warmup": 2}
     return run | {"engine": {"name": "sim", "block_size": 16}, "failures": 0, "rows": rows} | changed
 
 
@@ -423,11 +423,11 @@ class TestHeadline:
         lead, first = report.headline.lead, report.headline.words[0]
         changes = [row[3].text for row in report.overview.rows if row[2].text == "cached tokens"]
         assert lead.figure == f"{least(changes)} to {most(changes)}"
-        assert f"ragorder (auto) changes the cached tokens by {lead.figure} points" in first
+        assert f"ragorder (free) changes the cached tokens by {lead.figure} points" in first
         assert f"in {len({row[0].text for row in report.overview.rows})} suites" in first
 
     def test_of_one_cell(self, tmp_path: Path) -> None:
-        lines = simulated("figure-3", {"workload": "ov0.4"}, ("retrieval", "auto"), workload="ov0.4")
+        lines = simulated("figure-3", {"workload": "ov0.4"}, ("retrieval", "free"), workload="ov0.4")
         found = make_report(read_results(written(tmp_path, SESSION, *lines)), suites()).headline
         assert f": {found.lead.figure} [" in found.words[0]
 
@@ -458,20 +458,20 @@ class TestTables:
         rows = rows_of(report, "table-1")
         assert rows["RAGCache++ (greedy)"][-1].text == "40.1"
         assert rows["RAGCache++ (greedy)"][-1].note.startswith("−32.7")
-        assert rows["ragorder (auto)"][-1].text == "–"
+        assert rows["ragorder (free)"][-1].text == "–"
 
     def test_say_what_the_runs_say(self, folder: Path, report: Report) -> None:
         runs = [r for r in read_results(folder).runs if r.suite == "table-1" and r.cell["workload"] == "paper-shuf"]
         shares = {}
-        for policy in ("retrieval", "auto"):
+        for policy in ("retrieval", "free"):
             cached, prompts = (
                 sum(float(run.column(name).sum()) for run in runs if run.policy == policy)
                 for name in ("cached_tokens", "prompt_tokens")
             )
             shares[policy] = 100 * cached / prompts
-        row = rows_of(report, "table-1", 1)["ragorder (auto)"][1]
-        assert row.text == f"{shares['auto']:.1f}"
-        assert row.note.startswith(f"+{shares['auto'] - shares['retrieval']:.1f} [+")
+        row = rows_of(report, "table-1", 1)["ragorder (free)"][1]
+        assert row.text == f"{shares['free']:.1f}"
+        assert row.note.startswith(f"+{shares['free'] - shares['retrieval']:.1f} [+")
         assert row.verdict == "better"
 
     def test_have_one_row_a_cell_where_there_are_many(self, report: Report) -> None:
@@ -489,7 +489,7 @@ class TestTables:
         rows = [
             {"prompt_tokens": [100] * 99, "cached_tokens": [float(c) for c in rng.integers(0, 99, 99)]} for _ in "ab"
         ]
-        runs = [a_run(policy=policy, rows=row) for policy, row in zip(("retrieval", "auto"), rows, strict=True)]
+        runs = [a_run(policy=policy, rows=row) for policy, row in zip(("retrieval", "free"), rows, strict=True)]
         found = make_report(read_results(written(tmp_path, *runs)), {})
         assert found.sections[0].tables[0].rows[1][1].verdict == "no difference"
 
@@ -555,7 +555,7 @@ class TestTheFinding:
 
     def test_says_when_only_one_was_measured(self, tmp_path: Path) -> None:
         cell = {"workload": "paper"}
-        runs = [a_run(policy=policy, cell=cell) for policy in ("retrieval", "auto")]
+        runs = [a_run(policy=policy, cell=cell) for policy in ("retrieval", "free")]
         found = make_report(read_results(written(tmp_path, *runs)), {})
         assert "only paper was measured" in found.finding[0]
         assert found.side_by_side is None
@@ -596,7 +596,7 @@ class TestQuality:
         return make_report(read_results(written(folder, SESSION, *lines)), suites())
 
     def measured(self, folder: Path, **changed: Any) -> Report:
-        lines = [answered("retrieval", **changed), answered("auto", 0.1, **changed)]
+        lines = [answered("retrieval", **changed), answered("free", 0.1, **changed)]
         return self.found(folder, *lines, *summarise(lines))
 
     def test_says_what_the_checks_say_of_each_order(self, tmp_path: Path) -> None:
@@ -623,14 +623,14 @@ class TestQuality:
         ]
 
     def test_the_last_check_on_the_same_counts(self, tmp_path: Path) -> None:
-        lines = [answered("retrieval"), answered("auto", 0.1)]
-        early = summarise([answered("retrieval"), answered("auto", -0.1)])
+        lines = [answered("retrieval"), answered("free", 0.1)]
+        early = summarise([answered("retrieval"), answered("free", -0.1)])
         report = self.found(tmp_path, *lines, *early, *summarise(lines))
         assert report.sections[0].tables[0].rows[1][2].verdict == "better"
         assert len(report.sections[0].tables[1].rows) == 2
 
     def test_seeds_are_not_thrown_together(self, tmp_path: Path) -> None:
-        lines = [answered(policy, seed=seed) for seed in (0, 1) for policy in ("retrieval", "auto")]
+        lines = [answered(policy, seed=seed) for seed in (0, 1) for policy in ("retrieval", "free")]
         report = self.found(tmp_path, *lines, *summarise(lines))
         answers = [table.title for table in report.sections[0].tables if table.title.startswith("Answers")]
         assert answers == ["Answers: hotpotqa, big-7B, seed 0", "Answers: hotpotqa, big-7B, seed 1"]
@@ -651,28 +651,28 @@ class TestQuality:
         assert "exact match is 0 in every order" in report.sections[0].tables[0].note
 
     def test_answers_that_were_not_compared_are_marked(self, tmp_path: Path) -> None:
-        lines = [answered("retrieval"), answered("auto", 0.1)]
+        lines = [answered("retrieval"), answered("free", 0.1)]
         for checks in ([], summarise(lines[:1])):
             report = self.found(tmp_path, *lines, *checks)
             assert "hotpotqa, big-7B: The answers were not compared" in report.sections[0].words[0]
             assert [row[2].verdict for row in report.sections[0].tables[0].rows] == ["", ""]
 
     def test_a_check_that_does_not_say_all_it_must_is_passed_over(self, tmp_path: Path) -> None:
-        lines = [answered("retrieval"), answered("auto")]
+        lines = [answered("retrieval"), answered("free")]
         verdict = {name: value for name, value in summarise(lines)[-1].items() if name != "measured"}
         report = self.found(tmp_path, *lines, verdict)
         assert "'check' with missing fields" in " ".join(report.notes)
 
     def test_a_data_set_that_is_not_here_is_named_once(self, tmp_path: Path) -> None:
         gone = MISSING | {"suite": "table-2", "cell": {"dataset": "nq"}, "reason": "not here"}
-        report = self.found(tmp_path, gone | {"policy": "retrieval"}, gone | {"policy": "auto"})
+        report = self.found(tmp_path, gone | {"policy": "retrieval"}, gone | {"policy": "free"})
         assert report.sections[0].unavailable == [("nq", "not here")]
 
     def test_the_command_that_asked_about_it_alone_can_be_repeated(self, tmp_path: Path) -> None:
-        arguments = {"command": "quality", "dataset": "nq", "question_order": "random", "orders": ["none", "auto"]}
+        arguments = {"command": "quality", "dataset": "nq", "question_order": "random", "orders": ["none", "free"]}
         arguments |= {"capacity": "5%", "dry_run": True, "data": None, "output": "elsewhere"}
         report = make_report(read_results(written(tmp_path, SESSION | {"arguments": arguments}, DRY)), suites())
-        said = f"ragorder eval quality nq -o {tmp_path} --order random --policy none --policy auto"
+        said = f"ragorder eval quality nq -o {tmp_path} --order random --policy none --policy free"
         assert report.commands == [f"{said} --capacity-tokens 5% --dry-run"]
 
 
@@ -949,7 +949,7 @@ class TestReportOnAnyResult:
         assert found, headline
         ours, plain, gain = map(float, found.groups())
         runs = json.loads(benched.read_text())["runs"]
-        ratios = [100 * run["cached_ratio"] for run in runs if run["policy"] == "auto"]
+        ratios = [100 * run["cached_ratio"] for run in runs if run["policy"] == "free"]
         assert ours == pytest.approx(sum(ratios) / 3, abs=0.06)
         assert gain == pytest.approx(ours - plain, abs=0.11)
 
@@ -963,7 +963,7 @@ class TestReportOnAnyResult:
         answer = json.loads(replayed.read_text())["answer"]
         text = " ".join(reported(replayed).split())
         assert f"log.jsonl: {answer}" in text
-        assert "Cached tokens of ragorder (auto), against retrieval order" in text
+        assert "Cached tokens of ragorder (free), against retrieval order" in text
 
     def test_of_a_suite_has_its_picture_on_the_console(self, folder: Path) -> None:
         text = reported(folder)
@@ -995,7 +995,7 @@ class TestReportOnAnyResult:
             assert all(f"--{name}: {rules[name]}" in page for name in ("ink", "soft", "line", "card"))
 
     def test_of_pipelines_is_about_the_time(self, tmp_path: Path) -> None:
-        run = {"workload": "mix8", "policy": "auto", "engine": "openai", "seed": 0, "requests": 20, "failures": 0}
+        run = {"workload": "mix8", "policy": "free", "engine": "openai", "seed": 0, "requests": 20, "failures": 0}
         run |= {"concurrency": 1, "retrieval_delay_ms": 50.0, "exposed_ms": 10.0, "prompt_tokens": 100}
         run |= {
             "cached_tokens": 50,
@@ -1026,7 +1026,7 @@ class TestReportOnAnyResult:
             ("{}", "holds no results that a report can be made of"),
             ("[1]", "holds no results that a report can be made of"),
             ("hello", "is neither JSON nor results of suites"),
-            ('{"runs": [{"policy": "auto", "order_us": {}}]}', "runs.0.workload"),
+            ('{"runs": [{"policy": "free", "order_us": {}}]}', "runs.0.workload"),
             ('{"log": {}, "runs": [], "capacities": [], "overlap": {}}', "ragorder replay --json"),
         ],
     )

@@ -15,7 +15,7 @@ def table() -> Table:
     table = Table("Cached | tokens", ["policy", "cached,\n%"], note="of <all> prompt tokens")
     table.add("retrieval [bold]order", "31.0")
     table.divide()
-    table.add("auto", Entry("48.2", "+17.2 [+15.0, +19.0]", "better"), tone="good")
+    table.add("free", Entry("48.2", "+17.2 [+15.0, +19.0]", "better"), tone="good")
     return table
 
 
@@ -41,7 +41,7 @@ def test_nothing_is_cut_on_a_narrow_console(table: Table) -> None:
 
 def test_a_tone_colours_the_entries_that_have_none_of_their_own() -> None:
     table = Table("", ["policy", "failed"])
-    table.add("auto", Entry("2", tone="bad"), tone="good")
+    table.add("free", Entry("2", tone="bad"), tone="good")
     shown = on_console(table, force_terminal=True)
     assert "\x1b[1;32mauto" in shown
     assert "\x1b[1;31m2" in shown

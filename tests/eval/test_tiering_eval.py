@@ -184,7 +184,7 @@ class TestSuites:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"tiers"]', '"auto"]', "unknown policy 'auto': choose from apc, tiers"),
+            ('"tiers"]', '"free"]', "unknown policy 'free': choose from apc, tiers"),
             ('["host"]', '["cellar"]', "tier: the working set fits device, host, beyond, disk, not 'cellar'"),
             ("segment = 4", 'replacement = "fifo"', "replacement: there is no replacement policy 'fifo'"),
             ("segment = 4", "segments = 4", "segments: unknown field"),

@@ -317,15 +317,15 @@ class TestCommands:
         return {run["policy"]: run for run in json.loads(output.read_text("utf-8"))["runs"]}
 
     def test_bench_serves_a_workload_on_it(self, served_model: Path, tmp_path: Path) -> None:
-        policies = [option for policy in ("none", "retrieval", "auto") for option in ("--policy", policy)]
+        policies = [option for policy in ("none", "retrieval", "free") for option in ("--policy", policy)]
         runs = self.bench(served_model, tmp_path, "--capacity-tokens", "6144", "--block-size", "16", *policies)
-        assert set(runs) == {"none", "retrieval", "auto"}
+        assert set(runs) == {"none", "retrieval", "free"}
         for run in runs.values():
             assert (run["engine"], run["requests"], run["failures"]) == ("torch", 8, 0)
             assert run["capacity_tokens"] == 6144
             assert min(run["ttft_ms"].values()) > 0
         assert runs["none"]["cached_tokens"] == 0
-        assert 0 < runs["retrieval"]["cached_tokens"] < runs["auto"]["cached_tokens"]
+        assert 0 < runs["retrieval"]["cached_tokens"] < runs["free"]["cached_tokens"]
         assert len({run["prompt_tokens"] for run in runs.values()}) == 1
 
     def test_bench_with_host_memory_holds_what_the_host_does(self, served_model: Path, tmp_path: Path) -> None:
@@ -337,11 +337,11 @@ class TestCommands:
 
     @pytest.mark.slow
     def test_bench_under_load(self, served_model: Path, tmp_path: Path) -> None:
-        options = ["--concurrency", "3", "--output-tokens", "3", "--policy", "retrieval", "--policy", "auto"]
+        options = ["--concurrency", "3", "--output-tokens", "3", "--policy", "retrieval", "--policy", "free"]
         runs = self.bench(served_model, tmp_path, "--capacity-tokens", "8192", *options)
         for run in runs.values():
             assert (run["requests"], run["failures"], run["load"]["concurrency"]) == (8, 0, 3)
-        assert runs["auto"]["cached_tokens"] >= runs["retrieval"]["cached_tokens"] > 0
+        assert runs["free"]["cached_tokens"] >= runs["retrieval"]["cached_tokens"] > 0
 
     def test_bench_says_how_large_the_cache_must_be(self, served_model: Path) -> None:
         arguments = ["--engine", "torch", "--model", served_model, "--limit", "2", "--capacity-tokens", "64"]
@@ -397,12 +397,12 @@ class TestCommands:
         records = [{**record, "_id": str(number), "context": context, "supporting_facts": []} for number in range(3)]
         (tmp_path / "hotpotqa.json").write_text(json.dumps(records), "utf-8")
         options = ["--data", tmp_path / "hotpotqa.json", "--engine", "torch", "--model", served_model]
-        options += ["--policy", "retrieval", "--policy", "auto", "--output-tokens", "4", "-o", tmp_path / "results"]
+        options += ["--policy", "retrieval", "--policy", "free", "--output-tokens", "4", "-o", tmp_path / "results"]
         done = run_command(ragorder, "eval", "quality", "hotpotqa", *options)
         assert done.exit_code == 0, done.output
         lines = (tmp_path / "results" / "results.jsonl").read_text("utf-8").splitlines()
         asked = [line for line in map(json.loads, lines) if line["type"] == "quality"]
-        assert {line["policy"] for line in asked} == {"retrieval", "auto"}
+        assert {line["policy"] for line in asked} == {"retrieval", "free"}
         assert all((line["engine"]["name"], line["failures"]) == ("torch", 0) for line in asked)
 
 
@@ -726,10 +726,10 @@ class TestServe:
         assert drawn.requests != draw_trace("nq-like", 0, 400, None).requests
 
     def test_every_setup_has_a_name_of_its_own(self) -> None:
-        caches = {"host": ("8GiB", "16GiB"), "replacement": ("lru", "pgdsf"), "order": ("retrieval", "auto")}
+        caches = {"host": ("8GiB", "16GiB"), "replacement": ("lru", "pgdsf"), "order": ("retrieval", "free")}
         cell = EmbeddedCell(measure="serving", **caches)
         assert len(cell.arms) == 1 + 2 + 8
-        assert replace(cell.setups["no cache"], order="auto").name == "no cache"
+        assert replace(cell.setups["no cache"], order="free").name == "no cache"
 
     @pytest.mark.parametrize(
         ("parameter", "said"),

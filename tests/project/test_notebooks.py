@@ -112,9 +112,9 @@ class TestYourOwnCorpus:
         pytest.importorskip("faiss")
         shown = execute("02_your_own_corpus.ipynb", RAGORDER_EMBEDDING_MODEL=str(model))
         assert shown["retrieval"] == "'dense'"
-        assert _numbers(shown["two-orders"], "ragorder (auto)")[1] > _numbers(shown["two-orders"], "retrieval")[1]
+        assert _numbers(shown["two-orders"], "ragorder (earned)")[1] > _numbers(shown["two-orders"], "retrieval")[1]
         assert shown["moved"] == shown["guards"] == shown["replay"] == "<png>"
-        assert "ragorder (auto) saves" in shown["answer"]
+        assert "ragorder (earned) saves" in shown["answer"]
 
 
 @pytest.mark.slow

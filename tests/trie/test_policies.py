@@ -72,52 +72,52 @@ def cached_percent(bench: Bench) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[tuple[str, str], float]:
-    """Cached tokens in percent by (policy, row of the table); "waiting" is auto with eight requests waiting."""
+    """Cached tokens in percent by (policy, row of the table); "waiting" is free with eight requests waiting."""
     found = {}
     for row in dict.fromkeys([*CHECKED, *WITH_QUEUE]):
         workload, capacity = ROWS[row]
-        bench = Bench(workloads=(workload,), policies=("best", "auto", "oracle"), capacity=capacity, seeds=SEEDS)
+        bench = Bench(workloads=(workload,), policies=("prefix", "free", "oracle"), capacity=capacity, seeds=SEEDS)
         for policy, percent in cached_percent(bench).items():
             found[policy, row] = percent
     for row in WITH_QUEUE:
         workload, capacity = ROWS[row]
-        bench = Bench(workloads=(workload,), policies=("auto",), capacity=capacity, seeds=SEEDS, waiting=8)
-        found["waiting", row] = cached_percent(bench)["auto"]
+        bench = Bench(workloads=(workload,), policies=("free",), capacity=capacity, seeds=SEEDS, waiting=8)
+        found["waiting", row] = cached_percent(bench)["free"]
     return found
 
 
 @pytest.mark.parametrize("row", CHECKED)
 def test_best_path_saves_what_the_notes_say(figures: dict[tuple[str, str], float], row: str) -> None:
-    assert figures["best", row] >= RANK[row] - 0.7
+    assert figures["prefix", row] >= RANK[row] - 0.7
 
 
 @pytest.mark.parametrize("row", CHECKED)
 def test_best_path_equals_an_oracle_that_reads_the_block_table(figures: dict[tuple[str, str], float], row: str) -> None:
-    assert figures["best", row] == pytest.approx(figures["oracle", row], abs=0.5)
+    assert figures["prefix", row] == pytest.approx(figures["oracle", row], abs=0.5)
 
 
 @pytest.mark.parametrize("row", CHECKED)
 def test_auto_saves_as_much_as_the_better_of_rank_and_frequency(
     figures: dict[tuple[str, str], float], row: str
 ) -> None:
-    assert figures["auto", row] >= max(RANK[row], FREQUENCY[row]) - 1.0
+    assert figures["free", row] >= max(RANK[row], FREQUENCY[row]) - 1.0
 
 
 @pytest.mark.parametrize("row", WITH_QUEUE)
 def test_eight_waiting_requests_are_a_large_gain(figures: dict[tuple[str, str], float], row: str) -> None:
     assert figures["waiting", row] >= WITH_QUEUE[row]
-    assert figures["waiting", row] >= figures["auto", row] + 5
+    assert figures["waiting", row] >= figures["free", row] + 5
 
 
 def test_the_same_run_gives_the_same_tokens() -> None:
-    bench = Bench(workloads=("mix8",), policies=("best", "auto", "random"), limit=150, waiting=4)
+    bench = Bench(workloads=("mix8",), policies=("prefix", "free", "random"), limit=150, waiting=4)
     one, other = ([(run.policy, run.cached_tokens, run.displacement_mean) for run in run_bench(bench)] for _ in "ab")
     assert one == other
 
 
 def test_predicts_cached_tokens_to_within_a_block() -> None:
     results = run_bench(
-        Bench(workloads=("mix8", "zipf10"), policies=("best", "auto", "frequency"), capacity=SMALL, limit=300)
+        Bench(workloads=("mix8", "zipf10"), policies=("prefix", "free", "frequency"), capacity=SMALL, limit=300)
     )
     assert [result.prediction_within_block for result in results] == [1.0] * 6
 
@@ -133,13 +133,13 @@ def test_without_prefix_cache_nothing_is_cached_and_retrieval_order_moves_nothin
 def test_batches_of_real_questions(corpus: str, top_k: int, percent: float) -> None:
     bench = Bench(
         corpora=(str(SHARED / "data" / corpus),),
-        policies=("best",),
+        policies=("prefix",),
         top_k=top_k,
         order="random",
         capacity=Capacity(tokens=32_768),
         batch=True,
     )
-    assert cached_percent(bench)["best"] >= percent
+    assert cached_percent(bench)["prefix"] >= percent
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -35,7 +35,7 @@ class NoSearch(PrefixSearch):
 
 ORDER = """
 from ragorder import Document, Orderer
-orderer = Orderer(tail="reversed", search="nothing")
+orderer = Orderer(moves="reversed", search="nothing")
 for names in ("abc", "cx"):
     ordering = orderer.order([Document(id=name, text=name * 100) for name in names])
     print(*(document.id for document in ordering.documents), sep="")
@@ -70,7 +70,7 @@ def test_the_orderer_uses_the_new_policies_by_their_names(tree: Path) -> None:
 
 def test_the_command_line_offers_them(tree: Path) -> None:
     request = '{"documents": [{"id": "a", "tokens": 9}, {"id": "b", "tokens": 9}]}'
-    assert '"documents": ["b", "a"]' in python(tree, "-m", "ragorder", "order", "--tail", "reversed", input=request)
+    assert '"documents": ["b", "a"]' in python(tree, "-m", "ragorder", "order", "--moves", "reversed", input=request)
     shown = " ".join(python(tree, "-m", "ragorder", "order", "--help").split())
     assert "reversed: the least relevant document first" in shown
     assert "nothing: no cached document is reused" in shown

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragorder.trie.tail import AutoTail, CohortTail, FrequencyTail, PopularityTail, QueueTail, RankTail, Tail
+from ragorder.trie.tail import CohortTail, FreeTail, FrequencyTail, PopularityTail, QueueTail, RankTail, Tail
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """For properties that several classes inherit: each runs them on another implementation."""
@@ -322,12 +322,12 @@ class TestCohort(TailContract):
 
 
 class TestAuto(WithQueue):
-    make = AutoTail
+    make = FreeTail
 
     @given(HISTORIES, REQUESTS)
     def test_without_a_queue_is_the_cohort_tail(self, history: list[list[str]], keys: list[str]) -> None:
         history = [*history * 20, keys]
-        assert arrange(AutoTail(), keys, (), (), history) == arrange(CohortTail(), keys, (), (), history)
+        assert arrange(FreeTail(), keys, (), (), history) == arrange(CohortTail(), keys, (), (), history)
 
     @given(HISTORIES, REQUESTS, QUEUES.filter(bool))
     def test_auto_with_a_queue_is_the_queue_tail(
@@ -335,4 +335,4 @@ class TestAuto(WithQueue):
     ) -> None:
         """In short histories nothing votes, and the fallback is rank order."""
         few = [*history[:6], keys]
-        assert arrange(AutoTail(), keys, waiting, (), few) == arrange(QueueTail(RankTail()), keys, waiting, (), few)
+        assert arrange(FreeTail(), keys, waiting, (), few) == arrange(QueueTail(RankTail()), keys, waiting, (), few)

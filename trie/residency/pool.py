@@ -137,6 +137,14 @@ class Pool:
         pool.count(copy)
         return pool
 
+    @property
+    def held_since(self) -> int:
+        """A stamp: what was used before it is no longer held. 0 while nothing has been evicted."""
+        if not self.evicted_blocks or not self.log:
+            return 0
+        # The log has the ends of requests: others began meanwhile.
+        return self.log[0].stamp - 2 * len(self.in_flight)
+
     def begin(self, holder: Holder, lease: Lease) -> None:
         """A request is in flight, and counted in the holder."""
         self.count(holder)

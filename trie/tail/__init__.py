@@ -2,17 +2,19 @@
 
 from typing import Literal
 
-from ragorder.trie.tail.auto import AutoTail
 from ragorder.trie.tail.base import Tail, Waiting, tails
 from ragorder.trie.tail.cohort import CohortTail
+from ragorder.trie.tail.earned import EarnedTail
+from ragorder.trie.tail.free import FreeTail
 from ragorder.trie.tail.frequency import FrequencyTail
 from ragorder.trie.tail.popularity import PopularityTail
 from ragorder.trie.tail.queue import QueueTail
 from ragorder.trie.tail.rank import RankTail
 
 __all__ = [
-    "AutoTail",
     "CohortTail",
+    "EarnedTail",
+    "FreeTail",
     "FrequencyTail",
     "PopularityTail",
     "QueueTail",
@@ -23,7 +25,7 @@ __all__ = [
     "tails",
 ]
 
-TailName = Literal["auto", "cohort", "frequency", "popularity", "queue", "rank"] | str
+TailName = Literal["cohort", "earned", "free", "frequency", "popularity", "prefix", "queue"] | str
 """The registered names, of which type checkers see these."""
 
 tails.load(__name__, __path__)

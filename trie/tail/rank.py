@@ -10,7 +10,7 @@ from ragorder.trie.tree import RequestedDocuments
 __all__ = ["RankTail"]
 
 
-@tails.register("rank", "as retrieval ranked them")
+@tails.register("prefix", "only the cached prefix moves, all other documents stay as ranked (RAGCache++)")
 class RankTail(Tail):
     """The most relevant document first."""
 

@@ -17,10 +17,10 @@ _LOOKS = {
     "accrag": "none",
     "vllmrag": "retrieval",
     "flexgen": "greedy",
-    "ragdoll": "best",
+    "ragdoll": "prefix",
     "joined": "sorted",
     "kept": "recency",
-    "ours": "auto",
+    "ours": "free",
     "ours+passes": "oracle",
 }
 
@@ -56,12 +56,12 @@ def trace_pictures(system: str, record: BatchingRecord) -> list[Picture]:
 
     def sizes(axes: Any) -> None:
         steps(axes, 2, "retrieval", "requests behind it")
-        steps(axes, 1, "auto", "requests in a batch")
+        steps(axes, 1, "free", "requests in a batch")
         axes.set_xlabel("minutes")
         axes.legend(fontsize=8, frameon=False)
 
     def memory(axes: Any) -> None:
-        steps(axes, 3, "auto", "KV on the device, %", 100)
+        steps(axes, 3, "free", "KV on the device, %", 100)
         axes.set_xlabel("minutes")
         axes.set_ylabel("%")
         other = axes.twinx()

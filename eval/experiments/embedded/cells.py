@@ -63,7 +63,7 @@ def _policy(value: str) -> str:
 
 
 _Policy = Annotated[str, AfterValidator(_policy)]
-_Order = Literal["retrieval", "sorted", "greedy", "best", "auto"]
+_Order = Literal["retrieval", "sorted", "greedy", "prefix", "free"]
 _List = Field(strict=False)
 
 

@@ -30,9 +30,9 @@ _PICTURED = {
     "random": "none",
     "CacheBlend": "greedy",
     "Cache-Craft": "sorted",
-    "FusionRAG, online only": "best",
+    "FusionRAG, online only": "prefix",
     "FusionRAG": "recency",
-    "as if last": "auto",
+    "as if last": "free",
 }
 """Arms of the pictures, and whose looks they have."""
 
@@ -227,7 +227,7 @@ def _training_picture(group: RecordGroup[TrainingRecord]) -> Picture:
 
     def paint(axes: Any) -> None:
         ends = []
-        for line, name in zip(lines, ("auto", "greedy", "best", "sorted", "recency"), strict=False):
+        for line, name in zip(lines, ("free", "greedy", "prefix", "sorted", "recency"), strict=False):
             looks = style(name)
             known = [
                 (seconds, share)

@@ -18,12 +18,13 @@ __all__ = ["DEFAULT_ORDERS", "Order"]
 
 DEFAULT_ORDERS = (
     "retrieval",
-    "auto",
+    "earned",
+    "free",
     "greedy",
     "sorted",
-    "auto+keep_first=2",
-    "auto+keep_last=2",
-    "auto+state_ranking",
+    "free+keep_first=2",
+    "free+keep_last=2",
+    "free+state_ranking",
 )
 _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "oracle"))
 
@@ -41,7 +42,7 @@ class Order:
 
     @classmethod
     def parse(cls, name: str) -> Order:
-        """From "auto+keep_first=2", "retrieval+state_ranking" or "retrieval+fused=0.05:query". Raises QualityError."""
+        """From "free+keep_first=2", "retrieval+state_ranking" or "retrieval+fused=0.05:query". Raises QualityError."""
         policy, *extras = name.split("+")
         if policy not in _POLICIES:
             raise QualityError(f"unknown policy {policy!r} in {name!r}: choose from {', '.join(_POLICIES)}")

@@ -42,12 +42,12 @@ def _headline(suite: Suite, results: Results) -> list[str]:
     measured = [_check_key(check) for check in checks if check["name"] == "quality-verdict" and check["measured"]]
     words = []
     for check in checks:
-        if check["name"] == "quality-comparison" and check["policy"] == "auto" and _check_key(check) in measured:
+        if check["name"] == "quality-comparison" and check["policy"] == "free" and _check_key(check) in measured:
             low, high = check["f1_low"], check["f1_high"]
             change = f"{signed(check['f1_difference'])} points [{signed(low)}, {signed(high)}]"
             undecided = " (not decided: the interval covers zero)" * (low <= 0 <= high)
             words.append(
-                f"{cell_words(check['cell']) or suite.title}: {policy_words('auto')} changes F1 by {change}{undecided}."
+                f"{cell_words(check['cell']) or suite.title}: {policy_words('free')} changes F1 by {change}{undecided}."
             )
     return words or ["Not decided: whether another order changes answers was not measured."]
 

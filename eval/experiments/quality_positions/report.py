@@ -32,7 +32,7 @@ _TASKS = {
     "definition first": "chains of two documents, ranked with the definition in front of the link",
     "link first": "chains of two documents, ranked with the link in front of the definition",
 }
-_PICTURED = ("retrieval", "best", "auto", "random")
+_PICTURED = ("retrieval", "prefix", "free", "random")
 _FEW = 10
 """Fewer questions are no point of a picture."""
 

@@ -35,7 +35,7 @@ class EmbeddedQueues(VirtualQueues):
             schedule_window=discipline.window,
         )
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
-        orderer = make_orderer("auto", engine=served, **lengths)
+        orderer = make_orderer("free", engine=served, **lengths)
         waiting: dict[int, tuple[int, Ordering[Document]]] = {}
         order: list[int] = []
         clock, arrived, computed = 0.0, 0, 0

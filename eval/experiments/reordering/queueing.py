@@ -93,7 +93,7 @@ class _Queue:
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
         self.requests = trace.requests
         self.waiting: CacheAwareQueue[int] = CacheAwareQueue(discipline.window)
-        self._orderer = make_orderer("auto", engine=engine, **lengths)
+        self._orderer = make_orderer("free", engine=engine, **lengths)
         self._foreseen = discipline.waiting
         self._prompts = prompts
         self._answer_tokens = engine.kept_output_tokens

@@ -61,8 +61,8 @@ _TIMED = (
     "those of one machine with a load of its own."
 )
 _LOOKS = {
-    "pgdsf+history": "auto",
-    "pgdsf": "best",
+    "pgdsf+history": "free",
+    "pgdsf": "prefix",
     "forecast+history": "oracle",
     "gdsf+history": "greedy",
     "gdsf": "sorted",

@@ -105,4 +105,4 @@ class Engines:
 
 
 def _served_as(policy: str, cell: ServingCell) -> str:
-    return "events" if policy == "auto" and cell.residency == "events" else policy
+    return "events" if policy == "free" and cell.residency == "events" else policy

@@ -55,8 +55,8 @@ class Serving(Experiment):
         if cell.residency == "events" and policy in ORDERERS:
             if engine != "openai":
                 return f"engine {engine} publishes no KV events: use --engine openai"
-            if policy != "auto":
-                return "events are followed by policy auto"
+            if policy != "free":
+                return "events are followed by policy free"
             if options.base_url is not None and options.events is None:
                 return "the address of the server's KV events is not known: give --events-endpoint"
         if engine == "vllm" and ((cell.concurrency or 1) > 1 or cell.arrivals):

@@ -49,10 +49,10 @@ def _swept_timelines(suite: Suite, groups: Sequence[Group]) -> list[Picture]:
     found = []
     for others, panel in panels_of(recorded, x):
         if int(panel[0].engine.get("capacity_tokens") or 1 << 60) == smallest:
-            policy = next((each for each in ("auto", "best", "greedy") if each in panel[0].policies), "retrieval")
+            policy = next((each for each in ("free", "prefix", "greedy") if each in panel[0].policies), "retrieval")
             lines = {
                 value_on_axis(x, group.cell.get(x)): (looks, group, policy)
-                for group, looks in zip(panel, ("greedy", "auto", "best", "sorted", "recency", "other"), strict=False)
+                for group, looks in zip(panel, ("greedy", "free", "prefix", "sorted", "recency", "other"), strict=False)
             }
             found += timelines(f"{others}, {policy_words(policy)}, by {x.replace('_', ' ')}", lines)
     return found

@@ -199,7 +199,7 @@ def _moves(groups: Sequence[Group], swept: str | None, others: str, metric: Metr
     if not any(x for x, *_ in points):
         return None
     policies = list(dict.fromkeys(policy for *_, policy, _ in points))
-    named = "auto" if "auto" in policies else policies[-1]
+    named = "free" if "free" in policies else policies[-1]
 
     def paint(axes: Any) -> None:
         ends: list[tuple[float, float, str, Style]] = []

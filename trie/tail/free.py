@@ -1,4 +1,4 @@
-"""Default tail: for the waiting requests, else for those expected."""
+"""Tail for the waiting requests, else for those expected."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from ragorder.trie.tail.cohort import MIN_GAIN, CohortTail
 from ragorder.trie.tail.queue import QueueTail
 from ragorder.trie.tree import RequestedDocuments
 
-__all__ = ["AutoTail"]
+__all__ = ["FreeTail"]
 
 
-@tails.register("auto", "for the waiting requests, and without any for those expected, as `cohort`")
-class AutoTail(QueueTail):
+@tails.register("free", "documents move for the waiting requests, and without any for those expected, as cohort")
+class FreeTail(QueueTail):
     """`QueueTail` while requests wait, else `CohortTail`."""
+
+    fallback: CohortTail
 
     def __init__(self, min_gain: float = MIN_GAIN) -> None:
         super().__init__(CohortTail(min_gain))
