@@ -11,12 +11,32 @@ from ragorder.clouds import CloudRequest, Cost
 from ragorder.counts import reported_count
 from ragorder.trie.residency import Lease
 
-__all__ = ["Forecast", "Ordering", "RequestOutcome", "Reuse"]
+__all__ = ["Forecast", "Moves", "Ordering", "RequestOutcome", "Reuse"]
 
 D = TypeVar("D")
 
 Reuse = Literal["exact", "fused", "computed"]
 """The engine reuses a document as part of an exact prefix, takes it over from elsewhere, or computes it."""
+
+
+class Moves(NamedTuple):
+    """How far a prompt's documents stand from retrieval order."""
+
+    reordered: bool
+    """Whether any document moves."""
+    cold: bool
+    """Whether any moves although no document should be cached."""
+    best_moved: bool
+    """Whether another document than the best one stands first."""
+    places: float
+    """Mean distance of a document from its retrieval rank."""
+
+    @classmethod
+    def of(cls, permutation: Sequence[int], cached_documents: int) -> Moves:
+        distances = [abs(place - rank) for place, rank in enumerate(permutation)]
+        reordered = any(distances)
+        places = sum(distances) / len(distances) if distances else 0.0
+        return cls(reordered, reordered and not cached_documents, bool(distances and distances[0]), places)
 
 
 class RequestOutcome(NamedTuple):
@@ -166,10 +186,8 @@ class Ordering(Generic[D]):
         return self.cloud.cost if self.cloud is not None else None
 
     @property
-    def displacement(self) -> float:
-        """Mean distance of a document from its retrieval rank, in positions."""
-        moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
-        return sum(moves) / len(moves) if moves else 0.0
+    def moves(self) -> Moves:
+        return Moves.of(self.permutation, self.prefix_documents)
 
     def confirm(
         self,

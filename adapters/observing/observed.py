@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from ragorder.batch import Batch
 from ragorder.clouds import Cost
 from ragorder.orderer import Orderer
-from ragorder.ordering import Ordering, RequestOutcome
+from ragorder.ordering import Moves, Ordering, RequestOutcome
 from ragorder.settings import OrdererOptions, Settings
 from ragorder.trie.histories import Question, Segment
 
@@ -21,7 +21,13 @@ __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 D = TypeVar("D")
 
 _logger = logging.getLogger("ragorder")
-_PLAIN: OrdererOptions = {"max_displacement": 0, "keep_first": 0, "keep_last": 0, "keep_groups": False}
+_PLAIN: OrdererOptions = {
+    "moves": "prefix",
+    "max_displacement": 0,
+    "keep_first": 0,
+    "keep_last": 0,
+    "keep_groups": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class Observation:
 
     `ordered_tokens`: cached tokens predicted for ragorder's order, `retrieval_tokens` for retrieval order (None: not
     compared). `documents_end`: prompt tokens up to the end of the documents. `order_s`: time of ragorder's order;
-    `displacement`: mean positions by which it moves a document. At a cloud both orders have predicted costs.
+    `moves`: what it moves. At a cloud both orders have predicted costs.
     """
 
     shadow: bool
@@ -38,7 +44,7 @@ class Observation:
     documents_end: int
     ordered_tokens: int | None
     retrieval_tokens: int | None
-    displacement: float
+    moves: Moves
     order_s: float
     fallback: bool
     ordered_cost: Cost | None = None
@@ -231,7 +237,7 @@ class ObservedOrderer:
                 documents_end=served.documents_end,
                 ordered_tokens=None if ours is None else ours.cached_tokens,
                 retrieval_tokens=None if plain is None else plain.cached_tokens,
-                displacement=0.0 if ours is None else ours.displacement,
+                moves=Moves.of((), 0) if ours is None else ours.moves,
                 order_s=end - between if self.shadow else between - start,
                 fallback=(served if ours is None else ours).fallback,
                 ordered_cost=None if ours is None else ours.cost,

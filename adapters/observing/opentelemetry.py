@@ -34,7 +34,8 @@ class Tracing:
             "ragorder.shadow": observation.shadow,
             "ragorder.documents": observation.documents,
             "ragorder.predicted_cached_tokens": observation.predicted_tokens,
-            "ragorder.displacement": observation.displacement,
+            "ragorder.reordered": observation.moves.reordered,
+            "ragorder.displacement": observation.moves.places,
             "ragorder.fallback": observation.fallback,
         }
         start_ns = end_ns - round(observation.order_s * 1e9)

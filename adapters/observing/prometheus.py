@@ -71,6 +71,14 @@ class Metrics:
             registry=registry,
         )
         self._documents = counter("documents", "Documents ordered.")
+        self._reordered = counter(
+            "reordered_requests",
+            "Requests of which ragorder's order moves a document, by whether some of them or nothing should be cached.",
+            ["cached"],
+        )
+        self._best_moved = counter(
+            "best_moved_requests", "Requests of which ragorder's order has another document first than the best one."
+        )
         self._passed = counter("passed_requests", "Requests that went on as they came, by reason.", ["reason"])
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
         self._settled = counter("settled_requests", "Requests that ended.", ["outcome"])
@@ -117,7 +125,11 @@ class Metrics:
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
         self._order_s.observe(observation.order_s)
-        self._displacement.observe(observation.displacement)
+        moves = observation.moves
+        self._displacement.observe(moves.places)
+        if moves.reordered:
+            self._reordered.labels("nothing" if moves.cold else "some").inc()
+            self._best_moved.inc(moves.best_moved)
         self._documents.inc(observation.documents)
         if observation.fallback:
             self._fallbacks.inc()

@@ -27,6 +27,8 @@ _DERIVED = (
     "predicted_other_share",
     "cannot_compare",
     "error_tokens",
+    "reordered_share",
+    "saved_tokens_per_reordered",
 )
 
 
@@ -38,7 +40,9 @@ class Stats:
 
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
     the other order (None: not compared), which `comparison` corrects. Prediction error and bias are means per request;
-    `order_us`: percentiles of the ordering time; `passed`: unchanged requests by reason, in no other figure;
+    `order_us`: percentiles of the ordering time; of the `ordered` requests ragorder's order moves documents in
+    `reordered`, in `reordered_cold` although nothing should be cached, and has another document than the best one first
+    in `best_moved`; `passed`: unchanged requests by reason, in no other figure;
     `cost`: of requests to clouds.
     """
 
@@ -55,6 +59,10 @@ class Stats:
     prediction_bias_tokens: float | None
     order_us: dict[str, float]
     displacement_mean: float
+    ordered: int
+    reordered: int
+    reordered_cold: int
+    best_moved: int
     fallbacks: int
     tree_nodes: int
     evicted_blocks: int
@@ -91,6 +99,16 @@ class Stats:
         retrieval = self.cached_tokens if self.shadow else self.other_cached_tokens
         prefill = self.prompt_tokens - retrieval
         return self.saved_tokens / prefill if prefill > 0 else 0.0
+
+    @property
+    def reordered_share(self) -> float:
+        """Share of the ordered requests of which ragorder's order moves a document."""
+        return self.reordered / self.ordered if self.ordered else 0.0
+
+    @property
+    def saved_tokens_per_reordered(self) -> float | None:
+        """Prefill tokens saved for each of these requests (None: unknown)."""
+        return None if self.saved_tokens is None or not self.reordered else self.saved_tokens / self.reordered
 
     @property
     def cached_share(self) -> float:
@@ -133,7 +151,8 @@ class Stats:
                 elif sample.name == "ragorder_passed_requests_total":
                     passed[labels["reason"]] += round(sample.value)
                 else:
-                    values[sample.name, labels.get("order") or labels.get("outcome") or ""] += sample.value
+                    label = labels.get("order") or labels.get("outcome") or labels.get("cached") or ""
+                    values[sample.name, label] += sample.value
         if ("ragorder_shadow", "") not in values:
             raise ValueError("there are no ragorder metrics")
 
@@ -172,6 +191,10 @@ class Stats:
             prediction_bias_tokens=round((known.predicted - known.reported) / reports, 2) if reports else None,
             order_us={f"p{percent}": _percentile_us(sorted(buckets.items()), percent) for percent in (50, 99)},
             displacement_mean=round(displaced / ordered, 3) if ordered else 0.0,
+            ordered=round(ordered),
+            reordered=total("reordered_requests_total", "some") + total("reordered_requests_total", "nothing"),
+            reordered_cold=total("reordered_requests_total", "nothing"),
+            best_moved=total("best_moved_requests_total"),
             fallbacks=total("fallbacks_total"),
             tree_nodes=total("tree_nodes"),
             evicted_blocks=total("evicted_blocks_total"),

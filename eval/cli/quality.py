@@ -60,8 +60,8 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         metavar="NAME[+GUARD…]",
         help="An order to compare: none (no prefix cache), retrieval, sorted, recency, random, greedy, prefix, "
         "frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, +keep_groups "
-        "or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, free+keep_first=2, free+keep_last=2, "
-        "free+state_ranking]",
+        "or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, free+keep_first=2, "
+        "free+keep_last=2, free+state_ranking]",
     ),
 )
 @section(

@@ -32,7 +32,9 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
     """Figures of one policy at one capacity (None: unlimited). `tenths`: cached ratios of the log's tenths.
-    `fallbacks`: requests left in retrieval order by an internal error."""
+    `fallbacks`: requests left in retrieval order by an internal error. Of all requests `reordered` have a document
+    moved, `reordered_cold` although nothing is cached, and `best_moved` another document first than the best one;
+    `displacement_mean`: places by which a document moves."""
 
     policy: str
     capacity_tokens: int | None
@@ -42,6 +44,10 @@ class PolicyFigures:
     tenths: list[float] = field(default_factory=list)
     in_flight_mean: float = 1.0
     fallbacks: int = 0
+    reordered: int = 0
+    reordered_cold: int = 0
+    best_moved: int = 0
+    displacement_mean: float = 0.0
 
 
 class _Sent(NamedTuple):
@@ -56,6 +62,7 @@ class _Client:
         self.in_flight_sum = 0
         self.prompt_tokens = [0] * 10
         self.cached_tokens = [0] * 10
+        self.moves: list[float] = [0, 0, 0, 0.0]
         self._log = log
         self._orderer = orderer
         self._sent = 0
@@ -91,6 +98,7 @@ class _Client:
         self.prompt_tokens[tenth] += completion.prompt_tokens
         self.cached_tokens[tenth] += completion.cached_tokens
         if sent.ordering is not None:
+            self.moves = [total + moved for total, moved in zip(self.moves, sent.ordering.moves, strict=True)]
             sent.ordering.confirm(completion.cached_tokens)
 
 
@@ -132,6 +140,10 @@ def replay_run(
         [round(c / p, 6) for c, p in zip(client.cached_tokens, client.prompt_tokens, strict=True) if p],
         round(client.in_flight_sum / len(log), 2),
         orderer.fallbacks if orderer is not None else 0,
+        reordered=int(client.moves[0]),
+        reordered_cold=int(client.moves[1]),
+        best_moved=int(client.moves[2]),
+        displacement_mean=round(client.moves[3] / len(log), 4),
     )
 
 

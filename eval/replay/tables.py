@@ -49,7 +49,7 @@ def replay_section(path: Path, value: Mapping[str, Any]) -> Section:
         raise ResultsError(f"{path}: {said}: give the JSON of 'ragorder replay --json'") from None
     suite = Suite.unlisted(f"replay-{path.stem}", f"Replay of {report.log.name}", says=_served(report))
     section = Section(suite, "", [], "", "", headline=_headline(report), environment=value.get("environment") or {})
-    section.tables = [_cached(report), *([_savings(report)] if report.savings else [])]
+    section.tables = [_cached(report), *([_moves(report), _savings(report)] if report.savings else [])]
     section.words = report.notes
     section.drawings.append(lambda: [_by_capacity(report)])
     return section
@@ -105,7 +105,7 @@ def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
     console.print(f"[bold]{escape(report.log.name)}[/]: {_served(report)}.\n")
     console.print(_cached(report))
     if report.savings:
-        console.print("", _savings(report), sep="\n")
+        console.print("", _moves(report), "", _savings(report), sep="\n")
     for saving in report.savings:
         if saving.verdict != "helps":
             console.print(f"{saving.says[0].upper()}{saving.says[1:]}.", style=_STYLES[saving.verdict])
@@ -139,6 +139,23 @@ def _cached(report: ReplayReport) -> Table:
             for each, most in zip(figures, best, strict=True)
         ]
         table.add(policy_words(policy), *entries)
+    return table
+
+
+def _moves(report: ReplayReport) -> Table:
+    capacity, requests = report.focus, report.log.requests
+    headings = ["policy", "reordered", "nothing\ncached", "best not\nfirst", "places\nmoved"]
+    table = Table(
+        f"What moves at {capacity.name}: % of the prompts, and tokens saved for each reordered one",
+        [*headings, "saved\neach"],
+    )
+    plain = report.at(RETRIEVAL, capacity).cached_tokens
+    for policy in report.policies:
+        figures = report.at(policy, capacity)
+        counts = figures.reordered, figures.reordered_cold, figures.best_moved
+        each = f"{(figures.cached_tokens - plain) / figures.reordered:,.0f}" if figures.reordered else "–"
+        shares = [f"{100 * count / requests:.1f}" for count in counts]
+        table.add(policy_words(policy), *shares, f"{figures.displacement_mean:.2f}", each)
     return table
 
 

@@ -36,7 +36,6 @@ _DPI = 100
 COLOURS = {
     "retrieval": ("#4d4d4d", "#c8c8c8"),
     "earned": ("#0072b2", "#56b4e9"),
-    "free": ("#6a51a3", "#b3a2e0"),
     "greedy": ("#b87700", "#e69f00"),
     "sorted": ("#c04a00", "#ee7733"),
     "prefix": ("#00805c", "#2fc79a"),
@@ -44,14 +43,14 @@ COLOURS = {
     "oracle": ("#000000", "#ffffff"),
     "none": ("#8a8a8a", "#8f8f8f"),
     "contextpilot": ("#7a6a00", "#f0e442"),
-    "other": ("#8c564b", "#c49c94"),
+    "other": ("#6a51a3", "#b3a2e0"),
     "teal": ("#0e7c86", "#4fc3cf"),
     "crimson": ("#b3123f", "#ff7a9c"),
     "moss": ("#4c7a1d", "#9ccf5f"),
     "brown": ("#7a4a2b", "#c99a73"),
 }
 # Of policies without a look of their own, in the order in which a picture names them.
-_SPARE = ("teal", "crimson", "moss", "brown", "other")
+_SPARE = ("crimson", "moss", "brown", "other")
 _GIVEN: ContextVar[dict[str, str]] = ContextVar("_GIVEN")
 # As page.html has them.
 _PAGE = {
@@ -62,7 +61,7 @@ _PAGE = {
 }
 _MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h", "<", ">", "p", "d"), strict=True))
 _DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-", "-.", "--", ":", "-."), strict=True))
-_ALIKE = {"random": "none"}
+_ALIKE = {"random": "none", "free": "teal"}
 
 # What matplotlib draws in these colours gets the page's: a stylesheet cannot reach into presentation attributes.
 _PLACEHOLDERS = {"ink": "#a1b2c0", "soft": "#a1b2c1", "line": "#a1b2c2", "card": "#a1b2c3"}

@@ -30,7 +30,7 @@ class Compared:
     policy: str
     baseline: str
     cells: Sequence[tuple[str, PairedDifference]]
-    drawn_as: str = "free"
+    drawn_as: str = "earned"
 
     @property
     def differences(self) -> list[PairedDifference]:

@@ -16,7 +16,9 @@ from ragorder.eval.running.results import RunResult
 __all__ = ["deciles_table", "legend", "print_results", "results_table"]
 
 _COLUMNS = (
-    "moved: places between a document and its retrieval rank, on average. "
+    "reordered: prompts of which a document moves, and of all prompts those although nothing was cached. best 1st: "
+    "prompts that begin with the best document. saved each: tokens cached beyond retrieval order, for each reordered "
+    "prompt. places moved: places between a document and its retrieval rank, on average. "
     "predicted: requests of which the policy predicted the cached tokens to within one block."
 )
 _POLICIES = {
@@ -60,7 +62,7 @@ def results_table(results: Sequence[RunResult]) -> Table:
     timed = any(result.ttft_ms is not None for result in results)
     answered = any(result.tbt_ms is not None for result in results)
     failed = any(result.failures for result in results)
-    headings = ["policy", "cached", "moved", "predicted"]
+    headings = ["policy", "cached\n%", "reordered\n(cold) %", "best\n1st %", "saved\neach", "places\nmoved", "pre-\ndicted"]
     headings += ["TTFT ms\np50, mean", "p50\nratio"] * timed + ["TBT ms\np50, p99"] * answered + ["failed"] * failed
     table = Table(
         f"{first.workload} ({first.order} order) on {first.engine}: {served}",
@@ -75,9 +77,10 @@ def results_table(results: Sequence[RunResult]) -> Table:
     for policy, rows in by_policy.items():
         predicted = [row.prediction_within_block for row in rows if row.prediction_within_block is not None]
         cells: list[str | Entry] = [
-            f"{100 * _cached(rows):.1f} %",
+            f"{100 * _cached(rows):.1f}",
+            *_moves(rows, baseline),
             f"{fmean(row.displacement_mean for row in rows):.2f}",
-            f"{100 * fmean(predicted):.1f} %" if predicted else "–",
+            f"{100 * fmean(predicted):.1f}" if predicted else "–",
         ]
         if timed:
             cells += _times(rows, baseline)
@@ -93,6 +96,17 @@ def results_table(results: Sequence[RunResult]) -> Table:
 
 def _cached(rows: Sequence[RunResult]) -> float:
     return fmean(row.cached_ratio for row in rows)
+
+
+def _moves(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str]:
+    served = max(1, sum(row.requests - row.failures for row in rows))
+    reordered, cold, best = (
+        sum(getattr(row, name) for row in rows) for name in ("reordered", "reordered_cold", "best_moved")
+    )
+    saved = sum(row.cached_tokens for row in rows) - sum(row.cached_tokens for row in baseline)
+    shares = [100 * part / served for part in (reordered, cold, served - best)]
+    each = f"{saved / reordered:,.0f}" if reordered and baseline[0].policy == "retrieval" else "–"
+    return [f"{shares[0]:.0f} ({shares[1]:.0f})", f"{shares[2]:.0f}", each]
 
 
 def _times(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str]:

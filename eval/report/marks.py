@@ -23,7 +23,7 @@ class Mark:
     low: float = -math.inf
     high: float = math.inf
     seeds: Sequence[float] = ()
-    policy: str = "free"
+    policy: str = "earned"
 
     @classmethod
     def of(cls, label: str, policy: str, found: PairedDifference) -> Mark:

@@ -90,5 +90,10 @@ TTFT_MEAN = Metric("TTFT mean", "ttft_ms", "ms", relative=True, better="lower", 
 TBT_P50 = Metric("TBT p50", "tbt_ms", "ms", statistic="p50", relative=True, better="lower")
 TBT_P99 = Metric("TBT p99", "tbt_ms", "ms", statistic="p99", relative=True, better="lower")
 DOCUMENTS = Metric("whole documents cached", "cached_documents", "mean", decimals=2)
+REORDERED = Metric("prompts reordered", "reordered", "%", scale=100, better="lower")
+REORDERED_COLD = Metric(
+    "reordered with nothing cached", "reordered_cold", "% of all prompts", scale=100, better="lower"
+)
+BEST_MOVED = Metric("best document not first", "best_moved", "% of all prompts", scale=100, better="lower")
 SHARE_MOVED = Metric("documents moved", "moved_share", "% of documents", scale=100, better="lower")
 PLACES = Metric("moved by", "displacement", "places, mean of all documents", better="lower", decimals=2)

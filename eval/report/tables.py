@@ -82,7 +82,12 @@ class Table:
             whole = all((len(each.text) <= _UNBROKEN or " " not in each.text) and not each.note for each in fields)
             justify: Literal["left", "right"] = "left" if words else "right"
             style = "bold" if place == 0 else ""
-            table.add_column(Text(heading), justify=justify, no_wrap=whole, overflow="fold", style=style)
+            # No word of a label is broken, except very long ones.
+            longest = max((len(word) for each in fields for word in each.text.split()), default=0) if words else 0
+            width = min(longest, _UNBROKEN)
+            table.add_column(
+                Text(heading), justify=justify, no_wrap=whole, overflow="fold", style=style, min_width=width
+            )
         for place, row in enumerate(self.rows, 1):
             table.add_row(*row, end_section=place in self.dividers)
         return table

@@ -13,7 +13,7 @@ from ragorder.eval.report.workflow_traces import Piece, TracedRequest
 __all__ = ["FORMATS", "draw_wavefront"]
 
 FORMATS = (".png", ".svg", ".html")
-_COLOUR = {"engine": COLOURS["free"][0], "search": COLOURS["sorted"][0], "step": COLOURS["retrieval"][0]}
+_COLOUR = {"engine": COLOURS["earned"][0], "search": COLOURS["sorted"][0], "step": COLOURS["retrieval"][0]}
 _WORDS = {"engine": "generation", "search": "search", "step": "step"}
 # Of a request's row: engine above, search below it, steps between the two.
 _LANES = {"engine": (0.06, 0.42), "step": (0.47, 0.06), "search": (0.53, 0.42)}

@@ -17,9 +17,11 @@ class RunResult:
     """The summary of one policy on one trace, without its `failures`.
 
     Times are None on an engine without a clock; `tbt_ms` is of each request's mean; `order_us` is thread CPU time of
-    ordering and confirming. Predictions of cached tokens: `prediction_within_block`, the share right to within a block;
-    `prediction_error_blocks_mean` of |predicted - reported|; `prediction_bias_blocks` of predicted - reported. `load`
-    and `deciles` belong to runs under load.
+    ordering and confirming. Of all requests that were served `reordered` had documents moved, `reordered_cold` although
+    nothing was cached; in `best_moved` another document than the best one was first. Predictions of
+    cached tokens: `prediction_within_block`, the share right to within a block; `prediction_error_blocks_mean` of
+    |predicted - reported|; `prediction_bias_blocks` of predicted - reported. `load` and `deciles` belong to runs under
+    load.
     """
 
     workload: str
@@ -38,6 +40,9 @@ class RunResult:
     cached_ratio: float
     prefix_documents_mean: float
     displacement_mean: float
+    reordered: int
+    reordered_cold: int
+    best_moved: int
     prediction_within_block: float | None
     prediction_error_blocks_mean: float | None
     prediction_bias_blocks: float | None
@@ -58,7 +63,8 @@ class Columns:
     engine does not have.
 
     `order_us` (ordering and confirming) and `build_us` are thread CPU time; `displacement` is the mean distance from
-    the rank, in places, `moved_share` the share of documents not at theirs.
+    the rank, in places, `moved_share` the share of documents not at theirs. `reordered`, `reordered_cold` (although
+    nothing is cached) and `best_moved` (another document than the best one is first) are 0 or 1.
     """
 
     prompt_tokens: Column
@@ -70,6 +76,9 @@ class Columns:
     build_us: Column | None
     displacement: Column
     moved_share: Column
+    reordered: Column
+    reordered_cold: Column
+    best_moved: Column
     tbt_ms: Column | None = None
 
 

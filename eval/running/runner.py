@@ -18,7 +18,7 @@ from ragorder.eval.running.policies import Policy
 from ragorder.eval.running.results import Column, Columns, RunResult, Throughput
 from ragorder.eval.running.timeline import Timeline
 from ragorder.orderer import Orderer
-from ragorder.ordering import Ordering
+from ragorder.ordering import Moves, Ordering
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["Run", "Sent", "Served"]
@@ -124,16 +124,19 @@ class Run:
         measures, row, ordering = self._measures, sent.row, sent.ordering
         self._finish(row, lambda: ordering.confirm(completion.cached_tokens))
         measures.served(row)
+        cached_documents = self._cached_documents(ordering.documents, completion.cached_tokens)
         measures.prompt_tokens[row] = completion.prompt_tokens
         measures.cached_tokens[row] = completion.cached_tokens
         measures.predicted_tokens[row] = ordering.cached_tokens
-        measures.displacement[row] = ordering.displacement
+        moves = Moves.of(ordering.permutation, cached_documents)
+        measures.displacement[row] = moves.places
+        measures.reordered[row], measures.reordered_cold[row] = moves.reordered, moves.cold
+        measures.best_moved[row] = moves.best_moved
         measures.moved_share[row] = _moved_share(ordering.permutation)
         measures.ttft_s[row] = math.nan if completion.ttft_s is None else completion.ttft_s
         measures.total_s[row] = math.nan if completion.total_s is None else completion.total_s
         measures.tbt_s[row] = math.nan if completion.tbt_s is None else completion.tbt_s
         self._last_s = time.perf_counter()
-        cached_documents = self._cached_documents(ordering.documents, completion.cached_tokens)
         measures.cached_documents[row] = cached_documents
         if self._keep:
             self.served.append(Served(sent.number, ordering.documents, cached_documents, completion))
@@ -166,6 +169,9 @@ class Run:
             build_us=column(thread_times_us(measures.build_ns), 1) if self._builds else None,
             displacement=column(measures.displacement, 4),
             moved_share=column(measures.moved_share, 4),
+            reordered=column(measures.reordered),
+            reordered_cold=column(measures.reordered_cold),
+            best_moved=column(measures.best_moved),
         )
 
     def throughput(self, *, skip: int = 0) -> Throughput | None:
@@ -217,6 +223,9 @@ class Run:
             cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
             prefix_documents_mean=round(fmean([measures.cached_documents[row] for row in rows] or [0]), 4),
             displacement_mean=round(fmean([measures.displacement[row] for row in rows] or [0]), 4),
+            reordered=sum(measures.reordered[row] for row in rows),
+            reordered_cold=sum(measures.reordered_cold[row] for row in rows),
+            best_moved=sum(measures.best_moved[row] for row in rows),
             prediction_within_block=_mean([abs(error) <= block_size for error in errors]),
             prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
             prediction_bias_blocks=_mean([error / block_size for error in errors]),

@@ -110,11 +110,21 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
             money = f"{read.cost.money:,.2f} {read.cost.currency}"
             table.add_row("", money, f"{_difference(read.cost)} without a cache; prices of {read.cost.prices_date}")
     table.add_row("order time", _time(read.order_us["p50"]), f"median; 99 of 100 within {_time(read.order_us['p99'])}")
+    cold = f"{_share(read.reordered_cold, read.ordered)} with nothing cached"
+    best = f"{_share(read.best_moved, read.ordered)} have another document first than the best"
+    table.add_row("prompts reordered", _share(read.reordered, read.ordered), f"of all; {cold}, {best}")
+    if read.saved_tokens_per_reordered is not None:
+        gain = f"{read.saved_tokens_per_reordered:,.0f}"
+        table.add_row("saved for each", gain, "prefill tokens for each reordered prompt")
     table.add_row("documents moved by", f"{read.displacement_mean:.2f}", "positions, mean")
     table.add_row("tree nodes", f"{read.tree_nodes:,}", f"{read.evicted_blocks:,} KV blocks evicted so far")
     fallbacks = Text(f"{read.fallbacks:,}", "red" if read.fallbacks else "")
     table.add_row("fallbacks", fallbacks, "requests left in retrieval order after an internal error")
     return Group(_verdict(read, prefill_rate), Text(), table)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 def _time(us: float) -> str:

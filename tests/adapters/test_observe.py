@@ -20,7 +20,7 @@ from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
 from ragorder.cli import main
-from ragorder.ordering import RequestOutcome
+from ragorder.ordering import Moves, RequestOutcome
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -102,7 +102,7 @@ class TestObservedOrderer:
             told = recorder.observations[-1]
             assert (told.ordered_tokens, told.retrieval_tokens) == (ordering.cached_tokens, retrieval.cached_tokens)
             assert (told.documents, told.documents_end, told.fallback) == (5, 564, False)
-            assert told.displacement == ordering.displacement
+            assert told.moves == ordering.moves
             assert told.predicted_tokens == ordering.cached_tokens
             # Long answers take room from either.
             ordering.confirm(total_tokens=1_000)
@@ -332,10 +332,19 @@ class TestMetrics:
         stats = read(metrics)
         assert stats.other_cached_tokens is stats.saved_tokens is stats.saved_share is None
 
+    def test_moves_are_counted(self) -> None:
+        """Nothing moves; the last two do; all do although nothing is cached; and of these the best one is not first."""
+        metrics = Metrics()
+        for permutation, cached in [((0, 1, 2), 2), ((0, 2, 1), 1), ((0, 2, 1), 0), ((2, 0, 1), 0)]:
+            metrics.ordered(Observation(False, 3, 300, 0, 0, Moves.of(permutation, cached), 1e-4, False))
+        stats = read(metrics)
+        assert (stats.ordered, stats.reordered, stats.reordered_cold, stats.best_moved) == (4, 3, 2, 1)
+        assert (stats.reordered_share, stats.displacement_mean) == (0.75, 0.667)
+
     def test_order_times_are_read_from_the_histogram(self) -> None:
         metrics = Metrics()
         for order_s in [30e-6] * 98 + [3e-3] * 2:
-            metrics.ordered(Observation(False, 5, 500, 0, 0, 0.0, order_s, False))
+            metrics.ordered(Observation(False, 5, 500, 0, 0, Moves.of((), 0), order_s, False))
         order_us = read(metrics).order_us
         assert 25 <= order_us["p50"] <= 50
         assert 2_000 <= order_us["p99"] <= 5_000
@@ -459,7 +468,7 @@ class TestStatsCommand:
     def test_more_prefill_is_no_negative_saving(self, shadow: bool, said: str, metrics: Metrics, url: str) -> None:
         ordered, retrieval = 100, 500
         for _ in range(20):
-            settle = metrics.ordered(Observation(shadow, 5, 600, ordered, retrieval, 1.0, 1e-4, False))
+            settle = metrics.ordered(Observation(shadow, 5, 600, ordered, retrieval, Moves.of((1, 0), 0), 1e-4, False))
             settle(RequestOutcome(True, cached_tokens=retrieval if shadow else ordered, prompt_tokens=1000))
         watched = ObservedOrderer(make_orderer(), [metrics], shadow=shadow)
         assert watched.shadow == shadow

@@ -48,6 +48,9 @@ RUN_FIELDS = {
     "cached_ratio",
     "prefix_documents_mean",
     "displacement_mean",
+    "reordered",
+    "reordered_cold",
+    "best_moved",
     "prediction_within_block",
     "prediction_error_blocks_mean",
     "prediction_bias_blocks",
@@ -63,7 +66,7 @@ SETTINGS = [
     ("--prefix-tokens", "10"),
     ("--suffix-tokens", "20"),
     ("--search", "greedy"),
-    ("--tail", "frequency"),
+    ("--moves", "frequency"),
     ("--residency", "none"),
     ("--keep-first", "1"),
     ("--keep-last", "1"),
@@ -550,7 +553,7 @@ class TestOrderRefuses:
             ("--prefix-tokens", "-1"),
             ("--suffix-tokens", "-1"),
             ("--search", "bset"),
-            ("--tail", "bset"),
+            ("--moves", "bset"),
             ("--residency", "bset"),
             ("--keep-first", "-1"),
             ("--keep-last", "-1"),
@@ -566,7 +569,7 @@ class TestOrderRefuses:
         assert "Usage: " in done.stderr
 
     @pytest.mark.parametrize(
-        ("option", "choices"), [("--search", "greedy"), ("--tail", "queue"), ("--residency", "lru")]
+        ("option", "choices"), [("--search", "greedy"), ("--moves", "queue"), ("--residency", "lru")]
     )
     def test_an_unknown_policy_with_the_choices(self, option: str, choices: str) -> None:
         assert choices in refusal("order", option, "bset", input="")

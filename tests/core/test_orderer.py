@@ -186,7 +186,7 @@ class TestOrdering:
     def test_the_first_request_keeps_retrieval_order(self) -> None:
         ordering = strict().order(documents("cab"))
         assert (ids(ordering), ordering.prefix_documents, ordering.cached_tokens) == ("cab", 0, 0)
-        assert (ordering.fallback, ordering.index, ordering.displacement) == (False, 0, 0)
+        assert (ordering.fallback, ordering.index, ordering.moves) == (False, 0, (False, False, False, 0))
 
     @pytest.mark.parametrize("search", SEARCHES)
     def test_what_was_served_before_comes_first(self, search: str) -> None:

@@ -30,7 +30,7 @@ class TestLooks:
         assert len(colours) == len(names)
 
     def test_those_with_one_keep_it(self) -> None:
-        assert style("free") == style("free") != style("retrieval")
+        assert style("earned") == style("earned") != style("retrieval")
         assert style("random") == style("none")
 
     def test_what_one_picture_has_taken_is_free_in_the_next(self) -> None:

@@ -107,7 +107,7 @@ def _pictures(groups: Sequence[_Group]) -> list[Picture]:
         axes.axhline(1, color=LINE, linewidth=1.2)
         ends = []
         for (context, points), name in zip(
-            means.items(), ("free", "greedy", "sorted", "prefix", "recency"), strict=False
+            means.items(), ("earned", "greedy", "sorted", "prefix", "recency"), strict=False
         ):
             looks = style(name)
             axes.plot(*zip(*points, strict=True), looks.dashes, marker=looks.marker, color=looks.colour)

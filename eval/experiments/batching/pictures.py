@@ -20,7 +20,7 @@ _LOOKS = {
     "ragdoll": "prefix",
     "joined": "sorted",
     "kept": "recency",
-    "ours": "free",
+    "ours": "earned",
     "ours+passes": "oracle",
 }
 
@@ -56,12 +56,12 @@ def trace_pictures(system: str, record: BatchingRecord) -> list[Picture]:
 
     def sizes(axes: Any) -> None:
         steps(axes, 2, "retrieval", "requests behind it")
-        steps(axes, 1, "free", "requests in a batch")
+        steps(axes, 1, "earned", "requests in a batch")
         axes.set_xlabel("minutes")
         axes.legend(fontsize=8, frameon=False)
 
     def memory(axes: Any) -> None:
-        steps(axes, 3, "free", "KV on the device, %", 100)
+        steps(axes, 3, "earned", "KV on the device, %", 100)
         axes.set_xlabel("minutes")
         axes.set_ylabel("%")
         other = axes.twinx()

@@ -32,7 +32,7 @@ _PICTURED = {
     "Cache-Craft": "sorted",
     "FusionRAG, online only": "prefix",
     "FusionRAG": "recency",
-    "as if last": "free",
+    "as if last": "earned",
 }
 """Arms of the pictures, and whose looks they have."""
 
@@ -227,7 +227,7 @@ def _training_picture(group: RecordGroup[TrainingRecord]) -> Picture:
 
     def paint(axes: Any) -> None:
         ends = []
-        for line, name in zip(lines, ("free", "greedy", "prefix", "sorted", "recency"), strict=False):
+        for line, name in zip(lines, ("earned", "greedy", "prefix", "sorted", "recency"), strict=False):
             looks = style(name)
             known = [
                 (seconds, share)

@@ -19,7 +19,7 @@ from ragorder.eval.running.suite import Suite
 __all__ = ["make_part"]
 
 _Group = RecordGroup[DeviationRecord]
-_LOOKS = {ALONE: "retrieval", PREPROCESSED: "free", "query": "free", "deviation": "greedy"}
+_LOOKS = {ALONE: "retrieval", PREPROCESSED: "earned", "query": "earned", "deviation": "greedy"}
 _NAMES = {"query": "question's attention", "deviation": "KV deviation"}
 _RANDOM = (
     "With random weights attention is almost even: deviation grows with what a document does not see, and what "

@@ -75,7 +75,7 @@ def _picture(cells: _Cells) -> Iterable[Picture]:
         return
 
     def paint(axes: Any) -> None:
-        looks, plain = style("free"), style("retrieval")
+        looks, plain = style("earned"), style("retrieval")
         axes.plot(*zip(*points, strict=True), looks.dashes, marker=looks.marker, color=looks.colour)
         axes.plot((0, 100), (0, 100), plain.dashes, color=plain.colour, linewidth=1)
         axes.set_xlabel("clusters held, %")

@@ -82,7 +82,7 @@ def _picture(group: RecordGroup[LocalityRecord]) -> Picture:
 
     def paint(axes: Any) -> None:
         for policy, found in points.items():
-            looks = style("free" if policy == "history" else "retrieval")
+            looks = style("earned" if policy == "history" else "retrieval")
             axes.plot(
                 *zip(*found, strict=True), looks.dashes, marker=looks.marker, color=looks.colour, label=_ORDERS[policy]
             )

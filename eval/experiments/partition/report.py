@@ -22,7 +22,7 @@ _MEAN = Metric("mean latency", "latency_ms", "ms", relative=True, better="lower"
 _LOOKS = dict(
     zip(
         ("batches by clusters", "equal shares", "oldest first", "shortest first"),
-        ("sorted", "none", "free", "prefix"),
+        ("sorted", "none", "earned", "prefix"),
         strict=True,
     )
 )

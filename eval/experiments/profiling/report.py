@@ -71,7 +71,7 @@ def _picture(profile: PrefillProfile) -> Picture:
 
     def paint(axes: Any) -> None:
         ends = []
-        for (cached, ms), name in zip(lines, ("free", "greedy", "sorted"), strict=False):
+        for (cached, ms), name in zip(lines, ("earned", "greedy", "sorted"), strict=False):
             looks = style(name)
             axes.plot(profile.new_tokens, ms, looks.dashes, marker=looks.marker, color=looks.colour)
             ends.append((profile.new_tokens[-1], ms[-1], f"{cached:,} cached", looks))

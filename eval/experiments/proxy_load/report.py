@@ -72,7 +72,7 @@ def _streams(records: Sequence[ProxyLoadRecord]) -> str:
 def _picture(added: Mapping[str, Any]) -> Picture:
     def paint(axes: Any) -> None:
         ends = []
-        for (kind, times), policy in zip(added.items(), ("free", "retrieval"), strict=False):
+        for (kind, times), policy in zip(added.items(), ("earned", "retrieval"), strict=False):
             looks, ordered = style(policy), np.sort(times)
             axes.plot(ordered, 100 * np.arange(1, len(ordered) + 1) / len(ordered), looks.dashes, color=looks.colour)
             ends.append((float(ordered[-1]), 100.0, kind, looks))

@@ -118,7 +118,7 @@ class _Scores:
             "em": self._scorer.exact_match(text, question.answers),
             "f1": round(self._scorer.f1(text, question.answers), 6),
             **{name: getattr(answer, name) for name in _TOKENS},
-            "displacement": round(ordering.displacement, 4),
+            "displacement": round(ordering.moves.places, 4),
             "moved_share": round(moved / max(1, len(permutation)), 4),
             "gold_places": [place for place, each in enumerate(ordering.documents) if each.id in question.gold],
         }

@@ -61,7 +61,7 @@ _TIMED = (
     "those of one machine with a load of its own."
 )
 _LOOKS = {
-    "pgdsf+history": "free",
+    "pgdsf+history": "earned",
     "pgdsf": "prefix",
     "forecast+history": "oracle",
     "gdsf+history": "greedy",

@@ -62,7 +62,7 @@ def _overhead_picture(group: _Group) -> Picture:
         axes.barh(places, [line.plain_ms for line in lines], color=style("retrieval").colour, label="the search")
         added = [max(0.0, line.added_ms) for line in lines]
         left = [line.plain_ms for line in lines]
-        axes.barh(places, added, left=left, color=style("free").colour, label="added by stages")
+        axes.barh(places, added, left=left, color=style("earned").colour, label="added by stages")
         axes.set_yticks(places, [line.policy for line in lines])
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("CPU time a query, ms")
@@ -79,7 +79,7 @@ def _convergence_picture(group: _Group) -> Picture:
 
     def paint(axes: Any) -> None:
         ends = []
-        for line, name in zip(shown, ("free", "greedy", "sorted"), strict=False):
+        for line, name in zip(shown, ("earned", "greedy", "sorted"), strict=False):
             looks, shares = style(name), _shares(line)
             axes.plot(range(1, len(shares) + 1), shares, looks.dashes, marker=looks.marker, color=looks.colour)
             ends.append((len(shares), shares[-1], line.policy, looks))
