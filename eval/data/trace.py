@@ -6,12 +6,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import Literal
 
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError
 from ragorder.eval.data.workloads import Workload
 
-__all__ = ["Trace", "TraceRequest", "trace_of_corpus", "trace_of_workload"]
+__all__ = ["QuestionOrder", "Trace", "TraceRequest", "trace_of_corpus", "trace_of_workload"]
+
+
+QuestionOrder = Literal["data", "random", "recurring", "topics"]
+"""Of a corpus' questions: as given; shuffled; 300 of them again and again, by Zipf's law; or 40 topics of five
+questions that share documents, shuffled."""
+
+_RECURRING, _RECURRENCES = 300, 1000
+_TOPICS, _QUESTIONS = 40, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +34,13 @@ class TraceRequest:
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Requests in order of arrival. `corpus_tokens` is the length of all documents, `in_flight` the number of
-    concurrent requests, `order` "data" or "random"."""
+    concurrent requests."""
 
     name: str
     requests: Sequence[TraceRequest]
     corpus_tokens: int
     in_flight: int = 1
-    order: str = "data"
+    order: QuestionOrder = "data"
 
 
 def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
@@ -44,9 +53,9 @@ def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
 
 
 def trace_of_corpus(
-    corpus: Corpus, *, top_k: int, order: str, seed: int, limit: int | None = None, repeat: bool = False
+    corpus: Corpus, *, top_k: int, order: QuestionOrder, seed: int, limit: int | None = None, repeat: bool = False
 ) -> Trace:
-    """The first `limit` questions in "data" or "random" order; with `repeat` again from the first one. Raises
+    """The first `limit` questions in that order; with `repeat` again from the first one. Raises
     CorpusError if the corpus ranks fewer than `top_k` documents."""
     ranked = max((len(ranking) for ranking in corpus.rankings), default=0)
     if ranked < top_k:
@@ -57,11 +66,30 @@ def trace_of_corpus(
         TraceRequest(question.text, [corpus.documents[d] for d in ranking[:top_k]])
         for question, ranking in zip(corpus.questions, corpus.rankings, strict=True)
     ]
+    rng = random.Random(seed)
     if order == "random":
-        random.Random(seed).shuffle(requests)
+        rng.shuffle(requests)
+    elif order == "recurring":
+        asked = rng.sample(requests, min(_RECURRING, len(requests)))
+        weights = [1 / place for place in range(1, len(asked) + 1)]
+        requests = rng.choices(asked, weights, k=limit if limit is not None and repeat else _RECURRENCES)
+    elif order == "topics":
+        requests = _by_topic(requests, rng)
     if repeat and limit is not None:
         requests = list(islice(cycle(requests), limit))
     return Trace(corpus.name, requests[:limit], _tokens(corpus.documents), order=order)
+
+
+def _by_topic(requests: list[TraceRequest], rng: random.Random) -> list[TraceRequest]:
+    """Each topic is a question and those that share most documents with it."""
+    left = rng.sample(requests, len(requests))
+    chosen: list[TraceRequest] = []
+    while left and len(chosen) < _TOPICS * _QUESTIONS:
+        about = {document.key for document in left[0].documents}
+        left.sort(key=lambda request: -len(about.intersection(document.key for document in request.documents)))
+        chosen += left[:_QUESTIONS]
+        left = rng.sample(left[_QUESTIONS:], len(left[_QUESTIONS:]))
+    return rng.sample(chosen, len(chosen))
 
 
 def _tokens(documents: Sequence[Document]) -> int:

@@ -62,7 +62,15 @@ def results_table(results: Sequence[RunResult]) -> Table:
     timed = any(result.ttft_ms is not None for result in results)
     answered = any(result.tbt_ms is not None for result in results)
     failed = any(result.failures for result in results)
-    headings = ["policy", "cached\n%", "reordered\n(cold) %", "best\n1st %", "saved\neach", "places\nmoved", "pre-\ndicted"]
+    headings = [
+        "policy",
+        "cached\n%",
+        "reordered\n(cold) %",
+        "best\n1st %",
+        "saved\neach",
+        "places\nmoved",
+        "pre-\ndicted",
+    ]
     headings += ["TTFT ms\np50, mean", "p50\nratio"] * timed + ["TBT ms\np50, p99"] * answered + ["failed"] * failed
     table = Table(
         f"{first.workload} ({first.order} order) on {first.engine}: {served}",

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.retrieval import Retriever
-from ragorder.eval.data.trace import Trace
+from ragorder.eval.data.trace import QuestionOrder, Trace
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.load import Load, ServiceTimes
@@ -108,7 +108,11 @@ class TraceSpec(_Spec):
 
     workloads: Sequence[str] = ()
     corpora: SkipValidation[Sequence[str | Corpus]] = ()
-    order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
+    order: QuestionOrder = Field(
+        default="data",
+        description="Order of the questions: as in the corpus; random; recurring: 300 of them again and again, by "
+        "Zipf's law; topics: 40 groups of five that share documents, shuffled.",
+    )
     retriever: SkipValidation[Retriever | None] = None
     top_k: int | None = Field(
         default=None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ragorder.eval.data.arrivals import Arrivals
+from ragorder.eval.data.trace import QuestionOrder
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.policies import parse_guards
@@ -51,7 +52,7 @@ class ServingCell(SuiteCell):
 
     workload: str | None = None
     corpus: str | None = None
-    order: Literal["data", "random"] = "data"
+    order: QuestionOrder = "data"
     top_k: int | None = Field(None, ge=1)
     capacity_tokens: Annotated[int | str | None, BeforeValidator(_capacity)] = 100_000
     block_size: int | None = Field(None, ge=1)
@@ -98,4 +99,4 @@ class ServingCell(SuiteCell):
 
     @property
     def varies_with_seed(self) -> bool:
-        return self.corpus is None or self.order == "random"
+        return self.corpus is None or self.order != "data"

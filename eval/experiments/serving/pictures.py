@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragorder.eval.experiments.serving.latency import depth_by_time, distributions
+from ragorder.eval.experiments.serving.moves import moves_picture
 from ragorder.eval.experiments.serving.sweeps import panels_of, position_pictures, sweep_pictures, value_on_axis
 from ragorder.eval.experiments.serving.timelines import along, timelines
 from ragorder.eval.report.canvas import INK, LINE, Picture, draw, label_ends, name_marks, style, titled
@@ -30,6 +31,8 @@ def pictures_of(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Pi
             found.append(along(group))
     elif not found:
         found.append(_cells(groups))
+    if suite.about("moves"):
+        found.append(moves_picture(groups))
     if suite.about("position", "moved_share", "displacement"):
         found += position_pictures(groups, suite.report.x)
     if len(groups) <= _FEW_CELLS:

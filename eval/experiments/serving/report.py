@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ragorder.eval.experiments.serving.moves import moves_table
 from ragorder.eval.experiments.serving.objective import objective_table, opens_loop
 from ragorder.eval.experiments.serving.pictures import pictures_of
 from ragorder.eval.report.groups import Group, group_runs
@@ -188,6 +189,8 @@ def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list
         tables.append(_hits(groups))
     if suite.name == "table-7" or suite.about("prefill"):
         tables.append(_saved(groups))
+    if suite.about("moves"):
+        tables.append(moves_table(groups, baseline))
     if suite.about("position", "moved_share", "displacement"):
         tables += [_positions(groups, baseline)] if few else [_by_cell(m.heading, groups, _value(m)) for m in _MOVED]
     if suite.about("predicted_tokens", "staleness") and not few:
