@@ -8,7 +8,14 @@ from hashlib import blake2b
 
 from ragorder.adapters.doctor.request_log import LoggedRequest
 
-__all__ = ["Parting", "SharedBeginning", "common_length", "find_partings", "shared_beginnings"]
+__all__ = [
+    "Parting",
+    "SharedBeginning",
+    "common_length",
+    "find_partings",
+    "repeated_parts",
+    "shared_beginnings",
+]
 
 _CHUNK = 256
 # Where a request and all before it part at once, the first chunks are shorter.
@@ -96,6 +103,19 @@ def _digests(text: str) -> list[bytes]:
         found.append(digest.copy().digest())
         start = end
     return found
+
+
+def repeated_parts(requests: Sequence[LoggedRequest]) -> list[dict[bytes, int]]:
+    """For each request the long lines that others of its scope have, too, in their order: key and characters."""
+    repeats = _repeated_lines(requests)
+    return [
+        {
+            key: len(line)
+            for _, line in _lines(request.text)
+            if len(line) >= _LONG_LINE and (key := _key(request, line)) in repeats
+        }
+        for request in requests
+    ]
 
 
 def _repeated_lines(requests: Sequence[LoggedRequest]) -> set[bytes]:

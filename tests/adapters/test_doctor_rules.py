@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,14 @@ class TestTextBeforeTheDocuments:
         assert order.verdict == "warning"
         assert "of 19 requests have documents of earlier ones in another order" in order.found
         assert "order them" in str(order.advice) and "ragorder replay LOG" in str(order.advice)
+
+    def test_advice_says_what_an_order_would_save(self, examine: Callable[..., dict[str, Finding]]) -> None:
+        """The same five documents in any order: all of them could be reused."""
+        rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)]
+        advice = str(examine(served(rotated), block_size=16)["order of documents"].advice)
+        ordered, plain = map(int, re.findall(r"(\d+) % (?:of the prompt|as they stand)", advice))
+        assert 50 < ordered <= 100
+        assert plain < ordered - 10
 
     def test_another_order_is_no_fault_of_the_cache(self, examine: Callable[..., dict[str, Finding]]) -> None:
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], "the same?") for number in range(20)]
