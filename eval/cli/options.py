@@ -11,6 +11,7 @@ import click
 
 from ragorder.cli.options import (
     Decorator,
+    Model,
     ParamType,
     Rate,
     api_key,
@@ -89,7 +90,7 @@ CAPACITY: dict[str, Any] = {
     "type": CapacityType(),
     "metavar": "TOKENS|PERCENT|unlimited",
 }
-MODEL_FOLDER: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FOLDER"}
+MODEL_FOLDER: dict[str, Any] = {"type": Model(), "metavar": Model.name}
 SEEDS: dict[str, Any] = {"type": Integers(), "metavar": "N,..."}
 """Attributes of options whose fields say less than the option."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, build, option, options_from, section
+from ragorder.cli.options import Choice, Command, Model, build, option, options_from, section
 from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
@@ -92,7 +92,7 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "capacity_tokens",
         "block_size",
         "output_tokens",
-        model={"type": str, "metavar": "FOLDER|NAME"},
+        model={"type": Model(path=False), "metavar": "FOLDER|NAME|smollm2"},
         capacity_tokens={"type": str},
     ),
 )

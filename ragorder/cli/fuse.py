@@ -75,7 +75,7 @@ def _engine_options(*names: str) -> Decorator:
 _model = option(
     "--model",
     required=True,
-    metavar="FOLDER|NAME|random",
+    metavar="FOLDER|NAME|smollm2|random",
     help="The model that will be served, as for `ragorder serve`.",
 )
 _moved_model = option("--model", metavar="FOLDER|NAME", help="Where the build's model is now.")

