@@ -38,11 +38,11 @@ else:
 __all__ = [
     "Choice",
     "Command",
-    "Model",
     "CommandGroup",
     "Count",
     "Decorator",
     "Duration",
+    "Model",
     "Option",
     "ParamType",
     "ProfileSource",
