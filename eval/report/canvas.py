@@ -48,9 +48,10 @@ COLOURS = {
     "crimson": ("#b3123f", "#ff7a9c"),
     "moss": ("#4c7a1d", "#9ccf5f"),
     "brown": ("#7a4a2b", "#c99a73"),
+    "free": ("#3f5f86", "#93b1d8"),
 }
 # Of policies without a look of their own, in the order in which a picture names them.
-_SPARE = ("crimson", "moss", "brown", "other")
+_SPARE = ("teal", "crimson", "moss", "brown", "other")
 _GIVEN: ContextVar[dict[str, str]] = ContextVar("_GIVEN")
 # As page.html has them.
 _PAGE = {
@@ -59,9 +60,9 @@ _PAGE = {
     "line": ("#e0ddd5", "#363d44"),
     "card": ("#ffffff", "#1d2125"),
 }
-_MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h", "<", ">", "p", "d"), strict=True))
-_DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-", "-.", "--", ":", "-."), strict=True))
-_ALIKE = {"random": "none", "free": "teal"}
+_MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h", "<", ">", "p", "d", "8"), strict=True))
+_DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-", "-.", "--", ":", "-.", "-"), strict=True))
+_ALIKE = {"random": "none"}
 
 # What matplotlib draws in these colours gets the page's: a stylesheet cannot reach into presentation attributes.
 _PLACEHOLDERS = {"ink": "#a1b2c0", "soft": "#a1b2c1", "line": "#a1b2c2", "card": "#a1b2c3"}

@@ -68,7 +68,7 @@ def replayed(path: Path, cache: str, *options: str) -> int:
     """The cached tokens that a replay reports of ragorder's order."""
     done = invoke("replay", path, "--no-sweep", "--capacity-tokens", cache, "--json", "-", *options)
     assert done.exit_code == 0, done.output
-    return next(each["cached_tokens"] for each in json.loads(done.stdout)["runs"] if each["policy"] == "free")
+    return next(each["cached_tokens"] for each in json.loads(done.stdout)["runs"] if each["policy"] == "earned")
 
 
 class TestTheSameFile:

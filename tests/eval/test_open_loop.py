@@ -78,7 +78,7 @@ class TestTheReport:
         records = [
             record(policy, [100.0, 200.0] * 6, arrivals=arrivals, tbt_ms=[5.0, 7.0] * 6)
             for arrivals in (None, "poisson:1", "poisson:2", "poisson:4")
-            for policy in ("retrieval", "free")
+            for policy in ("retrieval", "earned", "free")
         ]
         part = make_part(Suite.unlisted("s", baseline="retrieval"), Results(Path(), records=[*records]))
         titles = {table.title for table in part.tables}
@@ -122,6 +122,6 @@ class TestTheSuite:
         assert done.exit_code == 0, done.output
         runs = read_results(tmp_path).of(RunRecord, "open-loop")
         assert [(run.cell["arrivals"], run.policy) for run in runs] == [
-            (arrivals, policy) for arrivals in (None, "poisson:1", "poisson:2") for policy in ("retrieval", "free")
+            (arrivals, policy) for arrivals in (None, "poisson:1", "poisson:2") for policy in ("retrieval", "earned", "free")
         ]
         assert all(run.requests for run in runs)

@@ -80,16 +80,16 @@ def test_the_suite_finds_what_is_in_front_and_nothing_that_follows_a_difference(
     cached = {
         (group.cell["documents"], policy): group.value(policy, CACHED) or 0
         for group in groups
-        for policy in ("retrieval", "free")
+        for policy in ("retrieval", "earned")
     }
     assert {place for place, _ in cached} == set(PLACES)
-    gained = {place: cached[place, "free"] - cached[place, "retrieval"] for place in PLACES}
+    gained = {place: cached[place, "earned"] - cached[place, "retrieval"] for place in PLACES}
     assert gained["in front"] > 15
     assert gained["labelled"] == pytest.approx(gained["in front"], abs=2)
     assert gained["numbered by place"] == pytest.approx(gained["in front"], abs=4)
     assert gained["numbered by rank"] < gained["in front"] - 3
     # The system prompt's whole blocks, and no more.
-    assert cached["behind the question", "free"] == cached["behind the question", "retrieval"] < 10
-    assert cached["behind a date", "free"] == cached["behind a date", "retrieval"] < 10
+    assert cached["behind the question", "earned"] == cached["behind the question", "retrieval"] < 10
+    assert cached["behind a date", "earned"] == cached["behind a date", "retrieval"] < 10
     page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
     assert "documents numbered by rank" in page

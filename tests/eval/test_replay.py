@@ -505,7 +505,7 @@ class TestTheEngine:
         assert nodes <= 4_096 // 16
 
 
-POLICIES = ("retrieval", "greedy", "best", "frequency", "popularity", "free")
+POLICIES = ("retrieval", "greedy", "prefix", "frequency", "popularity", "free")
 
 
 class TestTheFiguresAreThoseOfTheBenchmark:
@@ -741,12 +741,12 @@ class TestPolicies:
     def test_retrieval_order_is_always_the_baseline(self) -> None:
         log = random_log(0)
         assert replay(log, policies=["free"]).policies == ["retrieval", "free"]
-        assert replay(log, policies=["best", "retrieval", "best"]).policies == ["retrieval", "best"]
+        assert replay(log, policies=["prefix", "retrieval", "prefix"]).policies == ["retrieval", "prefix"]
         assert replay(log).policies == ["retrieval", "greedy", "free"]
 
     @pytest.mark.parametrize("policy", ["oracle", "events", "none", "queue", "fastest"])
     def test_others_are_refused(self, policy: str) -> None:
-        with pytest.raises(PolicyError, match="choose from retrieval, greedy, best, frequency, popularity, auto"):
+        with pytest.raises(PolicyError, match="choose from retrieval, greedy, prefix, frequency, popularity, earned, free"):
             replay(random_log(0), policies=[policy])
 
     def test_keep_to_the_settings_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -835,16 +835,16 @@ class TestTheSaving:
 
     def test_of_several_capacities_is_summed_up(self) -> None:
         assert report_of(0, 8_000, 16_000).answer == (
-            "Yes: ragorder (free) saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
+            "Yes: ragorder (earned) saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
         )
         assert report_of(8_000, 16_000, 2_000).answer == (
-            "Yes: ragorder (free) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
+            "Yes: ragorder (earned) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
         )
-        assert report_of(16_000).answer == "Yes: ragorder (free) saves 20.0 % of the prefill tokens at all capacities."
+        assert report_of(16_000).answer == "Yes: ragorder (earned) saves 20.0 % of the prefill tokens at all capacities."
         said = "A little: ragorder (free) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
         assert report_of(0, 2_000).answer == said
         assert (
-            report_of(0, -9_000).answer == "No: ragorder (free) saves nothing worth having at any of these capacities."
+            report_of(0, -9_000).answer == "No: ragorder (earned) saves nothing worth having at any of these capacities."
         )
 
     def test_at_the_capacity_that_was_asked_for_is_the_answer(self) -> None:
@@ -860,7 +860,7 @@ class TestTheSaving:
         assert report.answer == "Only retrieval order was replayed: there is nothing to compare it with."
 
     def test_is_the_last_policys_where_auto_is_not_among_them(self) -> None:
-        assert replay(random_log(0), policies=["best", "greedy"]).compared_policy == "greedy"
+        assert replay(random_log(0), policies=["prefix", "greedy"]).compared_policy == "greedy"
         assert replay(random_log(0), policies=["free", "greedy"]).compared_policy == "free"
 
     def test_of_a_trace_without_anything_in_common_is_nothing(self) -> None:
@@ -982,11 +982,11 @@ class TestTheCommand:
     def test_shows_what_is_cached_what_is_saved_why_and_the_answer(self, log_file: Path) -> None:
         done = invoke(log_file)
         assert done.exit_code == 0, done.output
-        for words in ("retrieval", "greedy", "free", "5 %", "100 %", "that ragorder (free) saves", "helps"):
+        for words in ("retrieval", "greedy", "earned", "5 %", "100 %", "that ragorder (earned) saves", "helps"):
             assert words in done.stdout
         assert "share two documents or more with an earlier one" in done.stdout
         assert "so that no order can reuse more than" in done.stdout
-        assert "Would it help? Yes: ragorder (free) saves" in done.stdout
+        assert "Would it help? Yes: ragorder (earned) saves" in done.stdout
 
     @pytest.mark.parametrize("columns", [80, 200])
     def test_the_tables_fit_a_terminal(self, log_file: Path, columns: int) -> None:
@@ -1014,8 +1014,8 @@ class TestTheCommand:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
         shown = " ".join(invoke(path).stdout.split())
         words = "0.0 tokens a request: no more than rounding to whole blocks explains"
-        assert f"ragorder (free) saves 0.0 % of the prefill, {words}" in shown
-        assert "Would it help? No: ragorder (free) saves nothing worth having at any of these capacities." in shown
+        assert f"ragorder (earned) saves 0.0 % of the prefill, {words}" in shown
+        assert "Would it help? No: ragorder (earned) saves nothing worth having at any of these capacities." in shown
 
     def test_writes_everything_as_json(self, log_file: Path, tmp_path: Path) -> None:
         target = tmp_path / "report.json"
@@ -1073,7 +1073,7 @@ class TestTheCommand:
         assert log["working_set_tokens"] == 300
 
     def test_its_options_choose_what_is_replayed(self, log_file: Path) -> None:
-        options = ("--policy", "best", "--policy", "greedy", "--capacity-tokens", "8000", "--capacity-tokens", "30%")
+        options = ("--policy", "prefix", "--policy", "greedy", "--capacity-tokens", "8000", "--capacity-tokens", "30%")
         found = as_json(log_file, *options, "--no-sweep", "--block-size", "32", "--top-k", "3", "--limit", "50")
         assert found["log"]["requests"] == 50
         assert found["log"]["documents_per_request_mean"] == 3
@@ -1081,7 +1081,7 @@ class TestTheCommand:
         assert [(run["policy"], run["capacity_tokens"]) for run in found["runs"]] == [
             (policy, capacity["tokens"])
             for capacity in found["capacities"]
-            for policy in ("retrieval", "best", "greedy")
+            for policy in ("retrieval", "prefix", "greedy")
         ]
         assert {capacity["name"] for capacity in found["capacities"]} == {"8,000 tokens", "30 %"}
         assert all(run["cached_tokens"] % 32 == 0 for run in found["runs"])

@@ -944,7 +944,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestReportOnAnyResult:
     def test_of_a_benchmark_begins_with_the_saving_and_its_interval(self, benched: Path) -> None:
         headline = " ".join(reported(benched).split("Cached tokens, against")[0].split())
-        numbers = r"ragorder \(auto\) finds ([\d.]+)\W%.* order ([\d.]+)\W%: \+([\d.]+) \[\+[\d.]+, \+[\d.]+\]"
+        numbers = r"ragorder \(earned\) finds ([\d.]+)\W%.* order ([\d.]+)\W%: \+([\d.]+) \[\+[\d.]+, \+[\d.]+\]"
         found = re.search(numbers, headline)
         assert found, headline
         ours, plain, gain = map(float, found.groups())
@@ -1013,7 +1013,7 @@ class TestReportOnAnyResult:
         path = tmp_path / "pipelines.json"
         path.write_text(json.dumps({"schema": 1, "environment": {}, "runs": runs}))
         text = " ".join(reported(path).split())
-        assert re.search(r"warmup changes auto's median time to the first token by −19\.\d\W%", text), text
+        assert re.search(r"warmup changes free's median time to the first token by −19\.\d\W%", text), text
 
     def test_of_a_benchmark_says_nothing_of_the_papers(self, benched: Path) -> None:
         text = reported(benched, "--markdown", "-")

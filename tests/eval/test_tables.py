@@ -43,7 +43,7 @@ def test_a_tone_colours_the_entries_that_have_none_of_their_own() -> None:
     table = Table("", ["policy", "failed"])
     table.add("free", Entry("2", tone="bad"), tone="good")
     shown = on_console(table, force_terminal=True)
-    assert "\x1b[1;32mauto" in shown
+    assert "\x1b[1;32mfree" in shown
     assert "\x1b[1;31m2" in shown
 
 
@@ -53,7 +53,7 @@ def test_markdown_escapes_what_would_end_a_field(table: Table) -> None:
         "| policy | cached, % |",
         "|---|---:|",
         "| retrieval [bold]order | 31.0 |",
-        "| auto | 48.2 (+17.2 [+15.0, +19.0], better) |",
+        "| free | 48.2 (+17.2 [+15.0, +19.0], better) |",
         "",
         "of &lt;all> prompt tokens\n",
     ]
