@@ -2,7 +2,8 @@
 
     python examples/conversation.py http://127.0.0.1:8000
 
-Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details.
+Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details. Without a server:
+`ragorder serve --engine torch --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main(url: str) -> None:
         print(
             f"{question:30} sent {new}, named {named}, cached {answer.cached_tokens} of {answer.prompt_tokens} tokens"
         )
+        print(f"    {answer.text!r}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python examples/pipelined.py http://127.0.0.1:8000
 
-Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details.
+Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details. Without a server:
+`ragorder serve --engine torch --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ async def main(url: str) -> None:
             cached = "?" if usage is None else f"{usage.cached_tokens} of {usage.prompt_tokens}"
             warmed = ", warmed up" if trace.warmed_up else ""
             print(f"{question:42} begun {began}, cached {cached} tokens{warmed}")
+            print(f"    {stream.text!r}")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def test_a_conversation(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
     done = python(EXAMPLES / "conversation.py", vllm_server.base_url, timeout=180)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
-    assert [re.findall(r"named (\[.*?\])", line) for line in lines] == [["[]"], ["['orders', 'hours']"], ["['orders']"]]
+    named = re.findall(r"named (\[.*?\]), cached", done.stdout)
+    assert named == ["[]", "['orders', 'hours']", "['orders']"]
     cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
     assert cached[0] == 0 < cached[1] <= cached[2]
 
@@ -60,7 +60,7 @@ def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
     done = python(EXAMPLES / "pipelined.py", vllm_server.base_url, timeout=180)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
+    lines = done.stdout.splitlines()[::2]
     assert len(lines) == 4 and lines[0].endswith("warmed up")
     assert all(re.search(r"begun after (stage \d of 3|the search), cached \d+ of \d+ tokens", line) for line in lines)
     assert any("stage" in line for line in lines)
