@@ -31,8 +31,11 @@ from ragorder.pipelining.workflow import WorkflowTrace, interpret, multistep
 pytestmark = [pytest.mark.slow, pytest.mark.merge]
 
 MODULES = ("bisect", "calendar", "csv", "heapq", "shutil", "statistics", "tempfile", "textwrap")
-SETTINGS = EngineSettings(device_tokens=8192, host_bytes=0, dtype="float32", device="cpu", verify=False)
 WIDTH = 128
+CHUNK = 16
+SETTINGS = EngineSettings(
+    device_tokens=8192, host_bytes=0, dtype="float32", device="cpu", verify=False, chunk_tokens=CHUNK
+)
 SYSTEM = "Answer from the documents, in one short sentence."
 
 Load = Callable[[], EngineWorker]
@@ -109,8 +112,10 @@ class TestSpeculation:
         pipeline = ordered_pipeline(
             engine, orderer=orderer, builder=builder, retrieval=search, requests=engine.requests, **options
         )
-        async with pipeline:
+        try:
             return [await pipeline.answer(Question(each, None, 16, 0.0, {})) for each in self.QUESTIONS]
+        finally:
+            await pipeline.close()
 
     async def test_answers_are_those_of_the_search_that_was_awaited(
         self, load: Load, index: Any, documents: list[Document]
@@ -178,7 +183,7 @@ class TestAConversation:
             client = AsyncOrderedClient(
                 server, model=worker.engine.model_name, orderer=orderer, builder=builder, send_facts=True
             )
-            chat = client.conversation()
+            chat, before = client.conversation(), 0
             for number, (question, shown) in enumerate(
                 [
                     ("What does textwrap do?", about[:2]),
@@ -197,5 +202,7 @@ class TestAConversation:
                 expected = tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
                 assert (answer.text, said["content"]) == (expected, expected)
                 assert answer.prompt_tokens == len(prompt)
-                assert bool(answer.cached_tokens) == bool(number)
+                # All of the last turn's prompt, but for the piece in which it ends.
+                assert answer.cached_tokens > before - CHUNK
+                before = answer.prompt_tokens
                 assert len(chat.turn.repeated) == (0, 1, 3)[number]
