@@ -31,7 +31,11 @@ from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.workflow import hyde, irg, multistep
 
 WIDTH = 256
-GRAPHS = [make(topk=3, max_tokens=24).compile() for make in (hyde, irg, multistep)]
+GRAPHS = [
+    hyde(topk=2, guess_tokens=32, max_tokens=24).compile(),
+    irg(topk=2, rounds=2, max_tokens=24).compile(),
+    multistep(topk=2, rounds=3, plan_tokens=48, max_tokens=24).compile(),
+]
 QUESTIONS = (
     "What does textwrap.dedent do, and when is it of use?",
     "How do shutil.copy and shutil.copytree differ?",
@@ -49,7 +53,7 @@ def embed(text: str) -> np.ndarray:
 
 
 def load(model: str, texts: list[str]) -> TieredEngine:
-    settings = EngineSettings(device_tokens=16384, dtype="float32", device="cpu")
+    settings = EngineSettings(device_tokens=8192, host_bytes=0, dtype="float32", device="cpu")
     if model != "random":
         return TieredEngine.load(smollm2(print) if model == "smollm2" else model, settings)
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +70,7 @@ async def main(model: str, trace: Path) -> None:
     loaded = load(model, [document.text for document in documents[:200]])
     builder = PromptBuilder("Answer briefly.", question_template="{query}", tokenizer=loaded.tokenizer)
     worker = EngineWorker(loaded)
-    orderer = Orderer(capacity_tokens=16384, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
+    orderer = Orderer(capacity_tokens=8192, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
     engine = EmbeddedStreams(worker)
     trace.unlink(missing_ok=True)
     with TraceLog(trace) as log:

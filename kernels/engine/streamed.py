@@ -94,9 +94,6 @@ def _load(
     check_loaded(name, report)
     model.config._name_or_path = model.name_or_path = str(name)
     _load_generation(model, name)
-    if settings.dtype is not None:
-        # As of a whole model, whose buffers it changes, too.
-        model.to(getattr(torch, settings.dtype))
     _, layers = decoder_layers(model)
     streamer = LayerStreamer(layers, LayerStore.of(checkpoint, found, layers, source), device)
     try:

@@ -254,25 +254,25 @@ class TestExactness:
 
     @pytest.mark.parametrize("held", [0, 6])
     def test_to_the_bit_the_same_where_layers_are_read_one_by_one(
-        self, make: Make, checked: Checked, builder: PromptBuilder, corpus: Corpus, held: int
+        self, checked: Checked, builder: PromptBuilder, corpus: Corpus, held: int
     ) -> None:
         """Three layers are on the device, `held` in host memory, and the others are read from the model's file in every
         step."""
         dtype, folder = checked.plain.dtype, checked.plain.folder
         scale = 2 if dtype == "float32" else 1
         step: dict[str, Any] = {"max_batch_tokens": 64, "device_tokens": 1024}
+        like: dict[str, Any] = {"dtype": dtype, "device": "cpu", "verify": False}
         layer = room_for(folder, 2) - room_for(folder, 1)
         settings = EngineSettings(
             device_bytes=scale * room_for(folder, 3),
             host_bytes=scale * held * layer,
-            dtype=dtype,
-            device="cpu",
-            verify=False,
             **step,
+            **like,
         )
         request = ask(builder, corpus.questions[9].text, retrieved(corpus, 9, 2))
-        whole = make(**step)
-        with TieredEngine.load(folder, settings) as streamed:
+        same = EngineSettings(host_bytes=0, **step, **like)
+        engines = TieredEngine.load(folder, settings), TieredEngine.load(folder, same)
+        with engines[0] as streamed, engines[1] as whole:
             stream = streamed.stats().stream
             assert stream is not None and stream.disk_layers > 15 and bool(stream.host_layers) == bool(held)
             for cached in (0, request.document_ends[-1]):
