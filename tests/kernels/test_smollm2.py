@@ -142,6 +142,7 @@ def start() -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 class TestConversion:
     def test_by_two_processes_at_once_is_done_once_in_place_of_what_is_broken(
         self, convert: list[subprocess.Popen[str]], smollm2_folder: Path, cache: Path
@@ -151,7 +152,7 @@ class TestConversion:
             shutil.copytree(smollm2_folder, broken)
         (folder / "model.safetensors").write_bytes(b"")
         convert += [start(), start()]
-        ended = [process.communicate(timeout=600) for process in convert]
+        ended = [process.communicate(timeout=1800) for process in convert]
         assert [process.returncode for process in convert] == [0, 0], ended
         assert [out for out, _ in ended] == [f"{folder}\n"] * 2
         said = sorted(err.splitlines() for _, err in ended)
@@ -166,13 +167,14 @@ class TestConversion:
         assert convert[0].stderr is not None
         assert "converted to" in convert[0].stderr.readline()
         convert[0].send_signal(signal.SIGINT)
-        _, said = convert[0].communicate(timeout=300)
+        _, said = convert[0].communicate(timeout=1800)
         assert (convert[0].returncode, said.strip()) == (1, "Aborted!")
         assert [path.name for path in cache.iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.slow
 @pytest.mark.merge
+@pytest.mark.timeout(3600)
 def test_it_is_served_and_knows_what_its_documents_say(smollm2_folder: Path) -> None:
     openai = pytest.importorskip("openai")
     options = ("--engine", "torch", "--model", "smollm2", "--port", "0", "--device-tokens", "4096", "--profile", "none")

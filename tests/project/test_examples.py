@@ -69,6 +69,7 @@ def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("example", ["pipelined.py", "conversation.py"])
 def test_what_smollm2_says_is_in_the_documentation(example: str, smollm2_folder: Path, python: Any) -> None:
     """On the embedded engine: the texts, whatever the stages and the cached tokens of that run were."""
@@ -77,7 +78,7 @@ def test_what_smollm2_says_is_in_the_documentation(example: str, smollm2_folder:
     options = ("--model", "smollm2", "--dtype", "float32", "--profile", "none", "--port", "0")
     with launching(ServeProcess, *SERVE, "--engine", "torch", *options) as serve:
         folder = [smollm2_folder] if example == "pipelined.py" else []
-        done = python(EXAMPLES / example, serve().url, *folder, timeout=600)
+        done = python(EXAMPLES / example, serve().url, *folder, timeout=1800)
     assert done.returncode == 0, done.stderr
     name = {"pipelined.py": "pipelining.md", "conversation.py": "conversations.md"}[example]
     page = (EXAMPLES.parent / "docs" / name).read_text("utf-8")
