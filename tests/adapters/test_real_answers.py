@@ -105,9 +105,11 @@ class TestSpeculation:
         self, worker: EngineWorker, index: Any, documents: Sequence[Document], **options: Any
     ) -> list[Any]:
         builder, orderer = parts(worker, "Question: {query}")
-        search = staged_retrieval(
-            StagedIVF(index, stages=4), lambda question: embed(question.query), documents.__getitem__, top_k=2
-        )
+
+        def embed_question(question: Question) -> Any:
+            return embed(question.query)
+
+        search = staged_retrieval(StagedIVF(index, stages=4), embed_question, documents.__getitem__, top_k=2)
         engine = EmbeddedStreams(worker)
         pipeline = ordered_pipeline(
             engine, orderer=orderer, builder=builder, retrieval=search, requests=engine.requests, **options
@@ -176,7 +178,7 @@ class TestAConversation:
     ) -> None:
         worker = load()
         builder, orderer = parts(worker, "Question: {query}")
-        tokenizer = worker.engine.tokenizer
+        tokenizer: Any = worker.engine.tokenizer
         about = [document for document in documents if document.id.startswith("textwrap")][:3]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=make_engine_app(worker))) as http:
             server = openai.AsyncOpenAI(base_url="http://embedded/v1", api_key="none", http_client=http)
@@ -203,6 +205,6 @@ class TestAConversation:
                 assert (answer.text, said["content"]) == (expected, expected)
                 assert answer.prompt_tokens == len(prompt)
                 # All of the last turn's prompt, but for the piece in which it ends.
-                assert answer.cached_tokens > before - CHUNK
+                assert answer.cached_tokens is not None and answer.cached_tokens > before - CHUNK
                 before = answer.prompt_tokens
                 assert len(chat.turn.repeated) == (0, 1, 3)[number]

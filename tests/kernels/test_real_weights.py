@@ -158,7 +158,8 @@ def ask(builder: PromptBuilder, question: str, documents: Sequence[Document], sa
 
 def kv_block_bytes(model: Any) -> int:
     config = model.config
-    return BLOCK * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    head: int = config.head_dim * model.dtype.itemsize
+    return BLOCK * int(config.num_hidden_layers) * 2 * int(config.num_key_value_heads) * head
 
 
 @pytest.mark.parametrize("checked", ["float32"], indirect=True)
@@ -241,7 +242,8 @@ class TestExactness:
         tokens, size = 32 * BLOCK, kv_block_bytes(checked.plain.model)
         disk = {"disk_path": tmp_path / "kv", "disk_bytes": "64MiB"}
         logits = {}
-        for tier, tiers in {"device": {}, "host": {"host_bytes": 96 * size}, "disk": disk}.items():
+        cases: dict[str, dict[str, Any]] = {"device": {}, "host": {"host_bytes": 96 * size}, "disk": disk}
+        for tier, tiers in cases.items():
             engine = make(device_tokens=tokens, **tiers)
             engine.generate([request])
             if tier != "device":
