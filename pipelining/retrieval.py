@@ -50,8 +50,9 @@ def staged_retrieval(
 ) -> Retrieval[Q, D]:
     """A vector search in stages (`StagedIVF`, `StagedHNSW`).
 
-    `embed` makes a question's vector (or a row of one), `document` returns the document of an index id. Both and each stage run in a
-    thread; an abandoned search ends with its current stage. A search that others share (`ContinuousIVF`) takes none.
+    `embed` makes a question's vector (or a row of one), `document` returns the document of an index id. Both and each
+    stage run in a thread; an abandoned search ends with its current stage. A search that others share
+    (`ContinuousIVF`) takes none.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
