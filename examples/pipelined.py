@@ -1,8 +1,10 @@
 """Answers that begin while the search is still running, on the documents found so far.
 
-    python examples/pipelined.py http://127.0.0.1:8000
+    python examples/pipelined.py http://127.0.0.1:8000 [FOLDER OF THE SERVED MODEL]
 
-Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details.
+Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details. Without a server:
+`ragorder serve --engine torch --model smollm2` (docs/vllm.md), and http://127.0.0.1:8100. With the folder lengths are
+exact instead of estimated, and that engine is told where documents end.
 """
 
 from __future__ import annotations
@@ -41,24 +43,30 @@ async def search(question: Question) -> AsyncGenerator[Provisional[Document], No
         yield Provisional(best[:2], final=number == len(SHELVES))
 
 
-async def main(url: str) -> None:
+async def main(url: str, folder: str | None = None) -> None:
     server = openai.AsyncOpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none")
     model = (await server.models.list()).data[0].id
-    # With tokenizer=AutoTokenizer.from_pretrained(model) lengths are exact instead of estimated.
-    builder = PromptBuilder(
-        "You are a grocer. Answer each question from the documents below, and from nothing else. " * 4
-    )
+    tokenizer = None
+    if folder is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    system = "You are a grocer. Answer each question from the documents below, and from nothing else. " * 4
+    builder = PromptBuilder(system, tokenizer=tokenizer)
     orderer = Orderer.for_vllm(url, builder=builder)
-    client = PipelinedClient(server, model=model, orderer=orderer, builder=builder, retrieval=search)
+    client = PipelinedClient(
+        server, model=model, orderer=orderer, builder=builder, retrieval=search, send_facts=tokenizer is not None
+    )
     async with server, client:
         for question in QUESTIONS:
-            stream = await client.answer(question, max_tokens=16)
+            stream = await client.answer(question, max_tokens=24)
             trace, usage = stream.trace, stream.usage
             began = f"after stage {trace.speculated_stage} of {trace.stages}" if trace.right else "after the search"
             cached = "?" if usage is None else f"{usage.cached_tokens} of {usage.prompt_tokens}"
             warmed = ", warmed up" if trace.warmed_up else ""
             print(f"{question:42} begun {began}, cached {cached} tokens{warmed}")
+            print(f"    {stream.text!r}")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))
+    asyncio.run(main(*(sys.argv[1:] or ["http://127.0.0.1:8000"])))

@@ -4,66 +4,79 @@
     python examples/workflow.py [trace.jsonl]
     ragorder workflow trace trace.jsonl --plot wavefront.png
 
-The model has random weights, so that nothing is downloaded: times and cached tokens are real, answers are not.
+The documents are those of Python's standard library. The model has random weights, so that nothing is downloaded: times
+and cached tokens are real, answers are not. With `--model smollm2` (docs/vllm.md) or a folder they are, and are shown;
+it takes some minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import random
-import sys
+import re
 import tempfile
+import zlib
 from pathlib import Path
 
 import faiss
 import numpy as np
-from transformers import AutoTokenizer
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.embedded import EmbeddedStreams, EngineWorker
 from ragorder.adapters.workflows import TraceLog, ordered_workflows
 from ragorder.kernels.engine import EngineSettings, TieredEngine
-from ragorder.kernels.random_model import make_model
+from ragorder.kernels.random_model import make_model, standard_texts
+from ragorder.kernels.smollm2 import smollm2
 from ragorder.pipelining import ContinuousIVF
 from ragorder.pipelining.workflow import hyde, irg, multistep
 
-WORDS = (
-    *("bread", "cheese", "wine", "oil", "salt", "honey", "flour", "milk"),
-    *("grape", "olive", "sea", "bee", "oven", "barrel", "cellar", "summer"),
+WIDTH = 256
+GRAPHS = [
+    hyde(topk=2, guess_tokens=32, max_tokens=24).compile(),
+    irg(topk=2, rounds=2, max_tokens=24).compile(),
+    multistep(topk=2, rounds=3, plan_tokens=48, max_tokens=24).compile(),
+]
+QUESTIONS = (
+    "What does textwrap.dedent do, and when is it of use?",
+    "How do shutil.copy and shutil.copytree differ?",
+    "Which functions of heapq add an item to a heap?",
+    "How is a temporary directory made and removed?",
 )
-GRAPHS = [make(topk=3, max_tokens=16).compile() for make in (hyde, irg, multistep)]
 
 
 def embed(text: str) -> np.ndarray:
     """A bag of words; replace it by your embedding model."""
-    vector = np.array([text.lower().count(word) for word in WORDS], np.float32) + 0.01
+    vector = np.full(WIDTH, 0.01, np.float32)
+    for word in re.findall(r"[a-z]{4,}", text.lower()):
+        vector[zlib.crc32(word.encode()) % WIDTH] += 1
     return vector / np.linalg.norm(vector)
 
 
-def corpus(count: int = 3000) -> list[Document]:
-    draw = random.Random(0)
-    return [Document(f"d{number}", " ".join(draw.choices(WORDS, k=24))) for number in range(count)]
+def load(model: str, texts: list[str]) -> TieredEngine:
+    settings = EngineSettings(device_tokens=8192, host_bytes=0, dtype="float32", device="cpu")
+    if model != "random":
+        return TieredEngine.load(smollm2(print) if model == "smollm2" else model, settings)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), texts=texts, layers=2, hidden_size=64, vocab_size=2048, max_position_embeddings=4096)
+        return TieredEngine.load(folder, settings)
 
 
-async def main(trace: Path) -> None:
-    documents = corpus()
-    index = faiss.index_factory(len(WORDS), "IVF64,Flat", faiss.METRIC_INNER_PRODUCT)
+async def main(model: str, trace: Path) -> None:
+    documents = [Document(f"d{number}", text[:400]) for number, text in enumerate(standard_texts())]
+    index = faiss.index_factory(WIDTH, "IVF32,Flat", faiss.METRIC_INNER_PRODUCT)
     vectors = np.stack([embed(document.text) for document in documents])
     index.train(vectors)
     index.add(vectors)
-    with tempfile.TemporaryDirectory() as folder:
-        texts = [document.text for document in documents[:100]]
-        make_model(Path(folder), texts=texts, layers=2, hidden_size=64, vocab_size=400, max_position_embeddings=2048)
-        builder = PromptBuilder(question_template="{query}", tokenizer=AutoTokenizer.from_pretrained(folder))
-        settings = EngineSettings(device_tokens=16384, dtype="float32", device="cpu")
-        worker = EngineWorker(TieredEngine.load(folder, settings))
-    orderer = Orderer(capacity_tokens=16384, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
+    loaded = load(model, [document.text for document in documents[:200]])
+    builder = PromptBuilder("Answer briefly.", question_template="{query}", tokenizer=loaded.tokenizer)
+    worker = EngineWorker(loaded)
+    orderer = Orderer(capacity_tokens=8192, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
     engine = EmbeddedStreams(worker)
     trace.unlink(missing_ok=True)
     with TraceLog(trace) as log:
         async with ordered_workflows(
             engine,
-            ContinuousIVF(index, nprobe=32),
+            ContinuousIVF(index, nprobe=16),
             embed,
             documents.__getitem__,
             orderer=orderer,
@@ -73,16 +86,21 @@ async def main(trace: Path) -> None:
             observers=[log],
         ) as server:
             for graph in GRAPHS:
-                questions = [f"What do {' and '.join(pair)} need?" for pair in zip(WORDS[:4], WORDS[4:], strict=False)]
-                async for number, result in server.batch(graph, questions):
+                async for number, result in server.batch(graph, QUESTIONS):
                     if isinstance(result, Exception):
                         raise result
                     prompts = [piece for piece in result.trace.pieces if piece.prompt_tokens]
                     cached = sum(piece.cached_tokens or 0 for piece in prompts)
                     length = sum(piece.prompt_tokens or 0 for piece in prompts)
-                    print(f"{graph.name:10} {questions[number]:32} cached {cached} of {length} tokens")
+                    print(f"{graph.name:10} {QUESTIONS[number]:52} cached {cached} of {length} tokens")
+                    if model != "random":
+                        print(f"    {result.text.strip()!r}")
     worker.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1] if len(sys.argv) > 1 else "trace.jsonl")))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trace", nargs="?", type=Path, default=Path("trace.jsonl"))
+    parser.add_argument("--model", default="random", metavar="FOLDER|smollm2|random")
+    given = parser.parse_args()
+    asyncio.run(main(given.model, given.trace))

@@ -50,12 +50,15 @@ def staged_retrieval(
 ) -> Retrieval[Q, D]:
     """A vector search in stages (`StagedIVF`, `StagedHNSW`).
 
-    `embed` makes a question's vector, `document` returns the document of an index id. Both and each stage run in a
-    thread; an abandoned search ends with its current stage. A search that others share (`ContinuousIVF`) takes none.
+    `embed` makes a question's vector (or a row of one), `document` returns the document of an index id. Both and each
+    stage run in a thread; an abandoned search ends with its current stage. A search that others share
+    (`ContinuousIVF`) takes none.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
         vector = await asyncio.to_thread(embed, question)
+        # Searches take rows of vectors.
+        vector = vector[None] if getattr(vector, "ndim", 2) == 1 else vector
         async with aclosing(_stages(search, vector, top_k)) as found:
             async for stage in found:
                 ids = stage.ids[0]

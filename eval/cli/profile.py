@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.options import Command, Count, Duration, option, section
+from ragorder.cli.options import Command, Count, Duration, Model, option, section
 from ragorder.eval.cli.options import Integers, served_by
 from ragorder.eval.cli.profile_placement import PLACEMENT_OPTIONS, placement_options, profile_placement
 from ragorder.eval.cli.progress import progress_bar
@@ -38,7 +38,7 @@ __all__ = ["profile"]
         "model",
         "block_size",
         model={
-            "type": click.Path(path_type=Path, exists=True, file_okay=False),
+            "type": Model(exists=True),
             "help": "Model of the server that is started",
             "default": "random weights, made on the spot",
         },

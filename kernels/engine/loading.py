@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as bars
 
 from ragorder.kernels.engine.support import UnsupportedModelError
 from ragorder.kernels.engine_settings import EngineSettings
@@ -24,6 +27,7 @@ __all__ = [
     "load_tokenizer",
     "may_be_on_hub",
     "pick_device",
+    "progress_on_terminals",
 ]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
@@ -52,6 +56,19 @@ def pick_device(name: str | None) -> torch.device:
         if (device.index or 0) >= count:
             raise ValueError(f"device {name!r} is not available: torch sees {count} CUDA devices")
     return device
+
+
+@contextmanager
+def progress_on_terminals() -> Iterator[None]:
+    """In the block, progress bars of transformers are shown on a terminal only: they would fill a log."""
+    if sys.stderr.isatty() or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()
 
 
 def load_config(name: str | Path) -> Any:
@@ -84,9 +101,10 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
     device = pick_device(settings.device)
     config = load_config(name)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=settings.dtype or "auto", output_loading_info=True
-        )
+        with progress_on_terminals():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=settings.dtype or "auto", output_loading_info=True
+            )
     except OSError as error:
         raise ModelLoadError(f"{name}: its weights cannot be read: {first_line(error)}") from error
     except Exception as error:

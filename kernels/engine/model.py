@@ -45,7 +45,7 @@ class PatchedModel:
         if settings.device is not None and streamer is None:
             model.to(pick_device(settings.device))
         if settings.dtype is not None and streamer is None:
-            model.to(getattr(torch, settings.dtype))
+            _cast(model, getattr(torch, settings.dtype))
         self.device = pick_device(str(model.device))
         self.longest = self._longest(settings.max_model_len)
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -122,3 +122,13 @@ def device_blocks(
             "a smaller model"
         )
     return blocks
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Make the model as if it were loaded in this dtype: what files of weights do not hold, such as the rotary
+    frequencies, keeps its own. One that was loaded in it may have weights in another on purpose."""
+    if model.dtype == dtype:
+        return
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)

@@ -11,7 +11,14 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig
 
 from ragorder.kernels.engine.budgeted import StreamedModel, plan_streamed
-from ragorder.kernels.engine.loading import ModelLoadError, check_loaded, first_line, load_config, pick_device
+from ragorder.kernels.engine.loading import (
+    ModelLoadError,
+    check_loaded,
+    first_line,
+    load_config,
+    pick_device,
+    progress_on_terminals,
+)
 from ragorder.kernels.engine.support import UnsupportedModelError, check_model
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload.checkpoint import Checkpoint, CheckpointError, LayerReadError
@@ -76,9 +83,10 @@ def _load(
     kind = type(empty)
     del empty, layers
     try:
-        model, report = kind.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-        )
+        with progress_on_terminals():
+            model, report = kind.from_pretrained(
+                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+            )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -86,9 +94,6 @@ def _load(
     check_loaded(name, report)
     model.config._name_or_path = model.name_or_path = str(name)
     _load_generation(model, name)
-    if settings.dtype is not None:
-        # As of a whole model, whose buffers it changes, too.
-        model.to(getattr(torch, settings.dtype))
     _, layers = decoder_layers(model)
     streamer = LayerStreamer(layers, LayerStore.of(checkpoint, found, layers, source), device)
     try:

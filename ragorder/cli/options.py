@@ -166,22 +166,23 @@ class ProfileSource(ParamType[Any]):
 
 
 class Model(ParamType[Any]):
-    """A model's folder, or its name on the Hub; smollm2 is converted from its package. `path`: make it a Path."""
+    """A model's folder, or its name on the Hub; smollm2 is converted from its package. `path`: make it a Path;
+    `exists`: of a folder that exists."""
 
     name = "FOLDER|smollm2"
 
-    def __init__(self, path: bool = True) -> None:
-        self._type: type = Path if path else str
+    def __init__(self, path: bool = True, *, exists: bool = False) -> None:
+        self._type = click.Path(path_type=Path if path else str, exists=exists, file_okay=not exists)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from ragorder.kernels.smollm2 import SMOLLM2, smollm2
 
-        if value != SMOLLM2:
-            return self._type(value)
-        try:
-            return self._type(smollm2(lambda text: click.echo(text, err=True)))
-        except (ImportError, OSError, ValueError) as error:
-            self.fail(str(error), param, ctx)
+        if value == SMOLLM2:
+            try:
+                value = smollm2(lambda text: click.echo(text, err=True))
+            except (ImportError, OSError, ValueError) as error:
+                self.fail(str(error), param, ctx)
+        return self._type.convert(value, param, ctx)
 
 
 class Rate(click.FloatRange):

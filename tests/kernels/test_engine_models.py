@@ -154,6 +154,16 @@ def test_half_precision_is_as_near_as_half_precision_can_be(dtype: str) -> None:
     assert same >= 17
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_is_that_of_the_weights_and_not_of_the_positions(dtype: str) -> None:
+    """Rotary frequencies that are rounded like weights turn keys by other angles than the model was trained with."""
+    model = family("llama")
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    with TieredEngine(model, settings=SETTINGS.model_copy(update={"dtype": dtype})):
+        assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_longrope_is_served_up_to_its_original_window_and_refused_beyond() -> None:
     with TieredEngine(family("phi3-longrope"), settings=SETTINGS) as engine:
         assert engine.max_model_len == 256

@@ -24,7 +24,7 @@ from ragorder.eval.experiments.staging.record import StagingRecord
 from ragorder.eval.experiments.staging.report import make_part
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.pipelining import Stage, StagedHNSW, StagedIVF
+from ragorder.pipelining import Stage, StagedHNSW, StagedIVF, staged_retrieval
 
 D, N = 16, 2000
 L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
@@ -491,6 +491,14 @@ class TestQueries:
     def test_for_no_neighbour_are_refused_before_the_search(self, k: int, staged: Any, queries: Any) -> None:
         with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
             staged.search(queries, k)
+
+
+@pytest.mark.parametrize("row", [slice(2, 3), 2], ids=["a row", "a vector"])
+async def test_a_retrieval_takes_a_vector_as_an_embedding_model_returns_it(row: Any, hnsw: Any, queries: Any) -> None:
+    retrieval = staged_retrieval(StagedHNSW(hnsw), lambda question: queries[row], int, top_k=5)
+    found = [each async for each in retrieval("which?")][-1]
+    assert found.final
+    assert found.documents == hnsw.search(queries[2:3], 5)[1][0].tolist()
 
 
 def test_an_index_that_was_not_trained_is_faiss_own_error(queries: Any) -> None:

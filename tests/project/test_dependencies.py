@@ -141,7 +141,7 @@ class TestDeclared:
             ("adapters/shared_orders", {"shared"}),
             ("adapters/embedded", {"torch", "proxy"}),
             ("adapters/vllm_tiers", {"tiers", "metrics"}),
-            ("kernels", {"torch", "triton", "metrics", "retrieval"}),
+            ("kernels", {"torch", "answers", "triton", "metrics", "retrieval"}),
             ("eval/report", {"eval"}),
             ("eval/replay", {"eval"}),
         ],

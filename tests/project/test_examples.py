@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.serve_process import SERVE, ServeProcess, launching
 
 pytestmark = pytest.mark.merge
 
@@ -48,8 +49,8 @@ def test_a_conversation(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
     done = python(EXAMPLES / "conversation.py", vllm_server.base_url, timeout=180)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
-    assert [re.findall(r"named (\[.*?\])", line) for line in lines] == [["[]"], ["['orders', 'hours']"], ["['orders']"]]
+    named = re.findall(r"named (\[.*?\]), cached", done.stdout)
+    assert named == ["[]", "['orders', 'hours']", "['orders']"]
     cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
     assert cached[0] == 0 < cached[1] <= cached[2]
 
@@ -60,11 +61,29 @@ def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
     done = python(EXAMPLES / "pipelined.py", vllm_server.base_url, timeout=180)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
+    lines = done.stdout.splitlines()[::2]
     assert len(lines) == 4 and lines[0].endswith("warmed up")
     assert all(re.search(r"begun after (stage \d of 3|the search), cached \d+ of \d+ tokens", line) for line in lines)
     assert any("stage" in line for line in lines)
     assert all(int(re.findall(r"cached (\d+)", line)[0]) > 0 for line in lines[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("example", ["pipelined.py", "conversation.py"])
+def test_what_smollm2_says_is_in_the_documentation(example: str, smollm2_folder: Path, python: Any) -> None:
+    """On the embedded engine: the texts, whatever the stages and the cached tokens of that run were."""
+    for module in ("openai", "starlette"):
+        pytest.importorskip(module)
+    options = ("--model", "smollm2", "--dtype", "float32", "--profile", "none", "--port", "0")
+    with launching(ServeProcess, *SERVE, "--engine", "torch", *options) as serve:
+        folder = [smollm2_folder] if example == "pipelined.py" else []
+        done = python(EXAMPLES / example, serve().url, *folder, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    name = {"pipelined.py": "pipelining.md", "conversation.py": "conversations.md"}[example]
+    page = (EXAMPLES.parent / "docs" / name).read_text("utf-8")
+    texts = done.stdout.splitlines()[1::2]
+    assert len(texts) > 2 and [text for text in texts if text not in page] == []
 
 
 @pytest.mark.slow
