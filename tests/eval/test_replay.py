@@ -742,7 +742,7 @@ class TestPolicies:
         log = random_log(0)
         assert replay(log, policies=["free"]).policies == ["retrieval", "free"]
         assert replay(log, policies=["prefix", "retrieval", "prefix"]).policies == ["retrieval", "prefix"]
-        assert replay(log).policies == ["retrieval", "greedy", "free"]
+        assert replay(log).policies == ["retrieval", "greedy", "earned", "free"]
 
     @pytest.mark.parametrize("policy", ["oracle", "events", "none", "queue", "fastest"])
     def test_others_are_refused(self, policy: str) -> None:
@@ -781,7 +781,7 @@ def report_of(*gains: int, asked: int | None = None, rate: float | None = None) 
     capacities = [CapacityInfo(f"{1_000 * (n + 1):,} tokens", 1_000 * (n + 1), n == asked) for n in range(len(gains))]
     figures = []
     for capacity, gain in zip(capacities, gains, strict=True):
-        for policy, tokens in (("retrieval", 20_000), ("free", 20_000 + gain)):
+        for policy, tokens in (("retrieval", 20_000), ("earned", 20_000 + gain)):
             figures.append(
                 PolicyFigures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000])
             )
@@ -823,7 +823,7 @@ class TestTheSaving:
             (
                 4_000,
                 "helps",
-                "at 1,000 tokens ragorder (free) saves 5.0 % of the prefill, 40.0 tokens a request: worth it",
+                "at 1,000 tokens ragorder (earned) saves 5.0 % of the prefill, 40.0 tokens a request: worth it",
             ),
             (-1_600, "costs", "retrieval order reuses more; leave it as it is"),
         ],
@@ -841,7 +841,7 @@ class TestTheSaving:
             "Yes: ragorder (earned) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
         )
         assert report_of(16_000).answer == "Yes: ragorder (earned) saves 20.0 % of the prefill tokens at all capacities."
-        said = "A little: ragorder (free) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
+        said = "A little: ragorder (earned) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
         assert report_of(0, 2_000).answer == said
         assert (
             report_of(0, -9_000).answer == "No: ragorder (earned) saves nothing worth having at any of these capacities."
@@ -849,9 +849,9 @@ class TestTheSaving:
 
     def test_at_the_capacity_that_was_asked_for_is_the_answer(self) -> None:
         assert report_of(16_000, 0, asked=1).answer.startswith(
-            "No: at 2,000 tokens ragorder (free) saves 0.0 % of the prefill"
+            "No: at 2,000 tokens ragorder (earned) saves 0.0 % of the prefill"
         )
-        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens ragorder (free) saves 20.0 %")
+        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens ragorder (earned) saves 20.0 %")
         assert report_of(16_000, 0, asked=1).focus.tokens == 2_000
 
     def test_needs_something_to_compare(self) -> None:
@@ -861,13 +861,13 @@ class TestTheSaving:
 
     def test_is_the_last_policys_where_auto_is_not_among_them(self) -> None:
         assert replay(random_log(0), policies=["prefix", "greedy"]).compared_policy == "greedy"
-        assert replay(random_log(0), policies=["free", "greedy"]).compared_policy == "free"
+        assert replay(random_log(0), policies=["earned", "greedy"]).compared_policy == "earned"
 
     def test_of_a_trace_without_anything_in_common_is_nothing(self) -> None:
         log = read(*(line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(100)))
         report = replay(log, capacities=["50%"])
         assert {saving.verdict for saving in report.savings} == {"not worth it"}
-        assert report.answer.startswith("No: at 50 % ragorder (free) saves 0.0 % of the prefill")
+        assert report.answer.startswith("No: at 50 % ragorder (earned) saves 0.0 % of the prefill")
         assert report.overlap.sharing_two_ratio == 0
         assert report.overlap.jaccard_mean == 0
 
@@ -1026,11 +1026,11 @@ class TestTheCommand:
         assert found["arguments"]["capacities"] == ["9000"]
         assert found["arguments"]["log"] == str(log_file)
         assert found["log"]["requests"] == 200
-        assert len(found["runs"]) == 3 * 7
-        assert {run["policy"] for run in found["runs"]} == {"retrieval", "greedy", "free"}
+        assert len(found["runs"]) == 4 * 7
+        assert {run["policy"] for run in found["runs"]} == {"retrieval", "greedy", "earned", "free"}
         assert all(len(run["tenths"]) == 10 for run in found["runs"])
         assert len(found["savings"]) == 7
-        assert found["answer"].startswith("Yes: at 9,000 tokens ragorder (free) saves")
+        assert found["answer"].startswith("Yes: at 9,000 tokens ragorder (earned) saves")
         assert 0 < found["overlap"]["one_prompt_ratio"] < found["overlap"]["bound_ratio"] < 1
         assert found["speed"]["requests_per_s"] > 0
 
@@ -1041,7 +1041,7 @@ class TestTheCommand:
         marks = replay_section(target, found).headline.charts[0].marks
         gains, plain = (
             {run["capacity_tokens"]: run["tenths"] for run in found["runs"] if run["policy"] == policy}
-            for policy in ("free", "retrieval")
+            for policy in ("earned", "retrieval")
         )
         assert len(marks) == len(gains) == len(plain)
         for mark, ordered, before in zip(marks, gains.values(), plain.values(), strict=True):

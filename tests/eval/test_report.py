@@ -949,7 +949,7 @@ class TestReportOnAnyResult:
         assert found, headline
         ours, plain, gain = map(float, found.groups())
         runs = json.loads(benched.read_text())["runs"]
-        ratios = [100 * run["cached_ratio"] for run in runs if run["policy"] == "free"]
+        ratios = [100 * run["cached_ratio"] for run in runs if run["policy"] == "earned"]
         assert ours == pytest.approx(sum(ratios) / 3, abs=0.06)
         assert gain == pytest.approx(ours - plain, abs=0.11)
 
@@ -963,7 +963,7 @@ class TestReportOnAnyResult:
         answer = json.loads(replayed.read_text())["answer"]
         text = " ".join(reported(replayed).split())
         assert f"log.jsonl: {answer}" in text
-        assert "Cached tokens of ragorder (free), against retrieval order" in text
+        assert "Cached tokens of ragorder (earned), against retrieval order" in text
 
     def test_of_a_suite_has_its_picture_on_the_console(self, folder: Path) -> None:
         text = reported(folder)
