@@ -11,16 +11,17 @@ import click
 from ragorder.cli.options import Choice, Command, Model, build, option, options_from, section
 from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
-from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
+from ragorder.eval.experiments.quality.specs import ANSWERS, AnswererSpec, QuestionsSpec
 
 __all__ = ["quality"]
 
 _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
+_DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDER"}
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument(
-    "dataset", type=Choice(["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"], case_sensitive=False)
+    "dataset", type=Choice(["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq", "corpus"], case_sensitive=False)
 )
 @section(
     "Data",
@@ -33,7 +34,7 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "aliases",
         "limit",
         "question_order",
-        data=_FILE | {"default": "loaded from the Hugging Face Hub"},
+        data=_DATA | {"default": "loaded from the Hugging Face Hub"},
         config={"metavar": "NAME"},
         split={"metavar": "NAME"},
         evidence={"type": click.Path(exists=True, file_okay=False, path_type=Path), "metavar": "DIR"},
@@ -58,10 +59,10 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "orders",
         multiple=True,
         metavar="NAME[+GUARD…]",
-        help="An order to compare: none (no prefix cache), retrieval, sorted, recency, random, greedy, prefix, "
-        "frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, +keep_groups "
-        "or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, free+keep_first=2, "
-        "free+keep_last=2, free+state_ranking]",
+        help="An order to compare: none (no prefix cache), retrieval, reversed (best last), sorted, recency, random, "
+        "greedy, prefix, frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, "
+        "+keep_groups or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, "
+        "free+keep_first=2, free+keep_last=2, free+state_ranking]",
     ),
 )
 @section(
@@ -127,7 +128,9 @@ def quality(
     """Measure whether the order of the documents changes the answers.
 
     Each question of DATASET is answered greedily once in each order; exact match and F1, scored as in the official
-    scripts, are compared question by question. The first line of the answer counts, without a label ("Answer:") and
+    scripts, and whether the answer contains an accepted one, are compared question by question. DATASET corpus is a
+    folder of your own (--data), whose documents stand as retrieved: where the one that answers is not among them, the
+    question counts all the same. The first line of the answer counts, without a label ("Answer:") and
     without the thoughts of a reasoning model. With a model that is not capable, the result says that quality was not
     measured.
     """
@@ -141,8 +144,8 @@ def quality(
         done_in,
         serve_quality,
     )
+    from ragorder.eval.experiments.quality.compare import judge_previous
     from ragorder.eval.experiments.quality.fused import fused_orders
-    from ragorder.eval.experiments.quality.previous import judge_previous
     from ragorder.eval.experiments.quality.report import print_quality
     from ragorder.eval.running.policies import PolicyError
     from ragorder.eval.running.record import RESULTS
@@ -171,7 +174,7 @@ def quality(
         arguments = {name: _jsonable(value) for name, value in used.items() if name != "api_key"}
         with Store(output) as store, progress_bar() as progress:
             session = begin_session(store, {"command": "quality", **arguments})
-            bench = replace(bench, session=session)
+            bench = replace(bench, session=session, answers=output / ANSWERS)
             for line in serve_quality(bench, progress, done_in(store, bench)):
                 store.append(line)
             lines, checks = judge_previous(output / RESULTS, bench.suite, session, progress)

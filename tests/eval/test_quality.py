@@ -28,7 +28,9 @@ from ragorder import Document
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.cli.quality import quality as command
 from ragorder.eval.data.corpora import CorpusError
+from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.retrieval import BM25Retriever
+from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality import (
@@ -51,12 +53,11 @@ from ragorder.eval.experiments.quality import (
 )
 from ragorder.eval.experiments.quality.answering import local_answers
 from ragorder.eval.experiments.quality.base import Reading
-from ragorder.eval.experiments.quality.compare import bootstrap_difference, mcnemar_exact
+from ragorder.eval.experiments.quality.compare import bootstrap_difference, judge_previous, mcnemar_exact
 from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.datasets import load_questions as load
 from ragorder.eval.experiments.quality.fused import FusedReuse, fused_orders, normalised_scores
 from ragorder.eval.experiments.quality.models import model_facts
-from ragorder.eval.experiments.quality.previous import judge_previous
 from ragorder.eval.experiments.quality.questions import SYSTEM, Builders, ask_questions
 
 JSON = dict[str, Any]
@@ -370,6 +371,77 @@ class TestNaturalQuestions:
         assert (question.answers, len(question.gold)) == (("Röntgen", "Physics"), 2)
 
 
+def corpus_folder(folder: Path, questions: int = 4, **fields: Any) -> Path:
+    """A corpus as in docs/corpora.md, of which each question has one document, ranked third of three."""
+    folder.mkdir()
+    texts = [{"id": f"d{number}", "title": f"Lamp {number}", "text": f"It has {number} watts."} for number in range(8)]
+    asked = [
+        {"id": f"q{number}", "question": f"How many watts has lamp {number}?", "answers": [f"{number} watts"]}
+        | {"supporting": [f"d{number}"]}
+        | fields
+        for number in range(questions)
+    ]
+    run = [{"id": f"q{number}", "chunks": ["d7", "d6", f"d{number}"]} for number in range(questions)]
+    for name, lines in (("documents", texts), ("questions", asked), ("run_mine", run)):
+        written(folder / f"{name}.jsonl", tuple(lines))
+    return folder
+
+
+class TestACorpus:
+    def test_has_documents_as_its_run_ranks_them(self, tmp_path: Path) -> None:
+        first, *_ = load_questions("corpus", corpus_folder(tmp_path / "c"), top_k=3).questions
+        assert (first.id, first.text, first.answers) == ("q0", "How many watts has lamp 0?", ("0 watts",))
+        assert titles(first) == ["Lamp 7", "Lamp 6", "Lamp 0"]
+        assert first.documents[2].text == "It has 0 watts."
+        assert first.gold == ("Lamp 0",)
+
+    def test_a_question_whose_document_was_not_retrieved_is_asked_all_the_same(self, tmp_path: Path) -> None:
+        loaded = load_questions("corpus", corpus_folder(tmp_path / "c"), top_k=2)
+        assert [(len(each.documents), each.gold) for each in loaded.questions] == [(2, ())] * 4
+
+    def test_without_supporting_documents_gold_is_what_has_an_answer(self, tmp_path: Path) -> None:
+        folder = corpus_folder(tmp_path / "c", supporting=None, answers=["6 watts"])
+        assert load_questions("corpus", folder, top_k=3).questions[0].gold == ("Lamp 6",)
+
+    def test_of_a_supporting_document_in_parts_gold_is_the_part_with_an_answer(self, tmp_path: Path) -> None:
+        folder = corpus_folder(tmp_path / "c", questions=1)
+        whole = {"id": "d0", "title": "Lamp 0", "text": "It is red. It has 0 watts."}
+        written(folder / "documents.jsonl", (whole,))
+        parts = [(0, 10), (11, 26)]
+        chunks = [{"cid": place, "doc": "d0", "start": a, "end": b, "tokens": 4} for place, (a, b) in enumerate(parts)]
+        written(folder / "chunks.jsonl", tuple(chunks))
+        written(folder / "run_mine.jsonl", ({"id": "q0", "chunks": [0, 1]},))
+        question = only("corpus", folder, top_k=2)
+        assert titles(question) == ["Lamp 0", "Lamp 0 (2)"]
+        assert question.gold == ("Lamp 0 (2)",)
+
+    def test_questions_without_an_answer_are_counted(self, tmp_path: Path) -> None:
+        folder = corpus_folder(tmp_path / "c")
+        lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+        written(folder / "questions.jsonl", (*lines[:3], lines[3] | {"answers": []}))
+        loaded = load_questions("corpus", folder, top_k=3)
+        assert (len(loaded.questions), loaded.passed_over) == (3, {"questions without an answer": 1})
+
+    @pytest.mark.parametrize("order", ["data", "random", "recurring", "topics"])
+    def test_the_stream_is_the_one_on_which_cached_tokens_are_measured(self, tmp_path: Path, order: Any) -> None:
+        folder = corpus_folder(tmp_path / "c")
+        trace = trace_of_corpus(load_folder(folder), top_k=3, order=order, seed=3, limit=20)
+        asked = load_questions("corpus", folder, top_k=3, question_order=order, seed=3, limit=20).questions
+        assert [each.text for each in asked] == [each.question for each in trace.requests]
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"top_k": 4}, r"ranks 3 documents a question: lower --top-k \(4\)"),
+            ({"answers": None}, "no question has answers and documents: add answers to questions.jsonl"),
+        ],
+    )
+    def test_one_that_cannot_be_asked_says_what_to_change(self, tmp_path: Path, change: JSON, message: str) -> None:
+        top_k = change.pop("top_k", 3)
+        with pytest.raises(CorpusError, match=message):
+            load_questions("corpus", corpus_folder(tmp_path / "c", **change), top_k=top_k)
+
+
 class Hub:
     """In place of the packages `datasets` and `huggingface_hub`: gives the rows, as the Hub has them, and remembers
     what it was asked for. The Hub itself is `away` where it cannot be reached."""
@@ -600,7 +672,11 @@ class TestStrictness:
         ("name", "options", "message"),
         [
             ("squad", {}, "dataset\n  Input should be 'hotpotqa'"),
-            ("nq", {"question_order": "best"}, "question_order\n  Input should be 'data' or 'random'"),
+            (
+                "nq",
+                {"question_order": "best"},
+                "question_order\n  Input should be 'data', 'random', 'recurring' or 'topics'",
+            ),
             ("nq", {"limit": 0}, "limit\n  Input should be greater than or equal to 1"),
             ("nq", {"top_k": 0}, "top_k\n  Input should be greater than or equal to 1"),
             ("nq", {"document_words": 0}, "document_words\n  Input should be greater than or equal to 1"),
@@ -798,7 +874,7 @@ class TestOrders:
             ("free", "free", {}, False),
             ("free+keep_first=2", "free", {"keep_first": 2}, False),
             ("greedy+keep_last=1+max_displacement=3", "greedy", {"keep_last": 1, "max_displacement": 3}, False),
-            ("best+keep_groups+state_ranking", "best", {"keep_groups": True}, True),
+            ("earned+keep_groups+state_ranking", "earned", {"keep_groups": True}, True),
             ("retrieval+state_ranking", "retrieval", {}, True),
         ],
     )
@@ -823,9 +899,15 @@ class TestOrders:
         with pytest.raises(QualityError, match=message):
             Order.parse(name)
 
+    def test_reversed_has_the_best_document_last(self, tmp_path: Path) -> None:
+        question = only("hotpotqa", written(tmp_path / "dev.json", [hotpot_record()]))
+        ordering = Order.parse("reversed").make(None, None, 0).order(list(question.documents))  # type: ignore[arg-type]
+        assert ordering.documents == list(reversed(question.documents))
+
     def test_the_usual_ones_are_the_papers_ours_and_each_guard(self) -> None:
         assert [Order.parse(name).name for name in DEFAULT_ORDERS] == [
             "retrieval",
+            "earned",
             "free",
             "greedy",
             "sorted",
@@ -863,9 +945,11 @@ class TestDryRun:
                 "2wikimultihopqa": two_wiki_record(),
                 "musique": musique_record(),
                 "nq": passages_record(),
+                "corpus": {},
             }[dataset]
-            data = written(tmp_path / "data.jsonl", (record,))
-        lines = run_quality(make_bench(dataset, data, dry_run=True))
+            corpus = dataset == "corpus"
+            data = corpus_folder(tmp_path / "c") if corpus else written(tmp_path / "data.jsonl", (record,))
+        lines = run_quality(make_bench(dataset, data, dry_run=True, **({"top_k": 3} if dataset == "corpus" else {})))
         for said, score in (("accepted", 100), ("empty", 0)):
             orders = by_order(lines, answers=said)
             assert tuple(orders) == DEFAULT_ORDERS
@@ -975,11 +1059,12 @@ class TestLines:
         assert line["engine"] == {"name": "stub", "model": None, "block_size": 64, "capacity_tokens": 5000}
         assert json.loads(json.dumps(line)) == line
 
-    def test_hold_a_row_for_each_question_and_no_text(self, hotpot: Path) -> None:
+    def test_hold_a_row_for_each_question_with_its_answer_and_no_document(self, hotpot: Path) -> None:
         lines = list(serve_quality(make_bench("hotpotqa", hotpot, dry_run=True)))
         for line in lines:
             assert line["rows"]["id"] == [f"5a7a{number}" for number in range(6)]
             assert {len(column) for column in line["rows"].values() if column is not None} == {6}
+            assert line["rows"]["answer"] == ["Arthur's Magazine" * (line["cell"]["answers"] == "accepted")] * 6
         assert "1844" not in json.dumps(lines)
         assert "magazine was started" not in json.dumps(lines)
 
@@ -1013,12 +1098,12 @@ class TestLines:
         run_quality(make_bench("hotpotqa", hotpot, dry_run=True), progress)
         assert announced == [
             ("hotpotqa: reading", 7405),
-            ("hotpotqa: prompts", 42),
-            ("hotpotqa: asking", 42),
-            ("hotpotqa: asking", 42),
+            ("hotpotqa: prompts", 48),
+            ("hotpotqa: asking", 48),
+            ("hotpotqa: asking", 48),
             ("comparing", 2),
         ]
-        assert len(steps) == 6 + 3 * 42 + 2
+        assert len(steps) == 6 + 3 * 48 + 2
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -1117,7 +1202,7 @@ class TestServer:
         self, ask: Callable[..., list[JSON]], service: Service
     ) -> None:
         lines = ask()
-        assert len(service.bodies) == 6 * 7
+        assert len(service.bodies) == 6 * len(DEFAULT_ORDERS)
         assert tuple(by_order(lines)) == DEFAULT_ORDERS
         assert {line["dry_run"] for line in lines} == {False}
 
@@ -1332,6 +1417,28 @@ class TestComparison:
         assert compare_orders([line("free", [1])]) == []
         assert compare_orders([line("retrieval", [1], id=["a"]), line("free", [1], id=["b"])]) == []
 
+    def test_a_question_asked_again_counts_once(self) -> None:
+        lines = [
+            line("retrieval", [0, 0, 1], id=["a", "a", "b"]),
+            line("free", [1, 1, 1], id=["a", "a", "b"], gold_places=[[1], [1], [1]]),
+        ]
+        (compared,) = compare_orders(lines)
+        assert (compared["questions"], compared["em_won"], compared["em_baseline"]) == (2, 1, 50)
+        assert gold_places(lines[1])["places"] == [{"place": 1, "gold": 2, "em": 100, "f1": 100}]
+
+    def test_answers_that_contain_an_accepted_one_are_compared_as_well(
+        self, ask: Callable[..., list[JSON]], service: Service
+    ) -> None:
+        service.content = "It was Arthur's Magazine, I think."
+        lines = ask("retrieval", "sorted")
+        assert {(each["em"], each["contains"]) for each in by_order(lines).values()} == {(0, 100)}
+        (compared,) = checks(lines, "quality-comparison")
+        assert (compared["contains"], compared["contains_won"], compared["contains_verdict"]) == (
+            100,
+            0,
+            "no difference",
+        )
+
     def test_places_of_gold_documents(self) -> None:
         found = gold_places(line("free", [1, 0, 1], [1, 0.5, 1], gold_places=[[0, 2], [2], []]))
         assert found["places"] == [
@@ -1408,6 +1515,11 @@ class TestVerdict:
         assert "1.5 billion parameters (fewer than 3)" in verdict["reason"]
         assert judge([line("retrieval", [0], model=small), line("free", [1], model=small)])["measured"] is True
 
+    def test_a_small_model_whose_sentences_contain_the_answer_does(self) -> None:
+        asked = line("free", [0], model=self.model(135_000_000))
+        asked["rows"]["contains"] = [1]
+        assert judge([asked])["measured"] is True
+
     def test_nor_does_one_of_unknown_size_that_gets_nothing_right(self) -> None:
         verdict = judge([line("free", [0], model=self.model())])
         assert verdict["measured"] is False
@@ -1417,7 +1529,7 @@ class TestVerdict:
         verdict = judge([line("free", [0], [0.4])])
         assert (verdict["measured"], verdict["note"]) == (
             True,
-            "exact match is 0 in every order: only F1 can tell them apart",
+            "no answer is right in any order: only F1 can tell them apart",
         )
 
     def test_orders_that_moved_nothing_are_no_comparison(self) -> None:
@@ -1565,6 +1677,33 @@ class TestVLLM:
         (verdict,) = checks(summarise(lines), "quality-verdict")
         assert verdict["message"] == "quality was NOT measured: the model has random weights: its answers are noise"
 
+    def test_each_prompt_is_answered_once_and_an_interrupted_run_goes_on(
+        self, tmp_path: Path, vllm_model: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+        answers: Callable[..., list[str]] = type(vllm_engine).answers
+
+        def counted(self: Any, prompts: Any, *options: Any) -> list[str]:
+            asked.append(len(prompts))
+            return answers(self, prompts, *options)
+
+        def start(*_: Any, **__: Any) -> Any:
+            return vllm_engine
+
+        monkeypatch.setattr(type(vllm_engine), "answers", counted)
+        monkeypatch.setattr(type(vllm_engine), "close", lambda _: None)
+        monkeypatch.setattr("ragorder.eval.experiments.quality.serving._ENGINES", {"vllm": (start, 32)})
+        orders = ("retrieval", "reversed", "none")
+        folder = corpus_folder(tmp_path / "c")
+        bench = make_bench("corpus", folder, top_k=2, model=vllm_model, orders=orders, answers=tmp_path / "answers")
+        lines = by_order(serve_quality(bench))  # type: ignore[arg-type]
+        assert asked[0] == 4 * 2, "none has the prompts of retrieval"
+        assert lines["none"]["rows"]["answer"] == lines["retrieval"]["rows"]["answer"]
+        assert sum(lines["none"]["rows"]["cached_tokens"]) == 0 < sum(lines["retrieval"]["rows"]["cached_tokens"])
+        del asked[:]
+        assert by_order(serve_quality(bench)) == lines  # type: ignore[arg-type]
+        assert not asked
+
     def test_the_engine_is_given_back_as_it_was(self, hotpot: Path, vllm_engine: Any) -> None:
         kept = vllm_engine._sampling
         with local_answers(vllm_engine, 8) as engine:
@@ -1628,7 +1767,7 @@ class TestCommand:
         session, *lines = result_lines(tmp_path / "out")
         assert (session["type"], session["schema"], session["arguments"]["dry_run"]) == ("session", 1, True)
         assert session["environment"]["python"]
-        assert [each["type"] for each in lines] == ["quality"] * 14 + ["check"] * 2
+        assert [each["type"] for each in lines] == ["quality"] * 16 + ["check"] * 2
         assert {each["session"] for each in lines} == {session["session"]}
         assert done.output.count("quality was NOT measured: this was a dry run, in which a stub answered") == 2
 
@@ -1705,6 +1844,8 @@ class TestCommand:
         [
             (["squad"], "'squad' is not one of"),
             (["hotpotqa", "--data", "nowhere.json"], "does not exist"),
+            (["hotpotqa", "--data", "."], "--data is a file of hotpotqa, not a folder"),
+            (["corpus"], "a corpus needs --data, the folder"),
             (["hotpotqa", "--embedding-model", "x"], "--embedding-model requires --retriever dense"),
             (["hotpotqa", "--policy", "wild"], "unknown policy 'wild'"),
             (["hotpotqa", "--capacity-tokens", "lots"], "is no capacity"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ragorder.eval.experiments.quality.answering import OnceAnswers
 from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.compare import summarise
 from ragorder.eval.experiments.quality.datasets import load_questions
@@ -51,4 +52,8 @@ def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done =
         yield from dry_run(bench, data, orders, todo, progress)
         return
     with serve_answers(bench, data, progress) as (engine, builders, model):
+        if isinstance(engine, OnceAnswers):
+            for _ in ask_questions(bench, data, todo[0], engine, builders, model, silent, bench.cells[0]):
+                pass
+            engine.answer_missing(progress)
         yield from ask_questions(bench, data, todo[0], engine, builders, model, progress, bench.cells[0])

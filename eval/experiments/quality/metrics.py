@@ -5,7 +5,7 @@
 | HotpotQA, 2WikiMultiHopQA | lower case, ASCII punctuation gone, articles gone | F1 only if both are it | F1 0 |
 | MuSiQue | the same | words like others | F1 1 |
 | TriviaQA | the same, but punctuation, four more quotes and _ become spaces | words like others | F1 0 |
-| NQ-open | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
+| NQ-open, a corpus | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SYSTEM = (
 """The system prompt of every question."""
 
 
-_TOKENS = ("cached_tokens", "fused_tokens", "recomputed_tokens")
+_TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
 
 
 class Builders:
@@ -85,13 +85,14 @@ def ask_questions(
             "passed_over": dict(data.passed_over),
             "em": round(100 * fmean(em), 4),
             "f1": round(100 * fmean(f1), 4),
+            "contains": round(100 * fmean(scores.columns["contains"]), 4),
             "rows": scores.rows,
         }
 
 
 class _Scores:
     def __init__(self, scorer: Scorer) -> None:
-        names = ("id", "em", "f1", *_TOKENS, "displacement", "moved_share", "gold_places")
+        names = ("id", "answer", "em", "f1", "contains", *_TOKENS, "displacement", "moved_share", "gold_places")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self.failures = 0
         self.failure = ""
@@ -115,8 +116,10 @@ class _Scores:
         moved = sum(place != rank for place, rank in enumerate(permutation))
         row = {
             "id": question.id,
-            "em": self._scorer.exact_match(text, question.answers),
+            "answer": text,
+            "em": (same := self._scorer.exact_match(text, question.answers)),
             "f1": round(self._scorer.f1(text, question.answers), 6),
+            "contains": int(same or self._scorer.occurs(question.answers, text)),
             **{name: getattr(answer, name) for name in _TOKENS},
             "displacement": round(ordering.moves.places, 4),
             "moved_share": round(moved / max(1, len(permutation)), 4),
