@@ -58,7 +58,9 @@ from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.datasets import load_questions as load
 from ragorder.eval.experiments.quality.fused import FusedReuse, fused_orders, normalised_scores
 from ragorder.eval.experiments.quality.models import model_facts
+from ragorder.eval.experiments.quality.orders import place_orders
 from ragorder.eval.experiments.quality.questions import SYSTEM, Builders, ask_questions
+from ragorder.eval.report import make_report, read_results
 
 JSON = dict[str, Any]
 
@@ -1464,6 +1466,79 @@ class TestComparison:
         assert checks(summarise(lines), "quality-comparison")[0]["em"] == 100
 
 
+class TestPlaces:
+    def test_are_the_first_to_the_last_and_five_at_most(self) -> None:
+        assert place_orders(3) == ("place=1", "place=2", "place=3")
+        assert place_orders(10) == ("place=1", "place=3", "place=5", "place=8", "place=10")
+
+    @pytest.mark.parametrize("name", ["place=0", "place=last", "place="])
+    def test_that_do_not_exist_are_refused(self, name: str) -> None:
+        with pytest.raises(QualityError, match="give the place of the best document, such as place=1"):
+            Order.parse(name)
+
+    def test_only_the_best_gold_document_moves(self, ask: Callable[..., list[JSON]]) -> None:
+        orders = by_order(ask("place=1", "place=4"))
+        assert orders["place=1"]["rows"]["gold_places"] == [[0, 2], [0, 2]] * 3
+        assert orders["place=4"]["rows"]["gold_places"] == [[1, 3], [1, 3]] * 3
+
+    def test_questions_without_a_gold_document_are_left_out_and_counted(self, tmp_path: Path, service: Service) -> None:
+        folder = corpus_folder(tmp_path / "c")
+        written(folder / "run_mine.jsonl", tuple({"id": f"q{n}", "chunks": ["d7", "d0"]} for n in range(4)))
+        bench = make_bench("corpus", folder, engine="openai", base_url=service.base_url, orders=("place=2",), top_k=2)
+        (asked,) = serve_quality(bench)
+        assert (asked["rows"]["id"], asked["passed_over"]) == (["q0"], {"questions without a gold document": 3})
+
+    @pytest.mark.parametrize(
+        ("first", "last", "best"),
+        [(0, 9, "last"), (9, 0, "first"), (5, 6, "any"), (0, 7, "any")],
+    )
+    def test_the_end_with_more_right_answers_is_recommended_if_they_differ(
+        self, first: int, last: int, best: str
+    ) -> None:
+        """7 to 0 has a p of .016, which is no difference after four comparisons."""
+        right = {1: [1] * first + [0] * last, 5: [0] * first + [1] * last}
+        lines = [line(f"place={place}", right.get(place, [0] * (first + last))) for place in range(1, 6)]
+        for each in lines:
+            each["rows"]["contains"] = each["rows"]["em"]
+        (found,) = checks(summarise(lines), "quality-places")
+        assert (found["best"], found["comparisons"]) == (best, 4)
+        assert f'Settings(best="{best}")' in found["message"]
+        assert found["message"].startswith("no difference found") == (best == "any")
+        against = {each["baseline"] for each in checks(summarise(lines), "quality-comparison")}
+        assert against == {"place=1"}
+
+    def test_the_command_asks_the_sample_that_comes_with_it(self, tmp_path: Path, service: Service) -> None:
+        done = invoke("--places", "--engine", "openai", "--base-url", service.base_url, "--limit", 3, "-o", tmp_path)
+        assert done.exit_code == 0, done.output
+        assert len(service.bodies) == 3 * 5
+        said = " ".join(done.output.split())
+        assert re.search(r"no difference found: [\d.]+ % of 3 answers are right with the best document first", said)
+        assert 'leave Settings(best="any"), the default' in said
+
+
+class TestReport:
+    def lines(self) -> list[JSON]:
+        lines = [line(policy, [0, 1, 1], seed=0) for policy in ("retrieval", "random", "earned")]
+        for place, each in enumerate(lines):
+            tokens = {"prompt_tokens": [100] * 3, "cached_tokens": [20 * place] * 3}
+            each["rows"] |= {"contains": each["rows"]["em"], "gold_places": [[0], [1], [2]], **tokens}
+        return lines
+
+    def test_shows_right_answers_against_cached_tokens_and_by_place(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        lines = self.lines()
+        written(tmp_path / "results.jsonl", (*lines, *summarise(lines)))
+        (section,) = make_report(read_results(tmp_path), {}).sections
+        front, curve = section.pictures
+        assert "retrieval order: 66.7 % right, 0.0 % cached" in front.alt
+        assert "ragorder (earned): 66.7 % right, 40.0 % cached" in front.alt
+        assert curve.alt == "place 1: 0.0 %, place 2: 100.0 %, place 3: 100.0 %"
+        table, places = section.tables
+        assert [entry.text for entry in table.rows[0]] == ["retrieval order", "66.7", "66.7", "66.7", "0.0", "3", "0.0"]
+        assert table.rows[0][1].note == "[20.8, 93.9]; baseline"
+        assert [row[1].text for row in places.rows] == ["1"] * 3
+
+
 class TestJudgingWhatIsKept:
     def file(self, folder: Path, *lines: Any) -> Path:
         return written(folder / "results.jsonl", lines)
@@ -1845,7 +1920,8 @@ class TestCommand:
             (["squad"], "'squad' is not one of"),
             (["hotpotqa", "--data", "nowhere.json"], "does not exist"),
             (["hotpotqa", "--data", "."], "--data is a file of hotpotqa, not a folder"),
-            (["corpus"], "a corpus needs --data, the folder"),
+            (["corpus"], "a corpus is a folder with documents.jsonl"),
+            (["--places", "--policy", "free"], "--places has orders of its own"),
             (["hotpotqa", "--embedding-model", "x"], "--embedding-model requires --retriever dense"),
             (["hotpotqa", "--policy", "wild"], "unknown policy 'wild'"),
             (["hotpotqa", "--capacity-tokens", "lots"], "is no capacity"),

@@ -48,6 +48,8 @@ def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done =
     if bench.fuses and bench.engine.engine != "torch" and not bench.dry_run:
         raise QualityError("only the embedded engine takes documents over: give --engine torch")
     data = load_questions(bench.questions, progress)
+    if any(order.place for order in orders):
+        data = data.with_gold()
     if bench.dry_run:
         yield from dry_run(bench, data, orders, todo, progress)
         return

@@ -28,6 +28,8 @@ __all__ = [
 CAPABLE_PARAMETERS = 3_000_000_000
 """A smaller model without a right answer in any order cannot tell the orders apart."""
 
+PLACE = "place="
+"""The beginning of the name of an order with the best document at a place."""
 SCORES = ("em", "f1", "contains")
 """Columns of the rows."""
 
@@ -90,6 +92,7 @@ def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = No
         orders = list(group.values())
         if not orders[0]["dry_run"]:
             summary += compare_orders(orders)
+            summary += recommend_place(orders)
             summary += [gold_places(line) for line in orders]
         summary.append(judge(orders))
         if advance:
@@ -168,6 +171,40 @@ def _won(name: str, before: Sequence[float], after: Sequence[float]) -> Line:
         f"{name}_p": p,
         f"{name}_verdict": _verdict(won - lost if p < _LEVEL else 0),
     }
+
+
+def recommend_place(lines: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Orders that differ in the place of the best document alone, each against the first place, and the setting that
+    follows: the end with more right answers, if first and last differ at 5 %, Bonferroni's correction for all
+    comparisons made. Nothing without both ends."""
+    placed = sorted(
+        (line for line in lines if line["policy"].startswith(PLACE)),
+        key=lambda line: int(line["policy"].removeprefix(PLACE)),
+    )
+    if len(placed) < 2:
+        return []
+    first, last = placed[0], placed[-1]
+    lost, won, p = mcnemar_exact(*(pairs := _pairs(first["rows"], last["rows"], "contains")))
+    corrected = min(1.0, p * (len(placed) - 1))
+    differ = corrected < _LEVEL
+    best = "any" if not differ else "last" if won > lost else "first"
+    shares = [_percent(scores) for scores in pairs]
+    chance = f"p {corrected:.2g}" if corrected >= 0.001 else "p < 0.001"
+    advice = f'Settings(best="{best}")' if differ else 'leave Settings(best="any"), the default'
+    return [
+        *compare_orders(placed, first["policy"]),
+        {
+            **_check(first, "quality-places"),
+            "first": shares[0],
+            "last": shares[1],
+            "questions": len(pairs[0]),
+            "comparisons": len(placed) - 1,
+            "p": corrected,
+            "best": best,
+            "message": f"{'' if differ else 'no difference found: '}{shares[0]:.1f} % of {len(pairs[0]):,} answers are "
+            f"right with the best document first, {shares[1]:.1f} % with it last ({chance}): {advice}",
+        },
+    ]
 
 
 def gold_places(line: Mapping[str, Any]) -> Line:

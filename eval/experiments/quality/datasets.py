@@ -18,7 +18,7 @@ from ragorder.eval.experiments.quality.metrics import SCORERS, Scorer
 from ragorder.eval.experiments.quality.multihop import read_hotpotqa, read_musique, read_two_wiki
 from ragorder.eval.experiments.quality.natural_questions import read_natural_questions
 from ragorder.eval.experiments.quality.records import SourceRecord, read_records
-from ragorder.eval.experiments.quality.specs import QuestionsSpec
+from ragorder.eval.experiments.quality.specs import TOP_K, QuestionsSpec
 from ragorder.eval.experiments.quality.triviaqa import read_triviaqa
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.extras import install_hint
@@ -26,7 +26,8 @@ from ragorder.extras import install_hint
 __all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
 
 
-_TOP_K = 5
+SAMPLE = Path(__file__).with_name("sample")
+"""A corpus of 120 questions whose documents were retrieved."""
 _RETRIEVED = 10
 _FILE = "give --data FILE (eval run: --questions DIR)"
 _PATIENCE_S = 10.0
@@ -70,6 +71,14 @@ class QuestionSet:
     dataset: Dataset
     questions: list[GradedQuestion]
     passed_over: Mapping[str, int]
+
+    def with_gold(self) -> QuestionSet:
+        """Those for which a gold document was retrieved. Raises CorpusError without any."""
+        questions = [question for question in self.questions if question.gold]
+        if not questions:
+            raise CorpusError(f"{self.dataset.name}: no question has a gold document among those retrieved")
+        left_out = {"questions without a gold document": len(self.questions) - len(questions)}
+        return replace(self, questions=questions, passed_over={**self.passed_over, **left_out})
 
 
 def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
@@ -115,9 +124,9 @@ def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> Question
 def _of_corpus(spec: QuestionsSpec, retriever: Retriever | None) -> QuestionSet:
     """The stream of `trace_of_corpus`. Gold is what was retrieved of a supporting document, and has an answer if that
     is cut into parts; where none are named, every document with an answer."""
-    assert spec.data is not None, "the specification has the folder"
-    top_k = spec.top_k or (_TOP_K if retriever is None else _RETRIEVED)
-    corpus = load_folder(spec.data, retriever=retriever, top_k=top_k)
+    folder = spec.data or SAMPLE
+    top_k = spec.top_k or (TOP_K if retriever is None else _RETRIEVED)
+    corpus = load_folder(folder, retriever=retriever, top_k=top_k)
     check_ranked(corpus, top_k)
     parts = Counter(document.metadata["source"] for document in corpus.documents)
     reading, scorer, questions = Reading(document_words=spec.document_words), DATASETS["corpus"].scorer, []
@@ -132,7 +141,7 @@ def _of_corpus(spec: QuestionsSpec, retriever: Retriever | None) -> QuestionSet:
     asked = in_order(questions, spec.question_order, spec.seed)[: spec.limit]
     kept = [question for question in asked if question.answers and question.documents]
     if not kept:
-        raise CorpusError(f"{spec.data}: no question has answers and documents: add answers to questions.jsonl")
+        raise CorpusError(f"{folder}: no question has answers and documents: add answers to questions.jsonl")
     left_out = len(asked) - len(kept)
     return QuestionSet(DATASETS["corpus"], kept, {"questions without an answer": left_out} if left_out else {})
 

@@ -33,6 +33,7 @@ class Quality(Experiment):
     checks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "quality-verdict": ("measured", "reason", "note", "reordered", "message"),
         "quality-positions": ("policy", "places"),
+        "quality-places": ("first", "last", "questions", "comparisons", "p", "best", "message"),
         "quality-comparison": (
             "policy",
             "baseline",

@@ -152,7 +152,7 @@ def _ask(
             if len(in_flight) == concurrency:
                 finish_oldest()
             suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens
-            ordering = policy.order(list(question.documents), suffix_tokens=suffix_tokens)
+            ordering = order.arrange(policy, question, suffix_tokens)
             in_flight.append((question, ordering, submit(question, builder.build(question.text, ordering))))
         while in_flight:
             finish_oldest()

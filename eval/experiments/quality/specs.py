@@ -16,8 +16,10 @@ from ragorder.eval.experiments.quality.base import DatasetName, QualityError
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS
 from ragorder.eval.experiments.quality.orders import DEFAULT_ORDERS, Order
 
-__all__ = ["ANSWERS", "AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
+__all__ = ["ANSWERS", "TOP_K", "AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
 
+TOP_K = 5
+"""Documents a question of a corpus."""
 ANSWERS = "answers.jsonl"
 """The file beside the results in which engines in this process keep their answers."""
 
@@ -36,11 +38,11 @@ class QuestionsSpec(BaseModel):
 
     model_config = _STRICT
 
-    dataset: DatasetName
+    dataset: DatasetName = "corpus"
     data: Path | None = Field(
         default=None,
         description="The data set's official file, plain or .gz; corpus: a folder as in docs/corpora.md.",
-        json_schema_extra={"unset": "the Hub's"},
+        json_schema_extra={"unset": "the Hub's; corpus: the sample that comes with ragorder"},
     )
     config: str | None = Field(default=None, description="Hub: another configuration, such as unfiltered (TriviaQA).")
     split: str | None = Field(
@@ -78,8 +80,8 @@ class QuestionsSpec(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.dataset == "corpus" and (self.data is None or not self.data.is_dir()):
-            raise ValueError("a corpus needs --data, the folder with documents.jsonl, questions.jsonl and a run")
+        if self.dataset == "corpus" and self.data is not None and not self.data.is_dir():
+            raise ValueError("a corpus is a folder with documents.jsonl, questions.jsonl and a run: name it in --data")
         if self.dataset != "corpus" and self.data is not None and self.data.is_dir():
             raise ValueError(f"--data is a file of {self.dataset}, not a folder: name the file, or the data set corpus")
         if self.data is not None and (self.config or self.split):
@@ -190,7 +192,7 @@ class QualityBench:
             "engine": engine.engine if real else "stub",
             "model": engine.served_model or model if real else None,
             "base_url": engine.base_url if real else None,
-            "capacity_tokens": capacity and (f"{capacity.percent}%" if capacity.percent else capacity.tokens),
+            "capacity_tokens": capacity and (capacity.tokens or str(capacity)),
             "block_size": engine.block_size,
             "output_tokens": engine.output_tokens,
             "concurrency": engine.concurrency,
