@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ from ragorder.eval.experiments.quality import (
     serve_quality,
     summarise,
 )
-from ragorder.eval.experiments.quality.answering import local_answers
+from ragorder.eval.experiments.quality.answering import OnceAnswers
 from ragorder.eval.experiments.quality.base import Reading
 from ragorder.eval.experiments.quality.compare import bootstrap_difference, judge_previous, mcnemar_exact
 from ragorder.eval.experiments.quality.datasets import QuestionSet
@@ -61,6 +62,7 @@ from ragorder.eval.experiments.quality.models import model_facts
 from ragorder.eval.experiments.quality.orders import place_orders
 from ragorder.eval.experiments.quality.questions import SYSTEM, Builders, ask_questions
 from ragorder.eval.report import make_report, read_results
+from ragorder.eval.running.progress import silent
 
 JSON = dict[str, Any]
 
@@ -1720,6 +1722,46 @@ class TestFused:
         assert not verdict["measured"]
 
 
+# --- engines in this process -----------------------------------------------------------------------------------------
+
+
+class TestAnswersOfAnEngineInThisProcess:
+    """By a random model, whose answers are noise."""
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path, model_folder: Path) -> QualityBench:
+        pytest.importorskip("torch")
+        orders = ("retrieval", "reversed", "none")
+        options = {"top_k": 2, "engine": "torch", "model": model_folder, "output_tokens": 4}
+        return make_bench(
+            "corpus", corpus_folder(tmp_path / "c"), orders=orders, answers=tmp_path / "answers.jsonl", **options
+        )
+
+    def test_each_prompt_is_answered_once_however_many_orders_lead_to_it(
+        self, bench: QualityBench, tmp_path: Path
+    ) -> None:
+        lines = by_order(list(serve_quality(bench)))
+        kept = [json.loads(each) for each in (tmp_path / "answers.jsonl").read_text("utf-8").splitlines()]
+        assert len(kept) == len({each["prompt"] for each in kept}) == 4 * 2, "none has the prompts of retrieval"
+        assert lines["none"]["rows"]["answer"] == lines["retrieval"]["rows"]["answer"]
+        assert sum(lines["none"]["rows"]["cached_tokens"]) == 0 < sum(lines["retrieval"]["rows"]["cached_tokens"])
+        assert min(lines["retrieval"]["rows"]["prompt_tokens"]) > 50
+
+    def test_an_interrupted_run_goes_on(self, bench: QualityBench, tmp_path: Path) -> None:
+        whole = list(serve_quality(bench))
+        file = tmp_path / "answers.jsonl"
+        kept = file.read_text("utf-8").splitlines(keepends=True)
+        file.write_text("".join(kept[:3]) + kept[3][:20], "utf-8")
+        assert list(serve_quality(bench)) == whole
+        assert sorted(set(file.read_text("utf-8").splitlines())) == sorted({*map(str.strip, kept), kept[3][:20]})
+
+    def test_another_length_of_answers_is_another_answer(self, bench: QualityBench, tmp_path: Path) -> None:
+        list(serve_quality(bench))
+        longer = bench.engine.model_copy(update={"output_tokens": 6})
+        list(serve_quality(replace(bench, engine=longer)))
+        assert len((tmp_path / "answers.jsonl").read_text("utf-8").splitlines()) == 2 * 4 * 2
+
+
 # --- the real engine --------------------------------------------------------------------------------------------------
 
 
@@ -1740,60 +1782,25 @@ class TestVLLM:
         bench = self.bench(hotpot, vllm_model, orders=orders)
         data = load_questions("hotpotqa", hotpot)
         builders, facts = Builders(load_tokenizer(vllm_model)), model_facts("random", vllm_model)
-        with local_answers(vllm_engine, 8) as engine:
+        engine = OnceAnswers(vllm_engine, 8, capacity_tokens=vllm_engine.capacity_tokens, model="random")
+
+        def ask() -> list[JSON]:
             parsed = [Order.parse(name) for name in orders]
-            lines = list(
-                ask_questions(bench, data, parsed, engine, builders, facts, lambda *_: lambda: None, bench.cells[0])
-            )
+            return list(ask_questions(bench, data, parsed, engine, builders, facts, silent, bench.cells[0]))
+
+        ask()
+        engine.answer_missing(silent)
+        lines = ask()
         assert tuple(by_order(lines)) == orders
         for asked in lines:
             assert (asked["failures"], len(asked["rows"]["em"]), asked["engine"]["name"]) == (0, 6, "vllm")
         cached = {name: sum(asked["rows"]["cached_tokens"]) for name, asked in by_order(lines).items()}
         assert cached["none"] == 0
         assert cached["free"] > cached["retrieval"] > 0
+        orders_of = by_order(lines)
+        assert orders_of["none"]["rows"]["answer"] == orders_of["retrieval"]["rows"]["answer"]
         (verdict,) = checks(summarise(lines), "quality-verdict")
         assert verdict["message"] == "quality was NOT measured: the model has random weights: its answers are noise"
-
-    def test_each_prompt_is_answered_once_and_an_interrupted_run_goes_on(
-        self, tmp_path: Path, vllm_model: Path, vllm_engine: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        asked: list[int] = []
-        answers: Callable[..., list[str]] = type(vllm_engine).answers
-
-        def counted(self: Any, prompts: Any, *options: Any) -> list[str]:
-            asked.append(len(prompts))
-            return answers(self, prompts, *options)
-
-        def start(*_: Any, **__: Any) -> Any:
-            return vllm_engine
-
-        monkeypatch.setattr(type(vllm_engine), "answers", counted)
-        monkeypatch.setattr(type(vllm_engine), "close", lambda _: None)
-        monkeypatch.setattr("ragorder.eval.experiments.quality.serving._ENGINES", {"vllm": (start, 32)})
-        orders = ("retrieval", "reversed", "none")
-        folder = corpus_folder(tmp_path / "c")
-        bench = make_bench("corpus", folder, top_k=2, model=vllm_model, orders=orders, answers=tmp_path / "answers")
-        lines = by_order(serve_quality(bench))  # type: ignore[arg-type]
-        assert asked[0] == 4 * 2, "none has the prompts of retrieval"
-        assert lines["none"]["rows"]["answer"] == lines["retrieval"]["rows"]["answer"]
-        assert sum(lines["none"]["rows"]["cached_tokens"]) == 0 < sum(lines["retrieval"]["rows"]["cached_tokens"])
-        del asked[:]
-        assert by_order(serve_quality(bench)) == lines  # type: ignore[arg-type]
-        assert not asked
-
-    def test_the_engine_is_given_back_as_it_was(self, hotpot: Path, vllm_engine: Any) -> None:
-        kept = vllm_engine._sampling
-        with local_answers(vllm_engine, 8) as engine:
-            assert (engine.kept_output_tokens, vllm_engine._sampling.max_tokens) == (7, 8)
-            assert vllm_engine._sampling.ignore_eos is False
-        assert vllm_engine._sampling is kept
-        assert kept.ignore_eos is True
-
-    def test_a_prompt_that_does_not_fit_is_one_failure(self, vllm_engine: Any) -> None:
-        from ragorder.eval.engines.base import RequestError
-
-        with local_answers(vllm_engine, 8) as engine, pytest.raises(RequestError, match="this engine takes 1 to 2040"):
-            engine.answer(None, SimpleNamespace(token_ids=[1] * 2041, spans=[]))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("options", "message"),

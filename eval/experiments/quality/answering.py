@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ragorder.eval.engines.torch import TorchEngine
     from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["BATCH", "Answerer", "ModelAnswer", "OnceAnswers", "ServerAnswers", "StubAnswers", "local_answers"]
+__all__ = ["BATCH", "Answerer", "ModelAnswer", "OnceAnswers", "ServerAnswers", "StubAnswers", "fused_answers"]
 
 BATCH = 16
 """Prompts that an engine in this process answers at the same time."""
@@ -82,8 +82,10 @@ class StubAnswers:
         return ModelAnswer(self._say(question), None)
 
 
-class _LocalAnswers:
-    def __init__(self, engine: VLLMEngine | TorchEngine) -> None:
+class _FusedAnswers:
+    """One question after another, with what the engine has cached."""
+
+    def __init__(self, engine: TorchEngine) -> None:
         self.name = engine.name
         self.block_size = engine.block_size
         self.capacity_tokens = engine.capacity_tokens
@@ -101,12 +103,9 @@ class _LocalAnswers:
         if not self._reuse:
             self._engine.reset()
         if self._fused is not None:
-            done = answer_fused(cast("TorchEngine", self._engine), PromptIds.of(prompt), self._fused)
+            done = answer_fused(self._engine, PromptIds.of(prompt), self._fused)
             return ModelAnswer(done.text, done.cached.total, done.prompt_tokens, done.fused.total, done.recomputed)
-        try:
-            served = self._engine.generate(PromptIds.of(prompt))
-        except ValueError as error:
-            raise RequestError(str(error)) from None
+        served = self._engine.generate(PromptIds.of(prompt))
         return ModelAnswer(served.text, served.cached_tokens, served.prompt_tokens)
 
 
@@ -144,6 +143,8 @@ class OnceAnswers:
         if file is not None and file.exists():
             lines = JSONLines(file, max_line_bytes=None).objects()
             self._known = {str(line["prompt"]): str(line["answer"]) for _, line in lines if "answer" in line}
+            if not file.read_bytes().endswith(b"\n"):
+                self._append("\n")
         self.reset()
 
     def reset(self, *, reuse: bool = True, fused: FusedReuse | None = None) -> None:
@@ -189,17 +190,19 @@ class OnceAnswers:
 
     def _keep(self, found: Mapping[str, str]) -> None:
         self._known |= found
+        self._append("".join(json.dumps({"prompt": key, "answer": text}) + "\n" for key, text in found.items()))
+
+    def _append(self, text: str) -> None:
         if self._file is not None:
-            lines = (json.dumps({"prompt": key, "answer": text}) + "\n" for key, text in found.items())
             with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
+                file.write(text)
 
 
 @contextmanager
-def local_answers(engine: VLLMEngine | TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """An engine of the benchmarks, set to answers of at most `output_tokens`."""
+def fused_answers(engine: TorchEngine, output_tokens: int) -> Iterator[Answerer]:
+    """Answers of at most `output_tokens`, in orders of which some take documents over."""
     with engine.answering(output_tokens):
-        yield _LocalAnswers(engine)
+        yield _FusedAnswers(engine)
 
 
 class ServerAnswers:

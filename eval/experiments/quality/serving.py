@@ -10,7 +10,7 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.models import load_tokenizer, longest_prompt, random_model
 from ragorder.eval.engines.torch import TorchEngine, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.experiments.quality.answering import BATCH, Answerer, OnceAnswers, ServerAnswers, local_answers
+from ragorder.eval.experiments.quality.answering import BATCH, Answerer, OnceAnswers, ServerAnswers, fused_answers
 from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS, ModelFacts, model_facts
@@ -113,7 +113,7 @@ def _local(
             )
             yield once, builders, facts
         else:
-            with local_answers(engine, spec.output_tokens) as answers:
+            with fused_answers(engine, spec.output_tokens) as answers:
                 yield answers, builders, facts
     finally:
         engine.close()
