@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ragorder.eval.experiments.quality.compare import by_question, gold_places
+from ragorder.eval.experiments.quality.compare import PLACE, SCORES, by_question, gold_places
 from ragorder.eval.experiments.quality.fused import normalised_scores
 from ragorder.eval.experiments.quality.record import QualityRecord
 from ragorder.eval.report.canvas import Picture, draw, name_marks, style, titled
@@ -31,9 +31,10 @@ _PAIRED = (
 )
 _PLACES = "Over all orders; places from the front. A question counts once for each of its gold documents."
 _DRAWN = (
-    "Of the random order alone, in which the place says nothing about the question, with Wilson's 95 % interval; "
-    "places from the front. A question counts once for each of its gold documents."
+    "Of the random order alone, in which the place says nothing about the question. Places from the front, with "
+    "Wilson's 95 % interval. A question counts once for each of its gold documents."
 )
+_MOVED = "The best document at this place, from the front, the others as ranked. With Wilson's 95 % interval."
 _WORDS = {"contains": "contains an\nanswer, %", "em": "exact\nmatch, %", "f1": "F1, %"}
 _NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers", "output_tokens", "block_size", "concurrency")
 
@@ -220,13 +221,13 @@ def _cached(line: QualityRecord) -> float | None:
 
 
 def _places(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check]) -> list[Table]:
-    drawn = _drawn(lines)
+    drawn, words = _by_place(lines)
     places: dict[int, list[Mapping[str, Any]]] = {}
     for found in drawn or [each for check in checks for each in check.get("places", ())]:
         places.setdefault(found["place"], []).append(found)
     scores = [score for score in _WORDS if all(score in each for several in places.values() for each in several)]
     headings = ["place", "gold documents there", *(_WORDS[score].replace("\n", " ") for score in scores)]
-    table = Table(f"By the place of a gold document: {title}", headings, note=_DRAWN if drawn else _PLACES)
+    table = Table(f"By the place of a gold document: {title}", headings, note=words or _PLACES)
     for place, several in sorted(places.items()):
         gold = sum(each["gold"] for each in several)
         row = [Entry(str(place + 1)), Entry(f"{gold:,}")]
@@ -240,10 +241,17 @@ def _places(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check]
     return [table] * bool(places)
 
 
-def _drawn(lines: Sequence[QualityRecord]) -> list[Mapping[str, Any]]:
-    """Scores by place in the random order."""
+def _by_place(lines: Sequence[QualityRecord]) -> tuple[list[Mapping[str, Any]], str]:
+    """Scores by the place of a gold document where that says nothing about the question, and how it was chosen."""
+    placed = {int(line.policy.removeprefix(PLACE)) - 1: line.rows for line in lines if line.policy.startswith(PLACE)}
+    if len(placed) > 1:
+        means = {place: {name: by_question(rows, name) for name in SCORES} for place, rows in sorted(placed.items())}
+        return [
+            {"place": place, "gold": len(scores["em"])} | {name: 100 * fmean(scores[name].values()) for name in SCORES}
+            for place, scores in means.items()
+        ], _MOVED
     random = next((line for line in lines if line.policy == "random" and not line.dry_run), None)
-    return [] if random is None else gold_places(random.model_dump())["places"]
+    return (gold_places(random.model_dump())["places"], _DRAWN) if random else ([], "")
 
 
 def _pictures(suite: Suite, results: Results) -> list[Picture]:
@@ -253,8 +261,8 @@ def _pictures(suite: Suite, results: Results) -> list[Picture]:
         if len(shown) > 1 and not lines[0].dry_run and (verdict is None or verdict["measured"]):
             title = _title(lines[0], several=False)
             pictures.append(_front(title, shown))
-            if drawn := _drawn(lines):
-                pictures.append(_curve(title, drawn))
+            if (drawn := _by_place(shown))[0]:
+                pictures.append(_curve(title, *drawn))
     return pictures
 
 
@@ -282,7 +290,7 @@ def _front(title: str, lines: Sequence[QualityRecord]) -> Picture:
     return draw(paint, title=titled("Right answers and cached tokens", title), alt=alt, caption=caption, height=4.0)
 
 
-def _curve(title: str, places: Sequence[Mapping[str, Any]]) -> Picture:
+def _curve(title: str, places: Sequence[Mapping[str, Any]], words: str) -> Picture:
     shown = [(each["place"] + 1, each["contains"], each["gold"]) for each in places]
 
     def paint(axes: Any) -> None:
@@ -304,5 +312,5 @@ def _curve(title: str, places: Sequence[Mapping[str, Any]]) -> Picture:
         paint,
         title=titled("Right answers by the place of the gold document", title),
         alt=alt,
-        caption="Of the random order, with Wilson's 95 % intervals.",
+        caption=words,
     )
