@@ -95,15 +95,15 @@ class TestOrders:
                 own = [rank for rank in order if sources[rank] == source]
                 assert own == sorted(own)
 
-    def test_auto_moves_more_than_as_ranked_and_finds_more_cached(self, look_ups: Stream) -> None:
-        found = {name: order_stream(look_ups, name, 65_536, 0) for name in ("retrieval", "best", "free")}
+    def test_free_moves_more_than_as_ranked_and_finds_more_cached(self, look_ups: Stream) -> None:
+        found = {name: order_stream(look_ups, name, 65_536, 0) for name in ("retrieval", "prefix", "free")}
         moved = {
             name: sum(abs(rank - place) for each in orders for place, rank in enumerate(each.permutation))
             for name, orders in found.items()
         }
         cached = {name: sum(each.cached_tokens for each in orders) for name, orders in found.items()}
-        assert 0 == moved["retrieval"] < moved["best"] < moved["free"]
-        assert cached["retrieval"] < cached["best"] <= cached["free"]
+        assert 0 == moved["retrieval"] < moved["prefix"] < moved["free"]
+        assert cached["retrieval"] < cached["prefix"] <= cached["free"]
 
 
 class TestAnswers:

@@ -300,7 +300,7 @@ class TestWheel:
         assert "example.jsonl: 400 requests, 2 tenants" in replayed.stdout
         asked = python("-S", "-m", "ragorder", "eval", "quality", "--dry-run", "-o", tmp_path / "out", path=path)
         assert asked.returncode == 0, asked.stderr
-        assert "the sample, question order data, given the accepted answer" in asked.stdout
+        assert "the sample, given the accepted answer" in asked.stdout
 
 
 class TestSdist:

@@ -36,7 +36,10 @@ _DRAWN = (
 )
 _MOVED = "The best document at this place, from the front, the others as ranked. With Wilson's 95 % interval."
 _WORDS = {"contains": "contains an\nanswer, %", "em": "exact\nmatch, %", "f1": "F1, %"}
-_NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers", "output_tokens", "block_size", "concurrency")
+_NOT_IN_TITLES = (
+    *("data", "limit", "base_url", "model", "engine", "answers"),
+    *("output_tokens", "block_size", "concurrency"),
+)
 
 
 def make_part(suite: Suite, results: Results) -> Part:
@@ -152,6 +155,8 @@ def _title(line: QualityRecord, *, several: bool) -> str:
     said = {name: value for name, value in line.cell.items() if value is not None and name not in _NOT_IN_TITLES}
     if said.get("dataset") == "corpus":
         said["dataset"] = Path(line.cell["data"]).name if line.cell.get("data") else "the sample"
+    if (order := said.pop("question_order", "data")) != "data":
+        said["order"] = order
     return ", ".join(filter(None, (cell_words(said), line.model_name, f"seed {line.seed}" * several)))
 
 
