@@ -1746,6 +1746,7 @@ class TestAnswersOfAnEngineInThisProcess:
         assert lines["none"]["rows"]["answer"] == lines["retrieval"]["rows"]["answer"]
         assert sum(lines["none"]["rows"]["cached_tokens"]) == 0 < sum(lines["retrieval"]["rows"]["cached_tokens"])
         assert min(lines["retrieval"]["rows"]["prompt_tokens"]) > 50
+        assert lines["retrieval"]["model"]["name"] == "smallest", "of a folder the name, without its place"
 
     def test_an_interrupted_run_goes_on(self, bench: QualityBench, tmp_path: Path) -> None:
         whole = list(serve_quality(bench))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ragorder.eval.engines.capacity import Capacity
@@ -92,7 +93,8 @@ def _local(
         "max_model_len": min(room, longest + size),
         "output_tokens": spec.output_tokens,
     }
-    facts = model_facts(str(spec.model or RANDOM_WEIGHTS), model)
+    named = str(spec.model or RANDOM_WEIGHTS)
+    facts = model_facts(Path(named).name if Path(named).is_dir() else named, model)
     if fuses:
         unlimited = 2 * (sum(lengths) + len(lengths) * (spec.output_tokens + size))
         options |= {"capacity_tokens": capacity_tokens, "unlimited_tokens": unlimited, "reuse": "fused"}
@@ -107,7 +109,7 @@ def _local(
                 engine,
                 spec.output_tokens,
                 capacity_tokens=capacity_tokens,
-                model=facts.name,
+                model=named,
                 whole=thinks,
                 file=bench.answers,
             )
