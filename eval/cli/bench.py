@@ -69,8 +69,8 @@ _DELAY_S = 0.05
         "policies",
         multiple=True,
         metavar="NAME",
-        help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), prefix, frequency, "
-        "queue, earned, free, events (free, with the server's KV events), oracle, "
+        help="none (no prefix cache), retrieval, reversed, sorted, recency, random, greedy (the paper's), prefix, "
+        "frequency, queue, earned, free, events (free, with the server's KV events), oracle, "
         "contextpilot (in its own environment). Repeatable. [default: retrieval, greedy, prefix, earned, free]",
     ),
     options_from(Bench, "waiting", "batch", "max_wait", max_wait={"metavar": "PLACES"}),

@@ -11,17 +11,17 @@ import click
 from ragorder.cli.options import Choice, Command, Model, build, option, options_from, section
 from ragorder.eval.cli.options import Shares, embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
-from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
+from ragorder.eval.experiments.quality.specs import ANSWERS, TOP_K, AnswererSpec, QuestionsSpec
 
 __all__ = ["quality"]
 
 _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
+_DATASETS = ["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq", "corpus"]
+_DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDER"}
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument(
-    "dataset", type=Choice(["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"], case_sensitive=False)
-)
+@click.argument("dataset", required=False, type=Choice(_DATASETS, case_sensitive=False))
 @section(
     "Data",
     options_from(
@@ -33,7 +33,7 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "aliases",
         "limit",
         "question_order",
-        data=_FILE | {"default": "loaded from the Hugging Face Hub"},
+        data=_DATA,
         config={"metavar": "NAME"},
         split={"metavar": "NAME"},
         evidence={"type": click.Path(exists=True, file_okay=False, path_type=Path), "metavar": "DIR"},
@@ -58,10 +58,19 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "orders",
         multiple=True,
         metavar="NAME[+GUARD…]",
-        help="An order to compare: none (no prefix cache), retrieval, sorted, recency, random, greedy, prefix, "
-        "frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, +keep_groups "
-        "or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, free+keep_first=2, "
-        "free+keep_last=2, free+state_ranking]",
+        help="An order to compare: none (no prefix cache), retrieval, reversed (best last), sorted, recency, random, "
+        "greedy, prefix, frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, "
+        "+keep_groups or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, "
+        "free+keep_first=2, free+keep_last=2, free+state_ranking]",
+    ),
+)
+@section(
+    "Places",
+    option(
+        "--places",
+        is_flag=True,
+        help="Ask instead with the best document at each place, the others as ranked, and recommend a setting "
+        "for your model: five answers a question, 600 with the sample.",
     ),
 )
 @section(
@@ -117,6 +126,7 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
 def quality(
     output: Path,
     orders: tuple[str, ...],
+    places: bool,
     fusion: list[float] | None,
     select: str | None,
     dry_run: bool,
@@ -127,9 +137,11 @@ def quality(
     """Measure whether the order of the documents changes the answers.
 
     Each question of DATASET is answered greedily once in each order; exact match and F1, scored as in the official
-    scripts, are compared question by question. The first line of the answer counts, without a label ("Answer:") and
-    without the thoughts of a reasoning model. With a model that is not capable, the result says that quality was not
-    measured.
+    scripts, and whether the answer contains an accepted one, are compared question by question. DATASET corpus, the
+    default, is a folder of your own (--data) or a sample, whose documents stand as retrieved: where the one that
+    answers is not among them, the question counts all the same. The first line of the answer counts, without a label
+    ("Answer:") and without the thoughts of a reasoning model. With a model that is not capable, the result says that
+    quality was not measured.
     """
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.retrieval import make_retriever
@@ -141,20 +153,26 @@ def quality(
         done_in,
         serve_quality,
     )
+    from ragorder.eval.experiments.quality.compare import judge_previous
     from ragorder.eval.experiments.quality.fused import fused_orders
-    from ragorder.eval.experiments.quality.previous import judge_previous
+    from ragorder.eval.experiments.quality.orders import place_orders
     from ragorder.eval.experiments.quality.report import print_quality
     from ragorder.eval.running.policies import PolicyError
     from ragorder.eval.running.record import RESULTS
     from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import Store, StoreError
 
+    if places and (orders or fusion):
+        raise click.UsageError("--places has orders of its own: leave --policy and --fusion out")
     if select is not None and fusion is None:
         raise click.UsageError("--select requires --fusion")
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model requires --retriever dense")
     try:
         made = make_retriever(retriever, embedding_model) if retriever else None
+        if places:
+            options["top_k"] = options["top_k"] or TOP_K
+            orders = place_orders(options["top_k"])
         questions = {name: value for name, value in options.items() if name in QuestionsSpec.model_fields}
         engine = {name: value for name, value in options.items() if name in AnswererSpec.model_fields}
         orders = orders or (DEFAULT_ORDERS if fusion is None else DEFAULT_ORDERS[:1])
@@ -171,7 +189,7 @@ def quality(
         arguments = {name: _jsonable(value) for name, value in used.items() if name != "api_key"}
         with Store(output) as store, progress_bar() as progress:
             session = begin_session(store, {"command": "quality", **arguments})
-            bench = replace(bench, session=session)
+            bench = replace(bench, session=session, answers=output / ANSWERS)
             for line in serve_quality(bench, progress, done_in(store, bench)):
                 store.append(line)
             lines, checks = judge_previous(output / RESULTS, bench.suite, session, progress)

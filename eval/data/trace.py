@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError
 from ragorder.eval.data.workloads import Workload
 
-__all__ = ["QuestionOrder", "Trace", "TraceRequest", "trace_of_corpus", "trace_of_workload"]
+__all__ = ["QuestionOrder", "Trace", "TraceRequest", "check_ranked", "in_order", "trace_of_corpus", "trace_of_workload"]
 
 
 QuestionOrder = Literal["data", "random", "recurring", "topics"]
@@ -57,33 +57,54 @@ def trace_of_corpus(
 ) -> Trace:
     """The first `limit` questions in that order; with `repeat` again from the first one. Raises
     CorpusError if the corpus ranks fewer than `top_k` documents."""
-    ranked = max((len(ranking) for ranking in corpus.rankings), default=0)
-    if ranked < top_k:
-        raise CorpusError(
-            f"{corpus.name}: its retrieval run ranks {ranked} documents a question: lower --top-k ({top_k})"
-        )
+    check_ranked(corpus, top_k)
     requests = [
         TraceRequest(question.text, [corpus.documents[d] for d in ranking[:top_k]])
         for question, ranking in zip(corpus.questions, corpus.rankings, strict=True)
     ]
-    rng = random.Random(seed)
-    if order == "random":
-        rng.shuffle(requests)
-    elif order == "recurring":
-        asked = rng.sample(requests, min(_RECURRING, len(requests)))
-        weights = [1 / place for place in range(1, len(asked) + 1)]
-        requests = rng.choices(asked, weights, k=limit if limit is not None and repeat else _RECURRENCES)
-    elif order == "topics":
-        requests = _by_topic(requests, rng)
+    requests = in_order(requests, order, seed, limit if limit is not None and repeat else _RECURRENCES)
     if repeat and limit is not None:
         requests = list(islice(cycle(requests), limit))
     return Trace(corpus.name, requests[:limit], _tokens(corpus.documents), order=order)
 
 
-def _by_topic(requests: list[TraceRequest], rng: random.Random) -> list[TraceRequest]:
+def check_ranked(corpus: Corpus, top_k: int) -> None:
+    """Raises CorpusError if the corpus ranks fewer than `top_k` documents."""
+    ranked = max((len(ranking) for ranking in corpus.rankings), default=0)
+    if ranked < top_k:
+        raise CorpusError(
+            f"{corpus.name}: its retrieval run ranks {ranked} documents a question: lower --top-k ({top_k})"
+        )
+
+
+class _Asked(Protocol):
+    @property
+    def documents(self) -> Sequence[Document]: ...
+
+
+A = TypeVar("A", bound=_Asked)
+
+
+def in_order(requests: Sequence[A], order: QuestionOrder, seed: int, recurrences: int = _RECURRENCES) -> list[A]:
+    """The requests of a corpus as they are asked, if they recur so many times."""
+    rng = random.Random(seed)
+    if order == "random":
+        shuffled = list(requests)
+        rng.shuffle(shuffled)
+        return shuffled
+    if order == "recurring":
+        asked = rng.sample(requests, min(_RECURRING, len(requests)))
+        weights = [1 / place for place in range(1, len(asked) + 1)]
+        return rng.choices(asked, weights, k=recurrences)
+    if order == "topics":
+        return _by_topic(requests, rng)
+    return list(requests)
+
+
+def _by_topic(requests: Sequence[A], rng: random.Random) -> list[A]:
     """Each topic is a question and those that share most documents with it."""
     left = rng.sample(requests, len(requests))
-    chosen: list[TraceRequest] = []
+    chosen: list[A] = []
     while left and len(chosen) < _TOPICS * _QUESTIONS:
         about = {document.key for document in left[0].documents}
         left.sort(key=lambda request: -len(about.intersection(document.key for document in request.documents)))

@@ -20,6 +20,9 @@ class Capacity:
     tokens: int | None = None
     percent: float | None = None
 
+    def __str__(self) -> str:
+        return f"{self.percent:g}%" if self.percent else "unlimited" if self.tokens is None else str(self.tokens)
+
     @classmethod
     def parse(cls, text: str) -> Capacity:
         """From "100000", "100k", "5%" or "unlimited". Raises ValueError."""

@@ -190,6 +190,15 @@ class TorchEngine:
             served.ttft_s, served.cached.total, served.prompt_tokens, served.text, served.total_s, served.tbt_s
         )
 
+    def answers(self, prompts: Sequence[PromptIds], output_tokens: int, stop: Sequence[str] = ()) -> list[str]:
+        """Texts, computed together; each ends where the model or a string of `stop` ends it. Raises EngineError."""
+        sampling = replace(self._sampling, max_tokens=output_tokens, ignore_eos=False, stop=stop)
+        done = self.engine.generate([replace(self.request(ids), sampling=sampling) for ids in prompts])
+        failed = next((each for each in done if each.finish_reason in ("abort", "error", "timeout")), None)
+        if failed is not None:
+            raise EngineError(f"the engine ended a request without an answer ({failed.error or failed.finish_reason})")
+        return [each.text for each in done]
+
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
         """A block in which answers have at most so many tokens, and end where the model ends them."""

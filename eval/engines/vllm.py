@@ -52,9 +52,11 @@ class VLLMEngine:
         unlimited_tokens: int = 65536,
         dtype: str | None = None,
         gpu_memory_utilization: float | None = None,
+        at_once: int = 1,
     ) -> None:
         """`dtype` None is bfloat16 where that is fast, else float32. `gpu_memory_utilization` is the share of a GPU's
-        memory to find free. Raises ValueError for an impossible pool or block, ImportError."""
+        memory to find free, `at_once` the prompts that `answers` computes together. Raises ValueError for an impossible
+        pool or block, ImportError."""
         pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
         if block_size < 1 or pool_tokens < block_size:
             raise ValueError(f"a pool of {pool_tokens} tokens has no block of {block_size} tokens: raise the capacity")
@@ -82,7 +84,7 @@ class VLLMEngine:
             "max_model_len": self._longest,
             # A whole prompt is one prefill step.
             "max_num_batched_tokens": self._longest,
-            "max_num_seqs": 1,
+            "max_num_seqs": at_once,
             "enable_prefix_caching": prefix_caching,
             # A step scheduled ahead would hold a block that a request does not need.
             "async_scheduling": False,
@@ -121,6 +123,19 @@ class VLLMEngine:
         tbt_s = time_between_tokens(ttft_s, latest_s, tokens)
         text = output.outputs[0].text
         return EngineCompletion(ttft_s, output.num_cached_tokens or 0, len(token_ids), text, total_s, tbt_s)
+
+    def answers(self, prompts: Sequence[Sequence[int]], output_tokens: int, stop: Sequence[str] = ()) -> list[str]:
+        """Texts, computed together; each ends where the model or a string of `stop` ends it."""
+        engine = self._open()
+        texts: dict[str, str] = {}
+        sampling = type(self._sampling)(max_tokens=output_tokens, temperature=0.0, stop=list(stop))
+        names = [str(self._requests + number) for number in range(1, len(prompts) + 1)]
+        self._requests += len(prompts)
+        for name, ids in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": list(ids)}, sampling)
+        while engine.has_unfinished_requests():
+            texts |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+        return [texts[name] for name in names]
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:

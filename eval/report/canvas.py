@@ -165,8 +165,8 @@ def name_marks(axes: Any, policies: Sequence[str], *, lines: bool = False) -> No
     """A legend below the picture."""
     for policy in policies:
         looks = style(policy)
-        dashes = looks.dashes if lines else ""
-        axes.plot([], [], dashes, marker=looks.marker, color=looks.colour, label=policy_words(policy))
+        dashes = looks.dashes if lines else "none"
+        axes.plot([], [], linestyle=dashes, marker=looks.marker, color=looks.colour, label=policy_words(policy))
     axes.figure.legend(
         loc="outside lower center", ncols=2, fontsize=8.5, frameon=False, labelcolor=INK, handlelength=2.4
     )

@@ -34,6 +34,7 @@ __all__ = [
     "known_mean",
     "need_scipy",
     "summary",
+    "wilson",
 ]
 
 BLOCK = 10
@@ -95,6 +96,13 @@ def summary(values: Sequence[float] | Floats) -> Summary | None:
         return None
     p50, p95, p99 = np.quantile(known, (0.5, 0.95, 0.99))
     return Summary(int(known.size), float(known.mean()), float(p50), float(p95), float(p99))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of so many."""
+    z2 = 1.959964**2 / count
+    middle, reach = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
+    return max(0.0, (middle - reach) / (1 + z2)), min(1.0, (middle + reach) / (1 + z2))
 
 
 def known_mean(values: Iterable[float | None]) -> float | None:

@@ -31,6 +31,7 @@ _NO_INTERVAL = "too few requests for an interval"
 _POLICIES = {
     "none": "no cache",
     "retrieval": "retrieval order",
+    "reversed": "rank reversed",
     "sorted": "sorted by id",
     "greedy": "RAGCache++ (greedy)",
     "earned": "ragorder (earned)",

@@ -36,7 +36,7 @@ ORDERERS: dict[str, dict[str, Any]] = {
     "free": {"moves": "free"},
 }
 
-POLICIES = ("none", "retrieval", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
+POLICIES = ("none", "retrieval", "reversed", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
 
 
 _GUARDS: Mapping[str, Callable[[str], Any]] = {
@@ -105,6 +105,8 @@ def make_policy(
         return _EventsOrderer(engine, engine.blocks, prompts.builder, settings or {})
     if name in ("none", "retrieval"):
         return _Plain(lambda documents: list(range(len(documents))))
+    if name == "reversed":
+        return _Plain(lambda documents: list(range(len(documents)))[::-1])
     if name == "sorted":
         return _Plain(lambda documents: sorted(range(len(documents)), key=lambda rank: documents[rank].id))
     if name == "recency":

@@ -817,6 +817,7 @@ class TestBench:
         names = [
             "none",
             "retrieval",
+            "reversed",
             "sorted",
             "recency",
             "random",

@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ from ragorder import Document
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.cli.quality import quality as command
 from ragorder.eval.data.corpora import CorpusError
+from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.retrieval import BM25Retriever
+from ragorder.eval.data.trace import trace_of_corpus
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality import (
@@ -49,15 +52,17 @@ from ragorder.eval.experiments.quality import (
     serve_quality,
     summarise,
 )
-from ragorder.eval.experiments.quality.answering import local_answers
+from ragorder.eval.experiments.quality.answering import OnceAnswers
 from ragorder.eval.experiments.quality.base import Reading
-from ragorder.eval.experiments.quality.compare import bootstrap_difference, mcnemar_exact
+from ragorder.eval.experiments.quality.compare import bootstrap_difference, judge_previous, mcnemar_exact
 from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.datasets import load_questions as load
 from ragorder.eval.experiments.quality.fused import FusedReuse, fused_orders, normalised_scores
 from ragorder.eval.experiments.quality.models import model_facts
-from ragorder.eval.experiments.quality.previous import judge_previous
+from ragorder.eval.experiments.quality.orders import place_orders
 from ragorder.eval.experiments.quality.questions import SYSTEM, Builders, ask_questions
+from ragorder.eval.report import make_report, read_results
+from ragorder.eval.running.progress import silent
 
 JSON = dict[str, Any]
 
@@ -370,6 +375,77 @@ class TestNaturalQuestions:
         assert (question.answers, len(question.gold)) == (("Röntgen", "Physics"), 2)
 
 
+def corpus_folder(folder: Path, questions: int = 4, **fields: Any) -> Path:
+    """A corpus as in docs/corpora.md, of which each question has one document, ranked third of three."""
+    folder.mkdir()
+    texts = [{"id": f"d{number}", "title": f"Lamp {number}", "text": f"It has {number} watts."} for number in range(8)]
+    asked = [
+        {"id": f"q{number}", "question": f"How many watts has lamp {number}?", "answers": [f"{number} watts"]}
+        | {"supporting": [f"d{number}"]}
+        | fields
+        for number in range(questions)
+    ]
+    run = [{"id": f"q{number}", "chunks": ["d7", "d6", f"d{number}"]} for number in range(questions)]
+    for name, lines in (("documents", texts), ("questions", asked), ("run_mine", run)):
+        written(folder / f"{name}.jsonl", tuple(lines))
+    return folder
+
+
+class TestACorpus:
+    def test_has_documents_as_its_run_ranks_them(self, tmp_path: Path) -> None:
+        first, *_ = load_questions("corpus", corpus_folder(tmp_path / "c"), top_k=3).questions
+        assert (first.id, first.text, first.answers) == ("q0", "How many watts has lamp 0?", ("0 watts",))
+        assert titles(first) == ["Lamp 7", "Lamp 6", "Lamp 0"]
+        assert first.documents[2].text == "It has 0 watts."
+        assert first.gold == ("Lamp 0",)
+
+    def test_a_question_whose_document_was_not_retrieved_is_asked_all_the_same(self, tmp_path: Path) -> None:
+        loaded = load_questions("corpus", corpus_folder(tmp_path / "c"), top_k=2)
+        assert [(len(each.documents), each.gold) for each in loaded.questions] == [(2, ())] * 4
+
+    def test_without_supporting_documents_gold_is_what_has_an_answer(self, tmp_path: Path) -> None:
+        folder = corpus_folder(tmp_path / "c", supporting=None, answers=["6 watts"])
+        assert load_questions("corpus", folder, top_k=3).questions[0].gold == ("Lamp 6",)
+
+    def test_of_a_supporting_document_in_parts_gold_is_the_part_with_an_answer(self, tmp_path: Path) -> None:
+        folder = corpus_folder(tmp_path / "c", questions=1)
+        whole = {"id": "d0", "title": "Lamp 0", "text": "It is red. It has 0 watts."}
+        written(folder / "documents.jsonl", (whole,))
+        parts = [(0, 10), (11, 26)]
+        chunks = [{"cid": place, "doc": "d0", "start": a, "end": b, "tokens": 4} for place, (a, b) in enumerate(parts)]
+        written(folder / "chunks.jsonl", tuple(chunks))
+        written(folder / "run_mine.jsonl", ({"id": "q0", "chunks": [0, 1]},))
+        question = only("corpus", folder, top_k=2)
+        assert titles(question) == ["Lamp 0", "Lamp 0 (2)"]
+        assert question.gold == ("Lamp 0 (2)",)
+
+    def test_questions_without_an_answer_are_counted(self, tmp_path: Path) -> None:
+        folder = corpus_folder(tmp_path / "c")
+        lines = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+        written(folder / "questions.jsonl", (*lines[:3], lines[3] | {"answers": []}))
+        loaded = load_questions("corpus", folder, top_k=3)
+        assert (len(loaded.questions), loaded.passed_over) == (3, {"questions without an answer": 1})
+
+    @pytest.mark.parametrize("order", ["data", "random", "recurring", "topics"])
+    def test_the_stream_is_the_one_on_which_cached_tokens_are_measured(self, tmp_path: Path, order: Any) -> None:
+        folder = corpus_folder(tmp_path / "c")
+        trace = trace_of_corpus(load_folder(folder), top_k=3, order=order, seed=3, limit=20)
+        asked = load_questions("corpus", folder, top_k=3, question_order=order, seed=3, limit=20).questions
+        assert [each.text for each in asked] == [each.question for each in trace.requests]
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"top_k": 4}, r"ranks 3 documents a question: lower --top-k \(4\)"),
+            ({"answers": None}, "no question has answers and documents: add answers to questions.jsonl"),
+        ],
+    )
+    def test_one_that_cannot_be_asked_says_what_to_change(self, tmp_path: Path, change: JSON, message: str) -> None:
+        top_k = change.pop("top_k", 3)
+        with pytest.raises(CorpusError, match=message):
+            load_questions("corpus", corpus_folder(tmp_path / "c", **change), top_k=top_k)
+
+
 class Hub:
     """In place of the packages `datasets` and `huggingface_hub`: gives the rows, as the Hub has them, and remembers
     what it was asked for. The Hub itself is `away` where it cannot be reached."""
@@ -600,7 +676,11 @@ class TestStrictness:
         ("name", "options", "message"),
         [
             ("squad", {}, "dataset\n  Input should be 'hotpotqa'"),
-            ("nq", {"question_order": "best"}, "question_order\n  Input should be 'data' or 'random'"),
+            (
+                "nq",
+                {"question_order": "best"},
+                "question_order\n  Input should be 'data', 'random', 'recurring' or 'topics'",
+            ),
             ("nq", {"limit": 0}, "limit\n  Input should be greater than or equal to 1"),
             ("nq", {"top_k": 0}, "top_k\n  Input should be greater than or equal to 1"),
             ("nq", {"document_words": 0}, "document_words\n  Input should be greater than or equal to 1"),
@@ -777,6 +857,8 @@ class TestExtraction:
             ("<think>London? No. And so", ""),
             ("", ""),
             ("Answer:", ""),
+            ("The answer is:\n\nParis", "Paris"),
+            ("A: Paris", "Paris"),
         ],
     )
     def test_takes_the_first_line_without_thoughts_and_label(self, text: str, answer: str) -> None:
@@ -784,7 +866,7 @@ class TestExtraction:
 
     @given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Zl", "Zp", "Cs"])).map(str.strip))
     def test_leaves_a_bare_answer_as_it_is(self, text: str) -> None:
-        if "answer" not in text.lower() and "think>" not in text:
+        if "answer" not in text.lower() and not text.lower().startswith("a:") and "think>" not in text:
             assert extract_answer(text) == text
 
 
@@ -798,7 +880,7 @@ class TestOrders:
             ("free", "free", {}, False),
             ("free+keep_first=2", "free", {"keep_first": 2}, False),
             ("greedy+keep_last=1+max_displacement=3", "greedy", {"keep_last": 1, "max_displacement": 3}, False),
-            ("best+keep_groups+state_ranking", "best", {"keep_groups": True}, True),
+            ("earned+keep_groups+state_ranking", "earned", {"keep_groups": True}, True),
             ("retrieval+state_ranking", "retrieval", {}, True),
         ],
     )
@@ -823,9 +905,15 @@ class TestOrders:
         with pytest.raises(QualityError, match=message):
             Order.parse(name)
 
+    def test_reversed_has_the_best_document_last(self, tmp_path: Path) -> None:
+        question = only("hotpotqa", written(tmp_path / "dev.json", [hotpot_record()]))
+        ordering = Order.parse("reversed").make(None, None, 0).order(list(question.documents))  # type: ignore[arg-type]
+        assert ordering.documents == list(reversed(question.documents))
+
     def test_the_usual_ones_are_the_papers_ours_and_each_guard(self) -> None:
         assert [Order.parse(name).name for name in DEFAULT_ORDERS] == [
             "retrieval",
+            "earned",
             "free",
             "greedy",
             "sorted",
@@ -863,9 +951,11 @@ class TestDryRun:
                 "2wikimultihopqa": two_wiki_record(),
                 "musique": musique_record(),
                 "nq": passages_record(),
+                "corpus": {},
             }[dataset]
-            data = written(tmp_path / "data.jsonl", (record,))
-        lines = run_quality(make_bench(dataset, data, dry_run=True))
+            corpus = dataset == "corpus"
+            data = corpus_folder(tmp_path / "c") if corpus else written(tmp_path / "data.jsonl", (record,))
+        lines = run_quality(make_bench(dataset, data, dry_run=True, **({"top_k": 3} if dataset == "corpus" else {})))
         for said, score in (("accepted", 100), ("empty", 0)):
             orders = by_order(lines, answers=said)
             assert tuple(orders) == DEFAULT_ORDERS
@@ -975,11 +1065,12 @@ class TestLines:
         assert line["engine"] == {"name": "stub", "model": None, "block_size": 64, "capacity_tokens": 5000}
         assert json.loads(json.dumps(line)) == line
 
-    def test_hold_a_row_for_each_question_and_no_text(self, hotpot: Path) -> None:
+    def test_hold_a_row_for_each_question_with_its_answer_and_no_document(self, hotpot: Path) -> None:
         lines = list(serve_quality(make_bench("hotpotqa", hotpot, dry_run=True)))
         for line in lines:
             assert line["rows"]["id"] == [f"5a7a{number}" for number in range(6)]
             assert {len(column) for column in line["rows"].values() if column is not None} == {6}
+            assert line["rows"]["answer"] == ["Arthur's Magazine" * (line["cell"]["answers"] == "accepted")] * 6
         assert "1844" not in json.dumps(lines)
         assert "magazine was started" not in json.dumps(lines)
 
@@ -1013,12 +1104,12 @@ class TestLines:
         run_quality(make_bench("hotpotqa", hotpot, dry_run=True), progress)
         assert announced == [
             ("hotpotqa: reading", 7405),
-            ("hotpotqa: prompts", 42),
-            ("hotpotqa: asking", 42),
-            ("hotpotqa: asking", 42),
+            ("hotpotqa: prompts", 48),
+            ("hotpotqa: asking", 48),
+            ("hotpotqa: asking", 48),
             ("comparing", 2),
         ]
-        assert len(steps) == 6 + 3 * 42 + 2
+        assert len(steps) == 6 + 3 * 48 + 2
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -1117,7 +1208,7 @@ class TestServer:
         self, ask: Callable[..., list[JSON]], service: Service
     ) -> None:
         lines = ask()
-        assert len(service.bodies) == 6 * 7
+        assert len(service.bodies) == 6 * len(DEFAULT_ORDERS)
         assert tuple(by_order(lines)) == DEFAULT_ORDERS
         assert {line["dry_run"] for line in lines} == {False}
 
@@ -1332,6 +1423,28 @@ class TestComparison:
         assert compare_orders([line("free", [1])]) == []
         assert compare_orders([line("retrieval", [1], id=["a"]), line("free", [1], id=["b"])]) == []
 
+    def test_a_question_asked_again_counts_once(self) -> None:
+        lines = [
+            line("retrieval", [0, 0, 1], id=["a", "a", "b"]),
+            line("free", [1, 1, 1], id=["a", "a", "b"], gold_places=[[1], [1], [1]]),
+        ]
+        (compared,) = compare_orders(lines)
+        assert (compared["questions"], compared["em_won"], compared["em_baseline"]) == (2, 1, 50)
+        assert gold_places(lines[1])["places"] == [{"place": 1, "gold": 2, "em": 100, "f1": 100}]
+
+    def test_answers_that_contain_an_accepted_one_are_compared_as_well(
+        self, ask: Callable[..., list[JSON]], service: Service
+    ) -> None:
+        service.content = "It was Arthur's Magazine, I think."
+        lines = ask("retrieval", "sorted")
+        assert {(each["em"], each["contains"]) for each in by_order(lines).values()} == {(0, 100)}
+        (compared,) = checks(lines, "quality-comparison")
+        assert (compared["contains"], compared["contains_won"], compared["contains_verdict"]) == (
+            100,
+            0,
+            "no difference",
+        )
+
     def test_places_of_gold_documents(self) -> None:
         found = gold_places(line("free", [1, 0, 1], [1, 0.5, 1], gold_places=[[0, 2], [2], []]))
         assert found["places"] == [
@@ -1355,6 +1468,79 @@ class TestComparison:
     def test_of_two_lines_for_one_order_the_last_one_counts(self) -> None:
         lines = [line("retrieval", [0]), line("free", [0]), line("free", [1])]
         assert checks(summarise(lines), "quality-comparison")[0]["em"] == 100
+
+
+class TestPlaces:
+    def test_are_the_first_to_the_last_and_five_at_most(self) -> None:
+        assert place_orders(3) == ("place=1", "place=2", "place=3")
+        assert place_orders(10) == ("place=1", "place=3", "place=5", "place=8", "place=10")
+
+    @pytest.mark.parametrize("name", ["place=0", "place=last", "place="])
+    def test_that_do_not_exist_are_refused(self, name: str) -> None:
+        with pytest.raises(QualityError, match="give the place of the best document, such as place=1"):
+            Order.parse(name)
+
+    def test_only_the_best_gold_document_moves(self, ask: Callable[..., list[JSON]]) -> None:
+        orders = by_order(ask("place=1", "place=4"))
+        assert orders["place=1"]["rows"]["gold_places"] == [[0, 2], [0, 2]] * 3
+        assert orders["place=4"]["rows"]["gold_places"] == [[1, 3], [1, 3]] * 3
+
+    def test_questions_without_a_gold_document_are_left_out_and_counted(self, tmp_path: Path, service: Service) -> None:
+        folder = corpus_folder(tmp_path / "c")
+        written(folder / "run_mine.jsonl", tuple({"id": f"q{n}", "chunks": ["d7", "d0"]} for n in range(4)))
+        bench = make_bench("corpus", folder, engine="openai", base_url=service.base_url, orders=("place=2",), top_k=2)
+        (asked,) = serve_quality(bench)
+        assert (asked["rows"]["id"], asked["passed_over"]) == (["q0"], {"questions without a gold document": 3})
+
+    @pytest.mark.parametrize(
+        ("first", "last", "best"),
+        [(0, 9, "last"), (9, 0, "first"), (5, 6, "any"), (0, 7, "any")],
+    )
+    def test_the_end_with_more_right_answers_is_recommended_if_they_differ(
+        self, first: int, last: int, best: str
+    ) -> None:
+        """7 to 0 has a p of .016, which is no difference after four comparisons."""
+        right = {1: [1] * first + [0] * last, 5: [0] * first + [1] * last}
+        lines = [line(f"place={place}", right.get(place, [0] * (first + last))) for place in range(1, 6)]
+        for each in lines:
+            each["rows"]["contains"] = each["rows"]["em"]
+        (found,) = checks(summarise(lines), "quality-places")
+        assert (found["best"], found["comparisons"]) == (best, 4)
+        assert f'Settings(best="{best}")' in found["message"]
+        assert found["message"].startswith("no difference found") == (best == "any")
+        against = {each["baseline"] for each in checks(summarise(lines), "quality-comparison")}
+        assert against == {"place=1"}
+
+    def test_the_command_asks_the_sample_that_comes_with_it(self, tmp_path: Path, service: Service) -> None:
+        done = invoke("--places", "--engine", "openai", "--base-url", service.base_url, "--limit", 3, "-o", tmp_path)
+        assert done.exit_code == 0, done.output
+        assert len(service.bodies) == 3 * 5
+        said = " ".join(done.output.split())
+        assert re.search(r"no difference found: [\d.]+ % of 3 answers are right with the best document first", said)
+        assert 'leave Settings(best="any"), the default' in said
+
+
+class TestReport:
+    def lines(self) -> list[JSON]:
+        lines = [line(policy, [0, 1, 1], seed=0) for policy in ("retrieval", "random", "earned")]
+        for place, each in enumerate(lines):
+            tokens = {"prompt_tokens": [100] * 3, "cached_tokens": [20 * place] * 3}
+            each["rows"] |= {"contains": each["rows"]["em"], "gold_places": [[0], [1], [2]], **tokens}
+        return lines
+
+    def test_shows_right_answers_against_cached_tokens_and_by_place(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        lines = self.lines()
+        written(tmp_path / "results.jsonl", (*lines, *summarise(lines)))
+        (section,) = make_report(read_results(tmp_path), {}).sections
+        front, curve = section.pictures
+        assert "retrieval order: 66.7 % right, 0.0 % cached" in front.alt
+        assert "ragorder (earned): 66.7 % right, 40.0 % cached" in front.alt
+        assert curve.alt == "place 1: 0.0 %, place 2: 100.0 %, place 3: 100.0 %"
+        table, places = section.tables
+        assert [entry.text for entry in table.rows[0]] == ["retrieval order", "66.7", "66.7", "66.7", "0.0", "3", "0.0"]
+        assert table.rows[0][1].note == "[20.8, 93.9]; baseline"
+        assert [row[1].text for row in places.rows] == ["1"] * 3
 
 
 class TestJudgingWhatIsKept:
@@ -1408,6 +1594,11 @@ class TestVerdict:
         assert "1.5 billion parameters (fewer than 3)" in verdict["reason"]
         assert judge([line("retrieval", [0], model=small), line("free", [1], model=small)])["measured"] is True
 
+    def test_a_small_model_whose_sentences_contain_the_answer_does(self) -> None:
+        asked = line("free", [0], model=self.model(135_000_000))
+        asked["rows"]["contains"] = [1]
+        assert judge([asked])["measured"] is True
+
     def test_nor_does_one_of_unknown_size_that_gets_nothing_right(self) -> None:
         verdict = judge([line("free", [0], model=self.model())])
         assert verdict["measured"] is False
@@ -1417,7 +1608,7 @@ class TestVerdict:
         verdict = judge([line("free", [0], [0.4])])
         assert (verdict["measured"], verdict["note"]) == (
             True,
-            "exact match is 0 in every order: only F1 can tell them apart",
+            "no answer is right in any order: only F1 can tell them apart",
         )
 
     def test_orders_that_moved_nothing_are_no_comparison(self) -> None:
@@ -1531,6 +1722,47 @@ class TestFused:
         assert not verdict["measured"]
 
 
+# --- engines in this process -----------------------------------------------------------------------------------------
+
+
+class TestAnswersOfAnEngineInThisProcess:
+    """By a random model, whose answers are noise."""
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path, model_folder: Path) -> QualityBench:
+        pytest.importorskip("torch")
+        orders = ("retrieval", "reversed", "none")
+        options = {"top_k": 2, "engine": "torch", "model": model_folder, "output_tokens": 4}
+        return make_bench(
+            "corpus", corpus_folder(tmp_path / "c"), orders=orders, answers=tmp_path / "answers.jsonl", **options
+        )
+
+    def test_each_prompt_is_answered_once_however_many_orders_lead_to_it(
+        self, bench: QualityBench, tmp_path: Path
+    ) -> None:
+        lines = by_order(list(serve_quality(bench)))
+        kept = [json.loads(each) for each in (tmp_path / "answers.jsonl").read_text("utf-8").splitlines()]
+        assert len(kept) == len({each["prompt"] for each in kept}) == 4 * 2, "none has the prompts of retrieval"
+        assert lines["none"]["rows"]["answer"] == lines["retrieval"]["rows"]["answer"]
+        assert sum(lines["none"]["rows"]["cached_tokens"]) == 0 < sum(lines["retrieval"]["rows"]["cached_tokens"])
+        assert min(lines["retrieval"]["rows"]["prompt_tokens"]) > 50
+        assert lines["retrieval"]["model"]["name"] == "smallest", "of a folder the name, without its place"
+
+    def test_an_interrupted_run_goes_on(self, bench: QualityBench, tmp_path: Path) -> None:
+        whole = list(serve_quality(bench))
+        file = tmp_path / "answers.jsonl"
+        kept = file.read_text("utf-8").splitlines(keepends=True)
+        file.write_text("".join(kept[:3]) + kept[3][:20], "utf-8")
+        assert list(serve_quality(bench)) == whole
+        assert sorted(set(file.read_text("utf-8").splitlines())) == sorted({*map(str.strip, kept), kept[3][:20]})
+
+    def test_another_length_of_answers_is_another_answer(self, bench: QualityBench, tmp_path: Path) -> None:
+        list(serve_quality(bench))
+        longer = bench.engine.model_copy(update={"output_tokens": 6})
+        list(serve_quality(replace(bench, engine=longer)))
+        assert len((tmp_path / "answers.jsonl").read_text("utf-8").splitlines()) == 2 * 4 * 2
+
+
 # --- the real engine --------------------------------------------------------------------------------------------------
 
 
@@ -1551,33 +1783,25 @@ class TestVLLM:
         bench = self.bench(hotpot, vllm_model, orders=orders)
         data = load_questions("hotpotqa", hotpot)
         builders, facts = Builders(load_tokenizer(vllm_model)), model_facts("random", vllm_model)
-        with local_answers(vllm_engine, 8) as engine:
+        engine = OnceAnswers(vllm_engine, 8, capacity_tokens=vllm_engine.capacity_tokens, model="random")
+
+        def ask() -> list[JSON]:
             parsed = [Order.parse(name) for name in orders]
-            lines = list(
-                ask_questions(bench, data, parsed, engine, builders, facts, lambda *_: lambda: None, bench.cells[0])
-            )
+            return list(ask_questions(bench, data, parsed, engine, builders, facts, silent, bench.cells[0]))
+
+        ask()
+        engine.answer_missing(silent)
+        lines = ask()
         assert tuple(by_order(lines)) == orders
         for asked in lines:
             assert (asked["failures"], len(asked["rows"]["em"]), asked["engine"]["name"]) == (0, 6, "vllm")
         cached = {name: sum(asked["rows"]["cached_tokens"]) for name, asked in by_order(lines).items()}
         assert cached["none"] == 0
         assert cached["free"] > cached["retrieval"] > 0
+        orders_of = by_order(lines)
+        assert orders_of["none"]["rows"]["answer"] == orders_of["retrieval"]["rows"]["answer"]
         (verdict,) = checks(summarise(lines), "quality-verdict")
         assert verdict["message"] == "quality was NOT measured: the model has random weights: its answers are noise"
-
-    def test_the_engine_is_given_back_as_it_was(self, hotpot: Path, vllm_engine: Any) -> None:
-        kept = vllm_engine._sampling
-        with local_answers(vllm_engine, 8) as engine:
-            assert (engine.kept_output_tokens, vllm_engine._sampling.max_tokens) == (7, 8)
-            assert vllm_engine._sampling.ignore_eos is False
-        assert vllm_engine._sampling is kept
-        assert kept.ignore_eos is True
-
-    def test_a_prompt_that_does_not_fit_is_one_failure(self, vllm_engine: Any) -> None:
-        from ragorder.eval.engines.base import RequestError
-
-        with local_answers(vllm_engine, 8) as engine, pytest.raises(RequestError, match="this engine takes 1 to 2040"):
-            engine.answer(None, SimpleNamespace(token_ids=[1] * 2041, spans=[]))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -1628,7 +1852,7 @@ class TestCommand:
         session, *lines = result_lines(tmp_path / "out")
         assert (session["type"], session["schema"], session["arguments"]["dry_run"]) == ("session", 1, True)
         assert session["environment"]["python"]
-        assert [each["type"] for each in lines] == ["quality"] * 14 + ["check"] * 2
+        assert [each["type"] for each in lines] == ["quality"] * 16 + ["check"] * 2
         assert {each["session"] for each in lines} == {session["session"]}
         assert done.output.count("quality was NOT measured: this was a dry run, in which a stub answered") == 2
 
@@ -1677,16 +1901,18 @@ class TestCommand:
         self, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         page = (Path(__file__).parents[2] / "docs" / "quality.md").read_text("utf-8")
-        questions, command = re.findall(r"```(?:json)?\n(\{.*?|ragorder eval quality [^\n]*)\n", page, re.DOTALL)
+        questions = "\n".join(re.findall(r"^\{.*\}$", page, re.MULTILINE))
         monkeypatch.chdir(tmp_path)
         Path("questions.jsonl").write_text(questions, "utf-8")
-        words = command.replace("http://127.0.0.1:8000/v1", service.base_url).split()
-        done = invoke(*words[3:])
-        assert done.exit_code == 0, done.output
-        assert len(service.bodies) >= 2 * 2, "each question in retrieval order and ordered"
+        asked = []
+        for words in re.findall(r"^ragorder eval quality .*", page, re.MULTILINE):
+            del service.bodies[:]
+            done = invoke(*words.replace("http://127.0.0.1:8000/v1", service.base_url).split()[3:])
+            assert done.exit_code == 0, done.output
+            asked.append(len(service.bodies))
+        assert asked == [120 * 5, 2 * len(DEFAULT_ORDERS), 2 * 5]
         sent = json.dumps(service.bodies)
         assert "two years" in sent and "They must be unused." in sent
-        assert list(Path("quality").iterdir())
 
     def test_the_hub_and_its_options(self, tmp_path: Path, hub: Callable[..., Hub]) -> None:
         there = hub(HUB_ROWS["hotpotqa"][1])
@@ -1705,6 +1931,9 @@ class TestCommand:
         [
             (["squad"], "'squad' is not one of"),
             (["hotpotqa", "--data", "nowhere.json"], "does not exist"),
+            (["hotpotqa", "--data", "."], "--data is a file of hotpotqa, not a folder"),
+            (["corpus"], "a corpus is a folder with documents.jsonl"),
+            (["--places", "--policy", "free"], "--places has orders of its own"),
             (["hotpotqa", "--embedding-model", "x"], "--embedding-model requires --retriever dense"),
             (["hotpotqa", "--policy", "wild"], "unknown policy 'wild'"),
             (["hotpotqa", "--capacity-tokens", "lots"], "is no capacity"),

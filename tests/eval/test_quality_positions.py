@@ -95,7 +95,7 @@ class TestOrders:
                 own = [rank for rank in order if sources[rank] == source]
                 assert own == sorted(own)
 
-    def test_auto_moves_more_than_as_ranked_and_finds_more_cached(self, look_ups: Stream) -> None:
+    def test_free_moves_more_than_as_ranked_and_finds_more_cached(self, look_ups: Stream) -> None:
         found = {name: order_stream(look_ups, name, 65_536, 0) for name in ("retrieval", "prefix", "free")}
         moved = {
             name: sum(abs(rank - place) for each in orders for place, rank in enumerate(each.permutation))

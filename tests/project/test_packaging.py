@@ -298,6 +298,9 @@ class TestWheel:
         replayed = python("-S", "-m", "ragorder", "replay", "--example", path=path, cwd=tmp_path)
         assert replayed.returncode == 0, replayed.stderr
         assert "example.jsonl: 400 requests, 2 tenants" in replayed.stdout
+        asked = python("-S", "-m", "ragorder", "eval", "quality", "--dry-run", "-o", tmp_path / "out", path=path)
+        assert asked.returncode == 0, asked.stderr
+        assert "the sample, given the accepted answer" in asked.stdout
 
 
 class TestSdist:

@@ -16,8 +16,12 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CorpusQuestion:
+    """`answers` are all accepted ones, `supporting` the ids of the documents that answer it; empty: not known."""
+
     id: str
     text: str
+    answers: Sequence[str] = ()
+    supporting: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
+from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.experiments.quality.base import GradedQuestion
 from ragorder.eval.experiments.quality.fused import FusedReuse, answer_fused
+from ragorder.eval.experiments.quality.metrics import extract_answer
+from ragorder.eval.running.progress import Progress
+from ragorder.jsonl import JSONLines
 from ragorder.prompt import Prompt
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.torch import TorchEngine
     from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["Answerer", "ModelAnswer", "ServerAnswers", "StubAnswers", "local_answers"]
+__all__ = ["BATCH", "Answerer", "ModelAnswer", "OnceAnswers", "ServerAnswers", "StubAnswers", "fused_answers"]
+
+BATCH = 16
+"""Prompts that an engine in this process answers at the same time."""
 
 _TIMEOUT_S = 600.0
 _DEFAULT_BLOCK_SIZE = 16
@@ -34,6 +45,7 @@ class ModelAnswer:
 
     text: str
     cached_tokens: int | None
+    prompt_tokens: int | None = None
     fused_tokens: int | None = None
     recomputed_tokens: int | None = None
 
@@ -70,8 +82,10 @@ class StubAnswers:
         return ModelAnswer(self._say(question), None)
 
 
-class _LocalAnswers:
-    def __init__(self, engine: VLLMEngine | TorchEngine) -> None:
+class _FusedAnswers:
+    """One question after another, with what the engine has cached."""
+
+    def __init__(self, engine: TorchEngine) -> None:
         self.name = engine.name
         self.block_size = engine.block_size
         self.capacity_tokens = engine.capacity_tokens
@@ -89,20 +103,106 @@ class _LocalAnswers:
         if not self._reuse:
             self._engine.reset()
         if self._fused is not None:
-            done = answer_fused(cast("TorchEngine", self._engine), PromptIds.of(prompt), self._fused)
-            return ModelAnswer(done.text, done.cached.total, done.fused.total, done.recomputed)
-        try:
-            served = self._engine.generate(PromptIds.of(prompt))
-        except ValueError as error:
-            raise RequestError(str(error)) from None
-        return ModelAnswer(served.text, served.cached_tokens)
+            done = answer_fused(self._engine, PromptIds.of(prompt), self._fused)
+            return ModelAnswer(done.text, done.cached.total, done.prompt_tokens, done.fused.total, done.recomputed)
+        served = self._engine.generate(PromptIds.of(prompt))
+        return ModelAnswer(served.text, served.cached_tokens, served.prompt_tokens)
+
+
+class OnceAnswers:
+    """Answers of an engine in this process, each prompt's once, however many orders lead to it: no answer depends on
+    what is cached, which a simulated engine counts with these blocks, this capacity and as many tokens of answers.
+
+    Ask everything once, then `answer_missing`, then ask again. Answers are appended to `file`, and read from there.
+    `whole`: none ends early, at the end of the line that counts.
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine | TorchEngine,
+        output_tokens: int,
+        *,
+        capacity_tokens: int | None,
+        model: str,
+        whole: bool = False,
+        file: Path | None = None,
+    ) -> None:
+        self.name = engine.name
+        self.block_size = engine.block_size
+        self.capacity_tokens = capacity_tokens
+        self.kept_output_tokens = output_tokens - 1 if engine.kept_output_tokens else 0
+        self.partial_blocks_first = engine.partial_blocks_first
+        self._engine = engine
+        self._output_tokens = output_tokens
+        self._stop = () if whole else ("\n",)
+        self._file = file
+        self._kind = f"{engine.name}\n{model}\n{output_tokens}\n".encode()
+        self._known: dict[str, str] = {}
+        self._missing: dict[str, tuple[int, PromptIds]] = {}
+        self._places: dict[str, int] = {}
+        if file is not None and file.exists():
+            lines = JSONLines(file, max_line_bytes=None).objects()
+            self._known = {str(line["prompt"]): str(line["answer"]) for _, line in lines if "answer" in line}
+            if not file.read_bytes().endswith(b"\n"):
+                self._append("\n")
+        self.reset()
+
+    def reset(self, *, reuse: bool = True, fused: FusedReuse | None = None) -> None:
+        assert fused is None, "a simulated engine takes no documents over"
+        self._cache = SimEngine(
+            block_size=self.block_size,
+            capacity_tokens=self.capacity_tokens,
+            output_tokens=self.kept_output_tokens,
+            prefix_caching=reuse,
+            like="vllm-0.32" if self.partial_blocks_first else "lru",
+        )
+
+    def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
+        ids = PromptIds.of(prompt)
+        key = hashlib.sha256(self._kind + array("q", ids).tobytes()).hexdigest()
+        place = self._places.setdefault(question.id, len(self._places))
+        if key not in self._known:
+            self._missing[key] = place, ids
+        return ModelAnswer(self._known.get(key, ""), self._cache.generate(ids).cached_tokens, len(ids))
+
+    def answer_missing(self, progress: Progress) -> None:
+        """One question after another, so that its orders are answered together. Raises EngineError, OSError."""
+        todo = sorted(self._missing.items(), key=lambda item: item[1])
+        advance = progress("answering", len(todo))
+        for start in range(0, len(todo), BATCH):
+            batch = todo[start : start + BATCH]
+            texts = self._texts([ids for _, (_, ids) in batch])
+            found = {key: text for (key, _), text in zip(batch, texts, strict=True)}
+            self._keep(found)
+            for key in found:
+                del self._missing[key]
+                advance()
+
+    def _texts(self, prompts: list[PromptIds]) -> list[str]:
+        texts = self._engine.answers(prompts, self._output_tokens, self._stop)
+        if self._stop:
+            # What began with an empty line, or with thoughts, was ended too early.
+            early = [place for place, text in enumerate(texts) if not extract_answer(text)]
+            again = self._engine.answers([prompts[place] for place in early], self._output_tokens)
+            for place, text in zip(early, again, strict=True):
+                texts[place] = text
+        return texts
+
+    def _keep(self, found: Mapping[str, str]) -> None:
+        self._known |= found
+        self._append("".join(json.dumps({"prompt": key, "answer": text}) + "\n" for key, text in found.items()))
+
+    def _append(self, text: str) -> None:
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(text)
 
 
 @contextmanager
-def local_answers(engine: VLLMEngine | TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """An engine of the benchmarks, set to answers of at most `output_tokens`."""
+def fused_answers(engine: TorchEngine, output_tokens: int) -> Iterator[Answerer]:
+    """Answers of at most `output_tokens`, in orders of which some take documents over."""
     with engine.answering(output_tokens):
-        yield _LocalAnswers(engine)
+        yield _FusedAnswers(engine)
 
 
 class ServerAnswers:
@@ -194,6 +294,7 @@ class ServerAnswers:
             text = answer["choices"][0]["message"]["content"]
             usage = answer.get("usage") or {}
             cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            prompt_tokens = usage.get("prompt_tokens")
         except self._failure as error:
             raise RequestError(f"HTTP {error.status}" if error.status else "no answer", error.status) from None
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -202,4 +303,5 @@ class ServerAnswers:
             raise RequestError("the answer has no text")
         # Without a salt one order finds blocks of another in the cache.
         told = "cache_salt" in form and isinstance(cached_tokens, int)
-        return ModelAnswer(text or "", cached_tokens if told else None)
+        counted = prompt_tokens if isinstance(prompt_tokens, int) else None
+        return ModelAnswer(text or "", cached_tokens if told else None, counted)

@@ -12,7 +12,7 @@ from ragorder.document import Document
 
 __all__ = ["DatasetName", "GradedQuestion", "QualityError", "QuestionDocuments", "Reading"]
 
-DatasetName = Literal["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"]
+DatasetName = Literal["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq", "corpus"]
 
 
 class QualityError(ValueError):

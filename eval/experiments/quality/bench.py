@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ragorder.eval.experiments.quality.answering import OnceAnswers
 from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.compare import summarise
 from ragorder.eval.experiments.quality.datasets import load_questions
@@ -47,8 +48,14 @@ def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done =
     if bench.fuses and bench.engine.engine != "torch" and not bench.dry_run:
         raise QualityError("only the embedded engine takes documents over: give --engine torch")
     data = load_questions(bench.questions, progress)
+    if any(order.place for order in orders):
+        data = data.with_gold()
     if bench.dry_run:
         yield from dry_run(bench, data, orders, todo, progress)
         return
     with serve_answers(bench, data, progress) as (engine, builders, model):
+        if isinstance(engine, OnceAnswers):
+            for _ in ask_questions(bench, data, todo[0], engine, builders, model, silent, bench.cells[0]):
+                pass
+            engine.answer_missing(progress)
         yield from ask_questions(bench, data, todo[0], engine, builders, model, progress, bench.cells[0])

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from ragorder.eval.experiments.quality.base import DatasetName
 from ragorder.eval.running.cells import SuiteCell
 
 __all__ = ["QualityCell"]
@@ -15,7 +14,7 @@ __all__ = ["QualityCell"]
 class QualityCell(SuiteCell):
     """The fields of `QuestionsSpec` and `AnswererSpec` that a suite may set."""
 
-    dataset: DatasetName
+    dataset: Literal["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"]
     question_order: Literal["data", "random"] = "data"
     top_k: int | None = Field(None, ge=1)
     document_words: int | None = Field(None, ge=1)

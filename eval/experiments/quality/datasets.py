@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -10,14 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ragorder.eval.data.corpora.base import CorpusError
+from ragorder.eval.data.corpora import CorpusError, load_folder
 from ragorder.eval.data.retrieval import Retriever, make_retriever
-from ragorder.eval.experiments.quality.base import DatasetName, GradedQuestion, Reading
+from ragorder.eval.data.trace import check_ranked, in_order
+from ragorder.eval.experiments.quality.base import DatasetName, GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS, Scorer
 from ragorder.eval.experiments.quality.multihop import read_hotpotqa, read_musique, read_two_wiki
 from ragorder.eval.experiments.quality.natural_questions import read_natural_questions
 from ragorder.eval.experiments.quality.records import SourceRecord, read_records
-from ragorder.eval.experiments.quality.specs import QuestionsSpec
+from ragorder.eval.experiments.quality.specs import TOP_K, QuestionsSpec
 from ragorder.eval.experiments.quality.triviaqa import read_triviaqa
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.extras import install_hint
@@ -25,6 +26,9 @@ from ragorder.extras import install_hint
 __all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
 
 
+SAMPLE = Path(__file__).with_name("sample")
+"""A corpus of 120 questions whose documents were retrieved."""
+_RETRIEVED = 10
 _FILE = "give --data FILE (eval run: --questions DIR)"
 _PATIENCE_S = 10.0
 
@@ -35,16 +39,16 @@ class Dataset:
     records."""
 
     name: DatasetName
-    questions: int
-    read: Callable[[Iterable[SourceRecord], Reading], Iterator[GradedQuestion]]
-    hub: str
+    questions: int = 0
+    read: Callable[[Iterable[SourceRecord], Reading], Iterator[GradedQuestion]] = lambda records, reading: iter(())
+    hub: str = ""
     config: str | None = None
     split: str = "validation"
     container: str | None = None
 
     @property
     def scorer(self) -> Scorer:
-        return SCORERS[self.name]
+        return SCORERS["nq" if self.name == "corpus" else self.name]
 
 
 DATASETS = {
@@ -55,6 +59,7 @@ DATASETS = {
         Dataset("2wikimultihopqa", 12_576, read_two_wiki, "framolfese/2WikiMultihopQA"),
         Dataset("triviaqa", 17_944, read_triviaqa, "mandarjoshi/trivia_qa", "rc", container="Data"),
         Dataset("nq", 7_830, read_natural_questions, "google-research-datasets/natural_questions", "dev"),
+        Dataset("corpus"),
     )
 }
 
@@ -67,16 +72,27 @@ class QuestionSet:
     questions: list[GradedQuestion]
     passed_over: Mapping[str, int]
 
+    def with_gold(self) -> QuestionSet:
+        """Those for which a gold document was retrieved. Raises CorpusError without any."""
+        questions = [question for question in self.questions if question.gold]
+        if not questions:
+            raise CorpusError(f"{self.dataset.name}: no question has a gold document among those retrieved")
+        left_out = {"questions without a gold document": len(self.questions) - len(questions)}
+        return replace(self, questions=questions, passed_over={**self.passed_over, **left_out})
+
 
 def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
     """With a retriever, the documents of all questions are one corpus, from which `top_k` (10) are retrieved for each.
     Raises CorpusError naming file and record, ImportError naming what to install."""
+    retriever = make_retriever(spec.retriever) if isinstance(spec.retriever, str) else spec.retriever
+    if spec.dataset == "corpus":
+        return _of_corpus(spec, retriever)
     data, evidence, aliases, limit = spec.data, spec.evidence, spec.aliases, spec.limit
-    in_order = spec.question_order == "data"
+    as_given = spec.question_order == "data"
     dataset = DATASETS[spec.dataset]
     dataset = replace(dataset, config=spec.config or dataset.config, split=spec.split or dataset.split)
     if data is None:
-        records, where = _from_hub(dataset, streaming=limit is not None and in_order), dataset.hub
+        records, where = _from_hub(dataset, streaming=limit is not None and as_given), dataset.hub
     else:
         records, where = read_records(data, dataset.container), str(data)
         evidence, aliases = evidence or _beside(data, "evidence"), aliases or _beside(data, "id_aliases.json")
@@ -85,7 +101,7 @@ def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> Question
         evidence=evidence if spec.dataset == "triviaqa" else None,
         aliases=aliases if spec.dataset == "2wikimultihopqa" else None,
     )
-    wanted = limit if in_order else None
+    wanted = limit if as_given else None
     advance = progress(f"{spec.dataset}: reading", wanted or dataset.questions)
     questions = []
     for question in islice(_distinct(dataset.read(records, reading), where), wanted):
@@ -94,16 +110,40 @@ def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> Question
     if not questions:
         reasons = ", ".join(f"{count} {reason}" for reason, count in reading.passed_over.items())
         raise CorpusError(f"{where}: no question in it can be asked ({reasons or 'it is empty'}): use another file")
-    if not in_order:
-        random.Random(spec.seed).shuffle(questions)
-        questions = questions[:limit]
-    retriever = spec.retriever
+    if spec.question_order == "random":
+        questions = in_order(questions, "random", spec.seed)[:limit]
     if retriever is not None:
-        made = make_retriever(retriever) if isinstance(retriever, str) else retriever
-        questions = _retrieve(questions, made, spec.top_k or 10, reading)
+        questions = _retrieve(questions, retriever, spec.top_k or _RETRIEVED, reading)
     elif spec.top_k is not None:
         questions = [_first(question, spec.top_k) for question in questions]
+    if spec.question_order in ("recurring", "topics"):
+        questions = in_order(questions, spec.question_order, spec.seed)[:limit]
     return QuestionSet(dataset, questions, dict(reading.passed_over))
+
+
+def _of_corpus(spec: QuestionsSpec, retriever: Retriever | None) -> QuestionSet:
+    """The stream of `trace_of_corpus`. Gold is what was retrieved of a supporting document, and has an answer if that
+    is cut into parts; where none are named, every document with an answer."""
+    folder = spec.data or SAMPLE
+    top_k = spec.top_k or (TOP_K if retriever is None else _RETRIEVED)
+    corpus = load_folder(folder, retriever=retriever, top_k=top_k)
+    check_ranked(corpus, top_k)
+    parts = Counter(document.metadata["source"] for document in corpus.documents)
+    reading, scorer, questions = Reading(document_words=spec.document_words), DATASETS["corpus"].scorer, []
+    for question, ranking in zip(corpus.questions, corpus.rankings, strict=True):
+        documents = QuestionDocuments()
+        for each in (corpus.documents[position] for position in ranking):
+            document, source = reading.document(each.metadata["title"] or each.id, each.text), each.metadata["source"]
+            supports = source in question.supporting if question.supporting else True
+            whole = bool(question.supporting) and parts[source] == 1
+            documents.add(document, gold=supports and (whole or scorer.occurs(question.answers, document.text)))
+        questions.append(documents.question(question.id, question.text, question.answers))
+    asked = in_order(questions, spec.question_order, spec.seed)[: spec.limit]
+    kept = [question for question in asked if question.answers and question.documents]
+    if not kept:
+        raise CorpusError(f"{folder}: no question has answers and documents: add answers to questions.jsonl")
+    left_out = len(asked) - len(kept)
+    return QuestionSet(DATASETS["corpus"], kept, {"questions without an answer": left_out} if left_out else {})
 
 
 def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[SourceRecord]:

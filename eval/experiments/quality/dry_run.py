@@ -68,7 +68,7 @@ def _check_prompts(
         builder = builders(state_ranking=order.state_ranking)
         policy = order.make(stub, BuiltPrompts(builder), bench.questions.seed)
         for question in data.questions:
-            ordering = policy.order(list(question.documents))
+            ordering = order.arrange(policy, question, None)
             ordering.confirm()
             as_retrieved = Ordering(list(question.documents), range(len(question.documents)))
             texts = [Counter(builder.build(question.text, each).text) for each in (ordering, as_retrieved)]

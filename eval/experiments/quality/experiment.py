@@ -33,11 +33,13 @@ class Quality(Experiment):
     checks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "quality-verdict": ("measured", "reason", "note", "reordered", "message"),
         "quality-positions": ("policy", "places"),
+        "quality-places": ("first", "last", "questions", "comparisons", "p", "best", "message"),
         "quality-comparison": (
             "policy",
             "baseline",
             *("em", "em_baseline", "em_lost", "em_won", "em_p", "em_verdict"),
             *("f1_difference", "f1_low", "f1_high", "f1_verdict"),
+            *("contains", "contains_baseline", "contains_lost", "contains_won", "contains_p", "contains_verdict"),
         ),
     }
 
@@ -77,7 +79,7 @@ class Quality(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
         from ragorder.eval.experiments.quality.bench import done_in, serve_quality
-        from ragorder.eval.experiments.quality.previous import judge_previous
+        from ragorder.eval.experiments.quality.compare import judge_previous
 
         name = job.suite.name
         if (name, job.cell) in self._failed:
@@ -101,7 +103,7 @@ class Quality(Experiment):
         yield from judge_previous(self.store.folder / RESULTS, name, self.session, self.progress)[1]
 
     def _bench(self, job: Job) -> QualityBench:
-        from ragorder.eval.experiments.quality.specs import AnswererSpec, QualityBench, QuestionsSpec
+        from ragorder.eval.experiments.quality.specs import ANSWERS, AnswererSpec, QualityBench, QuestionsSpec
 
         options, fields = self.options, job.cell.fields
         asked = {name: value for name, value in fields.items() if name in QuestionsSpec.model_fields}
@@ -116,6 +118,7 @@ class Quality(Experiment):
             suite=job.suite.name,
             suite_cell=fields,
             session=self.session,
+            answers=self.store.folder / ANSWERS,
         )
 
     def _data(self, cell: QualityCell) -> Path | None:

@@ -5,7 +5,7 @@
 | HotpotQA, 2WikiMultiHopQA | lower case, ASCII punctuation gone, articles gone | F1 only if both are it | F1 0 |
 | MuSiQue | the same | words like others | F1 1 |
 | TriviaQA | the same, but punctuation, four more quotes and _ become spaces | words like others | F1 0 |
-| NQ-open | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
+| NQ-open, a corpus | decomposed (NFD), then as HotpotQA | words like others | F1 0 (SQuAD's) |
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 __all__ = ["SCORERS", "Scorer", "extract_answer"]
 
-_LABEL = re.compile(r"(?:(?:final )?answer\s*(?::|is\b)|the answer is\b:?)\s*", re.IGNORECASE)
+_LABEL = re.compile(r"(?:(?:final )?answer\s*(?::|is\b)|a:|the answer is\b:?)\s*", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _GONE = str.maketrans("", "", string.punctuation)
 _SPACED = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
@@ -90,13 +90,15 @@ SCORERS = {
 
 
 def extract_answer(text: str) -> str:
-    """The scored part of a model's text: the first line after the last "</think>", without a label such as "Answer:".
-    Unfinished thinking is no answer."""
+    """The scored part of a model's text: the first line after the last "</think>" that has more than a label such as
+    "Answer:", without that. Unfinished thinking is no answer."""
     _, closed, rest = text.rpartition("</think>")
     if closed:
         text = rest
     elif "<think>" in text:
         return ""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    match = _LABEL.match(line)
-    return line[match.end() :] if match else line
+    for line in map(str.strip, text.splitlines()):
+        label = _LABEL.match(line)
+        if answer := line[label.end() :] if label else line:
+            return answer
+    return ""

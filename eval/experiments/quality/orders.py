@@ -8,13 +8,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ragorder.document import Document
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import BuiltPrompts
-from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.experiments.quality.base import GradedQuestion, QualityError
+from ragorder.eval.experiments.quality.compare import PLACE
 from ragorder.eval.experiments.quality.fused import FUSED, FusedReuse
 from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy, parse_guards
+from ragorder.ordering import Ordering
 
-__all__ = ["DEFAULT_ORDERS", "Order"]
+__all__ = ["DEFAULT_ORDERS", "Order", "place_orders"]
 
 DEFAULT_ORDERS = (
     "retrieval",
@@ -26,23 +29,37 @@ DEFAULT_ORDERS = (
     "free+keep_last=2",
     "free+state_ranking",
 )
+_MOST_PLACES = 5
 _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "oracle"))
+
+
+def place_orders(documents: int) -> tuple[str, ...]:
+    """The best document at each of so many places, or at five of them, from the first to the last."""
+    several = min(documents, _MOST_PLACES)
+    places = [1 + round(step * (documents - 1) / max(1, several - 1)) for step in range(several)]
+    return tuple(f"{PLACE}{place}" for place in places)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """With `state_ranking` the prompt states retrieval's ranking. Policy "none" has no prefix cache. `fused`: documents
-    off the cached prefix are taken over."""
+    off the cached prefix are taken over. `place`: of the best gold document, from 1; the others stand as ranked."""
 
     name: str
     policy: str
     guards: Mapping[str, Any]
     state_ranking: bool
     fused: FusedReuse | None = None
+    place: int | None = None
 
     @classmethod
     def parse(cls, name: str) -> Order:
-        """From "free+keep_first=2", "retrieval+state_ranking" or "retrieval+fused=0.05:query". Raises QualityError."""
+        """From "free+keep_first=2", "retrieval+state_ranking", "retrieval+fused=0.05:query" or "place=3". Raises
+        QualityError."""
+        if name.startswith(PLACE):
+            if not (number := name.removeprefix(PLACE)).isdecimal() or not int(number):
+                raise QualityError(f"{name!r}: give the place of the best document, such as {PLACE}1")
+            return cls(name, "retrieval", {}, False, place=int(number))
         policy, *extras = name.split("+")
         if policy not in _POLICIES:
             raise QualityError(f"unknown policy {policy!r} in {name!r}: choose from {', '.join(_POLICIES)}")
@@ -64,6 +81,15 @@ class Order:
     @property
     def reuses(self) -> bool:
         return self.policy != "none"
+
+    def arrange(self, policy: Policy, question: GradedQuestion, suffix_tokens: int | None) -> Ordering[Document]:
+        documents = list(question.documents)
+        if self.place is None:
+            return policy.order(documents, suffix_tokens=suffix_tokens)
+        best = next(rank for rank, document in enumerate(documents) if document.id in question.gold)
+        ranks = [rank for rank in range(len(documents)) if rank != best]
+        ranks.insert(self.place - 1, best)
+        return Ordering([documents[rank] for rank in ranks], ranks)
 
     def make(self, engine: Cache, prompts: BuiltPrompts, seed: int) -> Policy:
         """Raises QualityError for invalid guards."""

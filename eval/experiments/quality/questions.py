@@ -33,7 +33,7 @@ SYSTEM = (
 """The system prompt of every question."""
 
 
-_TOKENS = ("cached_tokens", "fused_tokens", "recomputed_tokens")
+_TOKENS = ("prompt_tokens", "cached_tokens", "fused_tokens", "recomputed_tokens")
 
 
 class Builders:
@@ -85,13 +85,14 @@ def ask_questions(
             "passed_over": dict(data.passed_over),
             "em": round(100 * fmean(em), 4),
             "f1": round(100 * fmean(f1), 4),
+            "contains": round(100 * fmean(scores.columns["contains"]), 4),
             "rows": scores.rows,
         }
 
 
 class _Scores:
     def __init__(self, scorer: Scorer) -> None:
-        names = ("id", "em", "f1", *_TOKENS, "displacement", "moved_share", "gold_places")
+        names = ("id", "answer", "em", "f1", "contains", *_TOKENS, "displacement", "moved_share", "gold_places")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self.failures = 0
         self.failure = ""
@@ -115,8 +116,10 @@ class _Scores:
         moved = sum(place != rank for place, rank in enumerate(permutation))
         row = {
             "id": question.id,
-            "em": self._scorer.exact_match(text, question.answers),
+            "answer": text,
+            "em": (same := self._scorer.exact_match(text, question.answers)),
             "f1": round(self._scorer.f1(text, question.answers), 6),
+            "contains": int(same or self._scorer.occurs(question.answers, text)),
             **{name: getattr(answer, name) for name in _TOKENS},
             "displacement": round(ordering.moves.places, 4),
             "moved_share": round(moved / max(1, len(permutation)), 4),
@@ -149,7 +152,7 @@ def _ask(
             if len(in_flight) == concurrency:
                 finish_oldest()
             suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens
-            ordering = policy.order(list(question.documents), suffix_tokens=suffix_tokens)
+            ordering = order.arrange(policy, question, suffix_tokens)
             in_flight.append((question, ordering, submit(question, builder.build(question.text, ordering))))
         while in_flight:
             finish_oldest()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.models import load_tokenizer, longest_prompt, random_model
 from ragorder.eval.engines.torch import TorchEngine, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.experiments.quality.answering import Answerer, ServerAnswers, local_answers
+from ragorder.eval.experiments.quality.answering import BATCH, Answerer, OnceAnswers, ServerAnswers, fused_answers
 from ragorder.eval.experiments.quality.base import QualityError
 from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS, ModelFacts, model_facts
@@ -20,6 +22,8 @@ from ragorder.eval.running.progress import Progress
 __all__ = ["serve_answers"]
 
 _CAPACITY = Capacity(tokens=100_000)
+# Of prompts that are answered together.
+_POOL_TOKENS = 32_768
 # Engines in this process, with their default block sizes.
 _ENGINES = {"vllm": (VLLMEngine, 32), "torch": (TorchEngine, 16)}
 
@@ -31,7 +35,7 @@ def serve_answers(
     """Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a
     model that cannot be loaded, ImportError."""
     spec = bench.engine
-    with _server(spec, data) if spec.engine == "openai" else _local(spec, data, progress, bench.fuses) as ready:
+    with _server(spec, data) if spec.engine == "openai" else _local(bench, data, progress) as ready:
         yield ready
 
 
@@ -57,8 +61,9 @@ def _server(spec: AnswererSpec, data: QuestionSet) -> Iterator[tuple[Answerer, B
 
 @contextmanager
 def _local(
-    spec: AnswererSpec, data: QuestionSet, progress: Progress, fuses: bool
+    bench: QualityBench, data: QuestionSet, progress: Progress
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
+    spec, fuses = bench.engine, bench.fuses
     if spec.engine == "torch":
         need_torch()
     start, block_size = _ENGINES[spec.engine]
@@ -83,17 +88,34 @@ def _local(
             f"the longest prompt has {longest:,} tokens, and the cache holds {capacity_tokens:,}: give "
             f"--capacity-tokens {2 * longest} for what fused requests copy"
         )
-    engine = start(
-        model,
-        block_size=size,
-        capacity_tokens=capacity_tokens,
-        max_model_len=min(room, longest + size),
-        output_tokens=spec.output_tokens,
-        unlimited_tokens=(1 + fuses) * (sum(lengths) + len(lengths) * (spec.output_tokens + size)),
-        **({"reuse": "fused"} if fuses else {}),
-    )
+    options: dict[str, Any] = {
+        "block_size": size,
+        "max_model_len": min(room, longest + size),
+        "output_tokens": spec.output_tokens,
+    }
+    named = str(spec.model or RANDOM_WEIGHTS)
+    facts = model_facts(Path(named).name if Path(named).is_dir() else named, model)
+    if fuses:
+        unlimited = 2 * (sum(lengths) + len(lengths) * (spec.output_tokens + size))
+        options |= {"capacity_tokens": capacity_tokens, "unlimited_tokens": unlimited, "reuse": "fused"}
+    else:
+        held = max(2, min(BATCH, _POOL_TOKENS // (longest + size)))
+        options |= {"capacity_tokens": held * (longest + size)} | ({"at_once": BATCH} if spec.engine == "vllm" else {})
+    engine = start(model, **options)
     try:
-        with local_answers(engine, spec.output_tokens) as answers:
-            yield answers, builders, model_facts(str(spec.model or RANDOM_WEIGHTS), model)
+        if not fuses:
+            thinks = "<think>" in builders(state_ranking=False).build("", []).text
+            once = OnceAnswers(
+                engine,
+                spec.output_tokens,
+                capacity_tokens=capacity_tokens,
+                model=named,
+                whole=thinks,
+                file=bench.answers,
+            )
+            yield once, builders, facts
+        else:
+            with fused_answers(engine, spec.output_tokens) as answers:
+                yield answers, builders, facts
     finally:
         engine.close()

@@ -10,12 +10,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
 
 from ragorder.eval.data.retrieval import Retriever
+from ragorder.eval.data.trace import QuestionOrder
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality.base import DatasetName, QualityError
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS
 from ragorder.eval.experiments.quality.orders import DEFAULT_ORDERS, Order
 
-__all__ = ["AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
+__all__ = ["ANSWERS", "TOP_K", "AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
+
+TOP_K = 5
+"""Documents a question of a corpus."""
+ANSWERS = "answers.jsonl"
+"""The file beside the results in which engines in this process keep their answers."""
 
 Line = dict[str, Any]
 Done = Callable[[Mapping[str, Any], str], bool]
@@ -32,11 +38,11 @@ class QuestionsSpec(BaseModel):
 
     model_config = _STRICT
 
-    dataset: DatasetName
+    dataset: DatasetName = "corpus"
     data: Path | None = Field(
         default=None,
-        description="The data set's official file, plain or .gz.",
-        json_schema_extra={"unset": "the Hub's"},
+        description="The data set's official file, plain or .gz; corpus: a folder as in docs/corpora.md.",
+        json_schema_extra={"unset": "the Hub's; corpus: the sample that comes with ragorder"},
     )
     config: str | None = Field(default=None, description="Hub: another configuration, such as unfiltered (TriviaQA).")
     split: str | None = Field(
@@ -53,20 +59,31 @@ class QuestionsSpec(BaseModel):
         json_schema_extra={"unset": "the one beside the data, if it exists"},
     )
     limit: int | None = Field(default=None, ge=1, description="Only the first N questions.")
-    question_order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
-    seed: int = Field(default=0, description="Seed of the random order and of policy random.")
+    question_order: QuestionOrder = Field(
+        default="data",
+        description="Order of the questions: as given; shuffled; 300 of them 1,000 times, by Zipf's law; 40 topics of "
+        "five questions that share documents.",
+    )
+    seed: int = Field(default=0, description="Seed of the order of the questions and of policy random.")
     top_k: int | None = Field(
-        default=None, ge=1, description="Documents a question.", json_schema_extra={"unset": "all; 10 with --retriever"}
+        default=None,
+        ge=1,
+        description="Documents a question.",
+        json_schema_extra={"unset": "all; 10 with --retriever, 5 of a corpus"},
     )
     document_words: int | None = Field(default=None, ge=1, description="Cut documents to N words.")
     retriever: Annotated[Retriever | str | None, SkipValidation] = Field(
         default=None,
         description="Retrieve each question's documents from those of all questions, so that questions share them.",
-        json_schema_extra={"unset": "each question has its own, in the order of the data"},
+        json_schema_extra={"unset": "each question has its own, in the order of the data; corpus: those of its run"},
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if self.dataset == "corpus" and self.data is not None and not self.data.is_dir():
+            raise ValueError("a corpus is a folder with documents.jsonl, questions.jsonl and a run: name it in --data")
+        if self.dataset != "corpus" and self.data is not None and self.data.is_dir():
+            raise ValueError(f"--data is a file of {self.dataset}, not a folder: name the file, or the data set corpus")
         if self.data is not None and (self.config or self.split):
             raise ValueError("--config and --split choose from the Hub's data: leave them out with --data")
         if self.evidence is not None and self.dataset != "triviaqa":
@@ -127,7 +144,8 @@ class QualityBench:
     """Questions, an engine, and orders of documents (see `Order`). In a `dry_run` a stub gives the accepted answer,
     then none. Raises QualityError.
 
-    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results.
+    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results. `answers` is the file
+    in which an engine in this process keeps what it has answered, so that an interrupted run goes on.
     """
 
     questions: QuestionsSpec
@@ -137,6 +155,7 @@ class QualityBench:
     suite: str = "quality"
     suite_cell: Mapping[str, Any] | None = None
     session: str | None = None
+    answers: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.orders:
@@ -173,7 +192,7 @@ class QualityBench:
             "engine": engine.engine if real else "stub",
             "model": engine.served_model or model if real else None,
             "base_url": engine.base_url if real else None,
-            "capacity_tokens": capacity and (f"{capacity.percent}%" if capacity.percent else capacity.tokens),
+            "capacity_tokens": capacity and (capacity.tokens or str(capacity)),
             "block_size": engine.block_size,
             "output_tokens": engine.output_tokens,
             "concurrency": engine.concurrency,

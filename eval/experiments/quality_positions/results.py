@@ -9,7 +9,7 @@ from statistics import fmean
 from ragorder.eval.experiments.quality.compare import mcnemar_exact
 from ragorder.eval.experiments.quality_positions.record import PositionsRecord
 from ragorder.eval.report.groups import RecordGroup
-from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare, need_scipy
+from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare, wilson
 
 __all__ = ["Group", "Share", "bands", "by_place", "change", "definition_in_front", "mean", "swapped", "total"]
 
@@ -32,10 +32,7 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        if not self.count:
-            return None
-        found = need_scipy().binomtest(self.right, self.count).proportion_ci(method="wilson")
-        return float(found.low), float(found.high)
+        return wilson(self.right / self.count, self.count) if self.count else None
 
 
 def total(group: Group, policy: str) -> Share:
