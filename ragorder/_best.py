@@ -18,8 +18,8 @@ __all__ = ["BestPlace"]
 class BestPlace:
     """Where the model answers best from a document: "first", or "last", which is next to the question.
 
-    The most relevant document stands there, unless that costs more than `best_tokens` cached ones; what follows the
-    cached prefix stands as ranked, for "last" in reversed order. With "any" nothing moves and nothing is given up.
+    The most relevant document stands there, unless that costs more than `best_tokens` cached ones: then "last" is the
+    most relevant one that follows the cached prefix. The others stand as ranked. With "any" nothing is given up.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -51,13 +51,10 @@ class BestPlace:
 
     def split(self, prefix: Sequence[int], rest: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Of the ranks in `rest`, after `prefix`: what stands first, what a tail may arrange, what stands last."""
-        if self._end == "any" or not rest:
-            return [], rest, []
-        if self._end == "first":
-            held = 0 if prefix else 1
-            return rest[:held], rest[held:], []
-        held = 1 if rest[0] == 0 else 0
-        return [], rest[held:][::-1], rest[:held]
+        if self._end == "last":
+            return [], rest[1:], rest[:1]
+        held = 1 if self._end == "first" and not prefix else 0
+        return rest[:held], rest[held:], []
 
     def order(self, count: int) -> list[int]:
         """That of all documents if none is cached and none moves."""

@@ -23,9 +23,9 @@ D = TypeVar("D")
 class TurnScope(Scope):
     """A scope that also has documents behind histories.
 
-    No other request shares what stands behind a history, so documents stay as ranked there, or reversed where the best
-    one stands last, but for those that are held in another order. Without a history they are ordered as always.
-    `follows_histories`: the engine resumes a prompt anywhere, so that a history is reused as it grows.
+    No other request shares what stands behind a history, so documents stay as ranked there, but for the best one
+    and for those that are held in another order. Without a history they are ordered as always. `follows_histories`: the
+    engine resumes a prompt anywhere, so that a history is reused as it grows.
     """
 
     follows_histories = True

@@ -72,8 +72,8 @@ class Settings(BaseSettings):
     )
     best: Literal["any", "first", "last"] = Field(
         "any",
-        description="Where the most relevant document should stand: first, last (next to the question; the others "
-        "reversed, too), or anywhere. Models differ: `ragorder eval quality --places` measures it.",
+        description="Where the most relevant document should stand: first, last (next to the question), or anywhere. "
+        "Models differ: `ragorder eval quality --places` measures it.",
     )
     best_tokens: int = Field(
         128,

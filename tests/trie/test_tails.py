@@ -84,11 +84,6 @@ class TailContract:
     def test_without_history_and_queue_rank_order_is_kept(self) -> None:
         assert arrange(type(self).make(), "dbca", prefix=[2], history=["dbca"]) == "dba"
 
-    def test_without_history_and_queue_any_given_order_is_kept(self) -> None:
-        tail, request = type(self).make(), Requested("dbca")
-        tail.observe(request)
-        assert list(tail.arrange(request, [2], [3, 1, 0], ())) == [3, 1, 0]
-
     def test_ten_thousand_documents(self) -> None:
         keys = [f"d{number}" for number in range(10_000)]
         tail = type(self).make()

@@ -61,7 +61,7 @@ class Tail(ABC):
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
     ) -> list[int]:
-        """The ranks in `rest`, given in the order in which none moves, in the order in which they follow `prefix`."""
+        """The ranks in `rest` (in rank order) in the order in which they follow `prefix`."""
 
 
 tails: Registry[Tail] = Registry("tail")
