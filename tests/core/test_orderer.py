@@ -419,6 +419,26 @@ class TestBestPlace:
         batch = strict(best="last", best_tokens=best_tokens).order_batch(map(documents, ["axb", "axc"]))
         assert {ids(ordering) for ordering in batch} == expected
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda **options: Orderer.for_cloud("anthropic", model="claude-opus-5", clock=lambda: 0.0, **options),
+            lambda **options: strict(capacity_tokens=4_000, host_tokens=8_000, **options),
+            lambda **options: strict(search="greedy", **options),
+        ],
+        ids=["cloud", "tiers", "greedy"],
+    )
+    def test_other_caches_and_searches_keep_it_too(self, make: Any) -> None:
+        orderer, rng = make(best="last", best_tokens=1_000_000), random.Random(0)
+        cached_tokens = 0
+        for _ in range(60):
+            ordering = orderer.order(documents(rng.sample("abcdefgh", 4), tokens=400))
+            assert ordering.permutation[-1] == 0
+            cached_tokens += ordering.cached_tokens
+            ordering.confirm()
+        assert orderer.fallbacks == 0
+        assert cached_tokens > 0
+
     def test_in_a_conversation_it_is_next_to_the_question_too(self) -> None:
         orderer = strict(best="last")
         behind, question = [Segment("told", 40)], Segment("asked", 10)
