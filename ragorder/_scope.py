@@ -231,7 +231,7 @@ class Scope:
         first, rest, last = self.best.split(prefix, rest)
         taken_over: list[int] = []
         if self.fused is not None:
-            # Nothing after a document that is taken over would be kept: the best one is the first of those at most.
+            # Nothing after a document that is taken over is kept: it never stands before one to compute.
             if first and self.fused.has_copy(request.keys[0]):
                 first, rest = [], first + rest
             invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix + first, rest)
