@@ -89,7 +89,10 @@ def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
         tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
         # Documents that are not shared are placed as if the request came alone.
         alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
-        for number, order in plan_backlog(alone, tokens, cached):
+        planned = scope.best.improve(
+            plan_backlog(alone, tokens, cached), [request.keys for request in batch], cached, tokens
+        )
+        for number, order in planned:
             request = batch[number]
             run.start(first + number, request, [request.ranks[key] for key in order])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from ragorder._best import BestPlace
 from ragorder._request import OrderRequest
 from ragorder.settings import Settings
 from ragorder.trie.search import PrefixSearch, ranks_on_path
@@ -32,6 +34,7 @@ class EarnedMoves:
     def __init__(self, settings: Settings, search: PrefixSearch, tail: EarnedTail) -> None:
         self._find = search.find
         self._tail = tail
+        self._best = BestPlace(settings)
         self._guards = settings.guards or None
         self._prefix_tokens = settings.prefix_tokens
         self._moved, self._ranked = Shadow(settings.prefix_tokens), Shadow(settings.prefix_tokens)
@@ -55,14 +58,15 @@ class EarnedMoves:
             shadow.forget(held_since)
         keys, ranks = request.keys, request.ranks
         guards = None if self._guards is None else self._guards.for_request(len(keys), request.groups)
-        found = self._find(shadow.tree, ranks, None if guards is None else guards.permits)
+        found = self._best.choose(partial(self._find, shadow.tree, ranks), shadow.tree, ranks, guards)
         prefix = ranks_on_path(found, ranks)
         placed = set(prefix)
         rest = [rank for rank in range(len(keys)) if rank not in placed] if prefix else [*range(len(keys))]
+        first, rest, last = self._best.split(prefix, rest)
         if shadow is self._moved and rest:
-            rest = self._tail.forecast(request, prefix, rest)
+            rest = self._tail.forecast(request, prefix + first, rest)
+        rest = first + rest + last
         if guards is not None:
             rest = guards.complete(prefix, prefix + rest)[len(prefix) :]
         shadow.serve(found, keys, tokens, rest, stamp)
-        order = prefix + rest
-        return found.end, order != sorted(order)
+        return found.end, prefix + rest != self._best.order(len(keys))

@@ -7,10 +7,12 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+from ragorder._best import BestPlace
 from ragorder._earned import EarnedMoves
 from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
+from ragorder.guards import RequestGuards
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
 from ragorder.trie.histories import KnownSegments
@@ -68,6 +70,7 @@ class Scope:
     ) -> None:
         self.name = name
         self._owner = owner
+        self.best = BestPlace(settings)
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
         fuses = settings.reuse == "fused"
@@ -120,8 +123,8 @@ class Scope:
 
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
         self.residency.refresh(request)
-        permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
-        node = self._find(request, permits)
+        guards = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups)
+        node = self._choose(request, guards)
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
@@ -205,13 +208,16 @@ class Scope:
             rest = Rest(prompt_tokens.__sub__)
         return self.priced.improve(node, self.tree, request.ranks, rest, permits)
 
+    def _choose(self, request: OrderRequest[D], guards: RequestGuards | None = None) -> Node:
+        return self.best.choose(partial(self._find, request), self.tree, request.ranks, guards)
+
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
         tree, ranks = self.tree, request.ranks
-        node = self._find(request)
+        node = self._choose(request)
         if self._guards is None:
             return self._complete(ranks_on_path(node, ranks), request, waiting), 0
         guards = self._guards.for_request(len(ranks), request.groups)
-        guarded = self._find(request, guards.permits)
+        guarded = self._choose(request, guards)
         cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
         prefix = ranks_on_path(guarded, ranks)
         return guards.complete(prefix, self._complete(prefix, request, waiting)), cost
@@ -222,11 +228,16 @@ class Scope:
             return prefix
         placed = set(prefix)
         rest = [rank for rank in range(count) if rank not in placed]
+        first, rest, last = self.best.split(prefix, rest)
+        taken_over: list[int] = []
         if self.fused is not None:
-            invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix, rest)
-            exact = prefix + invested
-            return exact + self.tail.arrange(request, exact, rest, waiting) + taken_over
-        return prefix + self.tail.arrange(request, prefix, rest, waiting)
+            # Nothing after a document that is taken over is kept: it never stands before one to compute.
+            if first and self.fused.has_copy(request.keys[0]):
+                first, rest = [], first + rest
+            invested, rest, taken_over = self.fused.split(request, self._tokens(request), prefix + first, rest)
+            first += invested
+        exact = prefix + first
+        return exact + self.tail.arrange(request, exact, rest, waiting) + taken_over + last
 
     def _begin(
         self,

@@ -23,9 +23,9 @@ D = TypeVar("D")
 class TurnScope(Scope):
     """A scope that also has documents behind histories.
 
-    No other request shares what stands behind a history, so documents stay as ranked there, but for those that are held
-    in another order. Without a history they are ordered as always. `follows_histories`: the engine resumes a prompt
-    anywhere, so that a history is reused as it grows.
+    No other request shares what stands behind a history, so documents stay as ranked there, but for the best one
+    and for those that are held in another order. Without a history they are ordered as always. `follows_histories`: the
+    engine resumes a prompt anywhere, so that a history is reused as it grows.
     """
 
     follows_histories = True
@@ -132,7 +132,8 @@ class TurnScope(Scope):
             permits = None if guards is None else guards.permits
             prefix = find_below(self.tree, end, request.ranks, self._search_budget, permits)
         placed = set(prefix)
-        arranged = prefix + [rank for rank in range(len(request.keys)) if rank not in placed]
+        first, rest, last = self.best.split(prefix, [rank for rank in range(len(request.keys)) if rank not in placed])
+        arranged = prefix + first + rest + last
         return arranged if guards is None else guards.complete(prefix, arranged), 0
 
     def _reusable(self, held_tokens: int, path: Sequence[Node], behind: Behind) -> int:

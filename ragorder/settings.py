@@ -70,6 +70,16 @@ class Settings(BaseSettings):
         description="Tokens that a document must be expected to save, in the next 300 requests, for each place that it "
         "moves ahead of its rank beyond the cached prefix.",
     )
+    best: Literal["any", "first", "last"] = Field(
+        "any",
+        description="Where the most relevant document should stand: first, last (next to the question), or anywhere. "
+        "Models differ: `ragorder eval quality --places` measures it.",
+    )
+    best_tokens: int = Field(
+        128,
+        ge=0,
+        description="Cached tokens that a request gives up at most to have its most relevant document there.",
+    )
     reuse: Literal["exact", "fused"] = Field(
         "exact",
         description="exact: the engine reuses documents in an exact prefix only; fused: it also reuses those that it "
@@ -148,6 +158,9 @@ class Settings(BaseSettings):
     def _one_end(self) -> Self:
         if self.keep_first and self.keep_last:
             raise ValueError("keep_first and keep_last exclude each other: keep the top documents at one end")
+        for kept, end, other in ((self.keep_first, "last", "first"), (self.keep_last, "first", "last")):
+            if kept and self.best == end:
+                raise ValueError(f"best={end!r} and keep_{other} exclude each other: give keep_{end}, or leave one out")
         return self
 
     @model_validator(mode="after")
@@ -202,6 +215,8 @@ class OrdererOptions(TypedDict, total=False):
     search: SearchName
     moves: TailName
     min_gain: float
+    best: Literal["any", "first", "last"]
+    best_tokens: int
     reuse: Literal["exact", "fused"]
     recompute: float
     copies: Literal["served", "all"]

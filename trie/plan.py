@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ragorder.trie.tree import Key
 
-__all__ = ["CachedPath", "plan", "plan_backlog"]
+__all__ = ["CachedPath", "Planned", "plan", "plan_backlog", "shared_tokens"]
 
 _Documents = frozenset[int]
 Planned = tuple[int, list[Key]]
@@ -366,7 +366,7 @@ class _Scratch:
         return cost
 
     def _shared(self, place: int, other: int) -> int:
-        return _shared(self._orders[place + 1], self._orders[other + 1], self._tokens)
+        return shared_tokens(self._orders[place + 1], self._orders[other + 1], self._tokens)
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -393,10 +393,11 @@ def _extend(
 
 
 def _saved_on_path(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int:
-    return sum(_shared(order, after, tokens) for (_, order), (_, after) in pairwise(planned))
+    return sum(shared_tokens(order, after, tokens) for (_, order), (_, after) in pairwise(planned))
 
 
-def _shared(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
+def shared_tokens(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
+    """Of the documents with which both orders begin."""
     shared = 0
     for key, opposite in zip(one, other, strict=False):
         if key != opposite:

@@ -23,6 +23,7 @@ D = TypeVar("D")
 _logger = logging.getLogger("ragorder")
 _PLAIN: OrdererOptions = {
     "moves": "prefix",
+    "best": "any",
     "max_displacement": 0,
     "keep_first": 0,
     "keep_last": 0,

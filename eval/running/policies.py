@@ -45,6 +45,8 @@ _GUARDS: Mapping[str, Callable[[str], Any]] = {
     "max_displacement": int,
     "max_gain_lost": float,
     "min_gain": float,
+    "best": str,
+    "best_tokens": int,
 }
 
 
@@ -61,7 +63,7 @@ def parse_guards(guards: Iterable[str], flags: Sequence[str] = ("keep_groups",))
             else:
                 settings[name] = _parse_guard(name, value)
         except (KeyError, ValueError):
-            choices = ", ".join([*(f"{each}=N" for each in _GUARDS), *flags])
+            choices = ", ".join([*(f"{each}={'first|last' if each == 'best' else 'N'}" for each in _GUARDS), *flags])
             raise ValueError(f"unknown guard {guard!r}: choose from {choices}") from None
     return settings
 

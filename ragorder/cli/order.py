@@ -44,6 +44,8 @@ __all__ = ["order"]
         Settings,
         "search",
         "moves",
+        "best",
+        "best_tokens",
         "residency",
         "keep_first",
         "keep_last",

@@ -44,6 +44,8 @@ ORDER_SETTINGS = (
     "max_gain_lost",
     "min_gain",
     "moves",
+    "best",
+    "best_tokens",
     "copies",
 )
 """Those settings of an orderer that are options."""

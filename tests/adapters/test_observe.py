@@ -219,6 +219,12 @@ class TestShadowMode:
         assert (saved.saved_tokens or 0) > 20_000
         assert predicted.displacement_mean == saved.displacement_mean > 0
 
+    @pytest.mark.parametrize("best", ["first", "last"])
+    def test_retrieval_order_is_not_arranged_for_the_best_document(self, best: str) -> None:
+        watched = ObservedOrderer(make_orderer(best=best), shadow=True)
+        batches = [watched.order(documents) for documents in asked(20)], watched.order_batch(asked(20))
+        assert all(list(ordering.permutation) == list(range(5)) for batch in batches for ordering in batch)
+
     def test_batches_stay_as_they_are(self) -> None:
         requests = asked(20)
         watched = ObservedOrderer(make_orderer(), [Metrics()], shadow=True)

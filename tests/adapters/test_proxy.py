@@ -2024,6 +2024,8 @@ class TestServeOptions:
             ("--max-gain-lost", "0.1", 0.1),
             ("--min-gain", "50", 50.0),
             ("--moves", "prefix", "prefix"),
+            ("--best", "last", "last"),
+            ("--best-tokens", "64", 64),
         ],
     )
     def test_guards(self, option: str, value: str, setting: float | str, serving: Callable[..., Served]) -> None:

@@ -73,6 +73,8 @@ SETTINGS = [
     ("--max-displacement", "2"),
     ("--max-gain-lost", "0.2"),
     ("--min-gain", "20.0"),
+    ("--best", "last"),
+    ("--best-tokens", "64"),
 ]
 
 

@@ -102,6 +102,35 @@ class TestWhereTheyDoNot:
         assert not any(serve(documents).moved)
 
 
+class TestBestPlace:
+    """Moves are earned, and counted, against the order that the best document's place asks for."""
+
+    def test_moves_that_pay_leave_the_best_document_where_it_is(self) -> None:
+        stream = skewed()
+        earned, prefix = (serve(stream, moves=moves, best="last", best_tokens=1_000) for moves in ("earned", "prefix"))
+        assert earned.cached_percent > prefix.cached_percent + 1
+        assert earned.permutations != prefix.permutations
+        assert all(order[-1] == 0 for order in earned.permutations)
+
+    @pytest.mark.parametrize(("best", "order"), [("last", [1, 2, 3, 4, 0]), ("first", [0, 1, 2, 3, 4])])
+    def test_recurring_questions_earn_none(self, best: str, order: list[int]) -> None:
+        stays = {
+            moves: serve(recurring(), moves=moves, best=best).permutations.count(order)
+            for moves in ("earned", "prefix", "free")
+        }
+        assert stays["earned"] > 0.95 * stays["prefix"] > 1.5 * stays["free"]
+
+    @pytest.mark.parametrize("best", ["first", "last"])
+    def test_recurring_questions_lose_no_hits(self, best: str) -> None:
+        assert serve(recurring(), best=best).cached_percent > serve(recurring()).cached_percent - 1
+
+    def test_it_costs_few_hits(self) -> None:
+        stream = skewed()
+        placed, free = serve(stream, best="last"), serve(stream)
+        assert placed.cached_percent > 0.8 * free.cached_percent
+        assert sum(order[-1] == 0 for order in placed.permutations) > 0.8 * len(stream)
+
+
 class TestWaiting:
     """Where the future is known, nothing has to be earned."""
 

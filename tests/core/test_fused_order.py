@@ -50,9 +50,12 @@ def fusing(**options: object) -> Orderer:
     return Orderer(reuse="fused", capacity_tokens=None, suffix_tokens=0, strict=True, **options)  # type: ignore[arg-type]
 
 
-@given(st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=30))
-def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]]) -> None:
-    orderer, engine = fusing(), FusingEngine()
+@given(
+    st.lists(st.lists(st.sampled_from(range(12)), min_size=1, max_size=6, unique=True), max_size=30),
+    st.sampled_from(["any", "first", "last"]),
+)
+def test_what_is_reused_is_what_the_engine_reuses(requests: list[list[int]], best: str) -> None:
+    orderer, engine = fusing(best=best), FusingEngine()
     for numbers in requests:
         documents = [DOCUMENTS[number] for number in numbers]
         ordering = orderer.order(documents)
@@ -84,6 +87,25 @@ def test_documents_to_compute_follow_the_prefix_and_others_stay_as_ranked() -> N
     ordering = orderer.order([DOCUMENTS[number] for number in (6, 7, 5, 0, 2)])
     assert [document.id for document in ordering.documents] == ["d0", "d7", "d6", "d5", "d2"]
     assert ordering.reuse == ["exact", "computed", "fused", "fused", "fused"]
+
+
+@pytest.mark.parametrize(("best", "expected"), [("last", "d0 d2 d5 d7"), ("first", "d0 d7 d2 d5")])
+def test_the_best_document_stands_last_though_it_is_computed_or_first_of_those_computed(
+    best: str, expected: str
+) -> None:
+    orderer = fusing(best=best, best_tokens=0)
+    for number in (2, 5, 0):
+        orderer.order([DOCUMENTS[number]]).confirm()
+    ordering = orderer.order([DOCUMENTS[number] for number in (7, 2, 5, 0)])
+    assert " ".join(document.id for document in ordering.documents) == expected
+
+
+def test_a_best_document_that_is_taken_over_is_never_before_one_to_compute() -> None:
+    orderer = fusing(best="first")
+    orderer.order(DOCUMENTS[:2]).confirm()
+    ordering = orderer.order([DOCUMENTS[number] for number in (1, 5, 6)])
+    assert [document.id for document in ordering.documents] == ["d5", "d6", "d1"]
+    assert ordering.reuse == ["computed", "computed", "fused"]
 
 
 def test_after_a_build_all_others_are_taken_over() -> None:

@@ -30,6 +30,8 @@ FIELDS = {
     "search": "greedy",
     "moves": "queue",
     "min_gain": 0.25,
+    "best": "last",
+    "best_tokens": 64,
     "reuse": "fused",
     "recompute": 0.3,
     "copies": "all",
@@ -186,6 +188,8 @@ class TestValidation:
             ("keep_first", -1),
             ("keep_last", -1),
             ("max_displacement", -1),
+            ("best", "middle"),
+            ("best_tokens", -1),
             ("max_nodes", 0),
             ("max_scopes", 0),
             ("keep_groups", "perhaps"),
@@ -208,6 +212,12 @@ class TestGuards:
     def test_top_documents_are_kept_at_one_end_only(self) -> None:
         said = problem(keep_first=1, keep_last=1)
         assert "keep_first and keep_last exclude each other: keep the top documents at one end" in said
+
+    @pytest.mark.parametrize(("best", "other"), [("first", "last"), ("last", "first")])
+    def test_the_best_document_is_kept_at_its_own_end_only(self, best: str, other: str) -> None:
+        said = problem(**{"best": best, f"keep_{other}": 1})
+        assert f"best='{best}' and keep_{other} exclude each other: give keep_{best}, or leave one out" in said
+        assert Settings(**{"best": best, f"keep_{best}": 2}).best == best
 
     def test_one_from_the_environment_excludes_the_other_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")

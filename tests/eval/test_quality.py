@@ -882,6 +882,7 @@ class TestOrders:
             ("greedy+keep_last=1+max_displacement=3", "greedy", {"keep_last": 1, "max_displacement": 3}, False),
             ("earned+keep_groups+state_ranking", "earned", {"keep_groups": True}, True),
             ("retrieval+state_ranking", "retrieval", {}, True),
+            ("earned+best=last+best_tokens=64", "earned", {"best": "last", "best_tokens": 64}, False),
         ],
     )
     def test_are_a_policy_with_guards(self, name: str, policy: str, guards: JSON, state_ranking: bool) -> None:
@@ -898,6 +899,8 @@ class TestOrders:
             ("free+keep_groups=1", "unknown guard 'keep_groups=1'"),
             ("free+keep_first=1+keep_first=2", "keep_first twice"),
             ("free+keep_first=1+keep_last=1", "exclude each other"),
+            ("free+best=last+keep_first=1", "exclude each other"),
+            ("free+best=middle", "unknown guard 'best=middle'"),
             ("sorted+keep_first=2", "not to sorted"),
         ],
     )

@@ -16,6 +16,7 @@ from ragorder.eval.experiments.quality.compare import PLACE
 from ragorder.eval.experiments.quality.fused import FUSED, FusedReuse
 from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy, parse_guards
 from ragorder.ordering import Ordering
+from ragorder.settings import Settings
 
 __all__ = ["DEFAULT_ORDERS", "Order", "place_orders"]
 
@@ -74,8 +75,10 @@ class Order:
         state_ranking = guards.pop("state_ranking", False)
         if guards and policy not in ORDERERS:
             raise QualityError(f"{name!r}: guards apply to {', '.join(ORDERERS)}, not to {policy}")
-        if "keep_first" in guards and "keep_last" in guards:
-            raise QualityError(f"{name!r}: keep_first and keep_last exclude each other: give one of them")
+        try:
+            Settings(**guards)
+        except ValidationError as error:
+            raise QualityError(f"{name!r}: {error.errors()[0]['msg']}") from None
         return cls(name, policy, guards, state_ranking, FusedReuse.parse(ways[0]) if ways else None)
 
     @property
