@@ -61,7 +61,9 @@ _PAGE = {
     "card": ("#ffffff", "#1d2125"),
 }
 _MARKERS = dict(zip(COLOURS, ("s", "o", "^", "v", "D", "P", "*", "x", "X", "h", "<", ">", "p", "d", "8"), strict=True))
-_DASHES = dict(zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-", "-.", "--", ":", "-.", "-"), strict=True))
+_DASHES = dict(
+    zip(COLOURS, ("--", "-", "-.", ":", "-", ":", "--", ":", "-.", "-", "-.", "--", ":", "-.", "-"), strict=True)
+)
 _ALIKE = {"random": "none"}
 
 # What matplotlib draws in these colours gets the page's: a stylesheet cannot reach into presentation attributes.

@@ -122,6 +122,8 @@ class TestTheSuite:
         assert done.exit_code == 0, done.output
         runs = read_results(tmp_path).of(RunRecord, "open-loop")
         assert [(run.cell["arrivals"], run.policy) for run in runs] == [
-            (arrivals, policy) for arrivals in (None, "poisson:1", "poisson:2") for policy in ("retrieval", "earned", "free")
+            (arrivals, policy)
+            for arrivals in (None, "poisson:1", "poisson:2")
+            for policy in ("retrieval", "earned", "free")
         ]
         assert all(run.requests for run in runs)

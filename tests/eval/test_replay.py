@@ -746,7 +746,9 @@ class TestPolicies:
 
     @pytest.mark.parametrize("policy", ["oracle", "events", "none", "queue", "fastest"])
     def test_others_are_refused(self, policy: str) -> None:
-        with pytest.raises(PolicyError, match="choose from retrieval, greedy, prefix, frequency, popularity, earned, free"):
+        with pytest.raises(
+            PolicyError, match="choose from retrieval, greedy, prefix, frequency, popularity, earned, free"
+        ):
             replay(random_log(0), policies=[policy])
 
     def test_keep_to_the_settings_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -840,11 +842,14 @@ class TestTheSaving:
         assert report_of(8_000, 16_000, 2_000).answer == (
             "Yes: ragorder (earned) saves 2.5 to 20.0 % of the prefill tokens at all capacities."
         )
-        assert report_of(16_000).answer == "Yes: ragorder (earned) saves 20.0 % of the prefill tokens at all capacities."
+        assert (
+            report_of(16_000).answer == "Yes: ragorder (earned) saves 20.0 % of the prefill tokens at all capacities."
+        )
         said = "A little: ragorder (earned) saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
         assert report_of(0, 2_000).answer == said
         assert (
-            report_of(0, -9_000).answer == "No: ragorder (earned) saves nothing worth having at any of these capacities."
+            report_of(0, -9_000).answer
+            == "No: ragorder (earned) saves nothing worth having at any of these capacities."
         )
 
     def test_at_the_capacity_that_was_asked_for_is_the_answer(self) -> None:
