@@ -60,7 +60,7 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
         metavar="NAME[+GUARD…]",
         help="An order to compare: none (no prefix cache), retrieval, reversed (best last), sorted, recency, random, "
         "greedy, prefix, frequency, queue, earned, free, with +keep_first=N, +keep_last=N, +max_displacement=N, "
-        "+keep_groups or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, "
+        "+best=last, +keep_groups or +state_ranking. Repeatable. [default: retrieval, earned, free, greedy, sorted, "
         "free+keep_first=2, free+keep_last=2, free+state_ranking]",
     ),
 )
