@@ -801,7 +801,7 @@ def report_of(*gains: int, asked: int | None = None, rate: float | None = None) 
 class TestTheSaving:
     def test_is_what_auto_spares_of_retrieval_orders_prefill(self) -> None:
         (saving,) = report_of(16_000).savings
-        assert saving.policy == "free"
+        assert saving.policy == "earned"
         assert saving.saved_tokens == 16_000
         assert saving.share_of_prefill == 16_000 / 80_000
         assert saving.tokens_per_1000_requests == 160_000

@@ -584,6 +584,7 @@ def answered(policy: str, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
         "id": [f"q{number}" for number in range(60)],
         "em": [int(score >= 0.55) for score in scores],
         "f1": scores,
+        "contains": [int(score >= 0.55) for score in scores],
         "displacement": [0.0 if policy == "retrieval" else 1.0] * 60,
         "gold_places": [[0, 2]] * 60,
     }
@@ -604,11 +605,12 @@ class TestQuality:
         table = report.sections[0].tables[0]
         assert table.title == "Answers: hotpotqa, big-7B"
         plain, ours = table.rows
-        assert [entry.note for entry in plain[1:3]] == ["baseline", "baseline"]
-        assert ours[1].note.replace("\u00a0", " ") == "+16.7: 10 won, 0 lost, p 0.002"
-        assert ours[2].note == "+10.0 [+10.0, +10.0]"
-        assert [entry.verdict for entry in ours[1:3]] == ["better", "better"]
-        assert [entry.text for entry in ours[3:]] == ["60", "100.0"]
+        assert [entry.note for entry in plain[1:4]] == ["[3.6, 18.1]; baseline", "baseline", "baseline"]
+        for ours_right in ours[1:3]:
+            assert "+16.7: 10 won, 0 lost, p 0.002" in ours_right.note.replace("\u00a0", " ")
+        assert ours[3].note == "+10.0 [+10.0, +10.0]"
+        assert [entry.verdict for entry in ours[1:4]] == ["better", "better", "better"]
+        assert [entry.text for entry in ours[4:]] == ["60", "100.0"]
         assert report.sections[0].words == []
         assert not any("EM, F1" in words for words in report.not_measured)
 
@@ -618,8 +620,8 @@ class TestQuality:
     def test_shows_the_scores_by_the_place_of_a_gold_document(self, tmp_path: Path) -> None:
         table = self.measured(tmp_path).sections[0].tables[1]
         assert [[entry.text for entry in row] for row in table.rows] == [
-            ["1", "120", "16.7", "34.5"],
-            ["3", "120", "16.7", "34.5"],
+            ["1", "120", "16.7", "16.7", "34.5"],
+            ["3", "120", "16.7", "16.7", "34.5"],
         ]
 
     def test_the_last_check_on_the_same_counts(self, tmp_path: Path) -> None:
@@ -645,10 +647,9 @@ class TestQuality:
         assert any("(EM, F1): the model has random weights" in words for words in report.not_measured)
 
     def test_low_scores_of_a_capable_model_are_a_measurement(self, tmp_path: Path) -> None:
-        low = answered("retrieval")["rows"] | {"em": [0] * 60, "f1": [0.05] * 60}
+        low = answered("retrieval")["rows"] | {"em": [0] * 60, "contains": [1] * 3 + [0] * 57, "f1": [0.05] * 60}
         report = self.measured(tmp_path, rows=low)
-        assert [row[2].text for row in report.sections[0].tables[0].rows] == ["5.0", "5.0"]
-        assert "exact match is 0 in every order" in report.sections[0].tables[0].note
+        assert [row[1].text for row in report.sections[0].tables[0].rows] == ["5.0", "5.0"]
 
     def test_answers_that_were_not_compared_are_marked(self, tmp_path: Path) -> None:
         lines = [answered("retrieval"), answered("free", 0.1)]
