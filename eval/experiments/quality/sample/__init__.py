@@ -1,0 +1,1 @@
+"""Questions of Natural Questions Open that ship with the package: see SOURCE.md."""
