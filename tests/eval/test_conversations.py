@@ -58,9 +58,9 @@ def test_d1_what_is_predicted_of_conversations_is_what_the_server_has(layout: st
     retrieval, ordered = both(made, layout)
     assert ordered.predicted_tokens
     error = ordered.predicted_tokens - ordered.cached_tokens
-    # An estimate is 1/15 too low; beyond that two and a half points of all tokens.
-    assert -ordered.cached_tokens / 8 < error + 0.025 * ordered.prompt_tokens
-    assert error < 0.025 * ordered.prompt_tokens
+    # An estimate is 1/15 too low; beyond that two points of all tokens.
+    assert -ordered.cached_tokens / 8 < error + 0.02 * ordered.prompt_tokens
+    assert error < 0.02 * ordered.prompt_tokens
     assert ordered.cached_tokens > retrieval.cached_tokens
 
 

@@ -70,7 +70,8 @@ class KeptKV:
     def end(self, prompt: _Prompt) -> None:
         self._cache.finish(prompt.handle)
         if prompt.ordering is not None:
-            prompt.ordering.confirm(prompt.cached_tokens, len(prompt.token_ids) + ANSWER_TOKENS)
+            # The cache has ANSWER_TOKENS of it: an answer's last token is never computed on.
+            prompt.ordering.confirm(prompt.cached_tokens, len(prompt.token_ids) + ANSWER_TOKENS + 1)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from ragorder.pipelining.reordering import CachedLengths
 __all__ = ["SimulatedReplica", "Started"]
 
 _BLOCK_SIZE = 16
-_ANSWER_TOKENS = 32
+# Of an answer, those that stay in the cache: all but its last.
+_KEPT_TOKENS = 32
 
 
 class Started:
@@ -44,7 +45,7 @@ class SimulatedReplica:
             capacity_tokens=capacity_tokens,
             block_size=_BLOCK_SIZE,
             prefix_tokens=prompts.prefix_tokens,
-            suffix_tokens=prompts.question_tokens + _ANSWER_TOKENS,
+            suffix_tokens=prompts.question_tokens + _KEPT_TOKENS,
             strict=True,
         )
 
@@ -55,11 +56,11 @@ class SimulatedReplica:
     def start(self, request: TraceRequest, number: int) -> Started:
         ordering = self._orderer.order(request.documents)
         prompt = self._prompts.token_ids(number, request, ordering.documents)
-        done, handle = self._engine.admit(prompt, _ANSWER_TOKENS)
+        done, handle = self._engine.admit(prompt, _KEPT_TOKENS)
         self.in_flight += 1
         return Started(ordering, handle, done.cached_tokens, done.prompt_tokens)
 
     def end(self, started: Started) -> None:
         self._engine.finish(started.handle)
         self.in_flight -= 1
-        started.ordering.confirm(started.cached_tokens, started.prompt_tokens + _ANSWER_TOKENS)
+        started.ordering.confirm(started.cached_tokens, started.prompt_tokens + _KEPT_TOKENS + 1)

@@ -17,7 +17,8 @@ from ragorder.eval.experiments.sharing.record import SharingCell
 __all__ = ["BLOCK_SIZE", "serve"]
 
 BLOCK_SIZE = 16
-_ANSWER_TOKENS = 32
+# Of an answer, those that stay in the cache: all but its last.
+_KEPT_TOKENS = 32
 
 
 class _Entry(NamedTuple):
@@ -52,7 +53,7 @@ def serve(
             capacity_tokens=cell.capacity_tokens,
             block_size=BLOCK_SIZE,
             prefix_tokens=prompts.prefix_tokens,
-            suffix_tokens=prompts.question_tokens + _ANSWER_TOKENS,
+            suffix_tokens=prompts.question_tokens + _KEPT_TOKENS,
             strict=True,
         )
         for _ in range(cell.processes)
@@ -70,12 +71,12 @@ def serve(
         ordering = orderers[process].order(request.documents)
         if shared:
             log.append(_Entry(place + 1 + cell.late, process, request, ordering.permutation))
-        done, handle = engine.admit(prompts.token_ids(place, request, ordering.documents), _ANSWER_TOKENS)
+        done, handle = engine.admit(prompts.token_ids(place, request, ordering.documents), _KEPT_TOKENS)
         running.append(_Running(ordering, handle, done))
         if len(running) > cell.in_flight:
             first = running.popleft()
             engine.finish(first.handle)
-            first.ordering.confirm(first.done.cached_tokens, first.done.prompt_tokens + _ANSWER_TOKENS)
+            first.ordering.confirm(first.done.cached_tokens, first.done.prompt_tokens + _KEPT_TOKENS + 1)
         if place >= warmup:
             rows["prompt_tokens"].append(done.prompt_tokens)
             rows["cached_tokens"].append(done.cached_tokens)
