@@ -20,7 +20,7 @@ _document_tokens = attrgetter("token_count")
 
 
 class OrderRequest(Generic[D]):
-    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "token_ids", "tokens")
+    __slots__ = ("documents", "estimated", "fixed", "groups", "keys", "ranks", "token_ids", "tokens")
 
     def __init__(
         self,
@@ -39,6 +39,14 @@ class OrderRequest(Generic[D]):
         self.tokens = tokens
         self.groups = groups
         self.token_ids = token_ids
+        self.fixed: list[int] | None = None
+
+    def fix(self, permutation: Sequence[int]) -> None:
+        """Send the documents in this order, whatever is cached. Raises ValueError unless it has each rank once."""
+        fixed = list(map(index, permutation))
+        if sorted(fixed) != list(range(len(self.keys))):
+            raise ValueError("permutation has not each rank of the documents once")
+        self.fixed = fixed
 
 
 class RequestReader:

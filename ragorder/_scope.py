@@ -97,7 +97,8 @@ class Scope:
 
     def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         self.residency.refresh(request)
-        self.tail.observe(request)
+        if request.fixed is None:
+            self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
@@ -212,6 +213,8 @@ class Scope:
         return self.best.choose(partial(self._find, request), self.tree, request.ranks, guards)
 
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
+        if request.fixed is not None:
+            return request.fixed, 0
         tree, ranks = self.tree, request.ranks
         node = self._choose(request)
         if self._guards is None:
@@ -282,7 +285,7 @@ class Scope:
         return ordering
 
     def _measure(self, request: OrderRequest[D], tokens: Sequence[int], lease: Lease) -> None:
-        if self.earned is not None:
+        if self.earned is not None and request.fixed is None:
             self.earned.observe(request, tokens, lease.stamp, self.mirror.pool.held_since)
 
     def _place(self, path: Sequence[Node], lease: Lease, ordering: Ordering[D]) -> None:

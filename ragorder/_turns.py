@@ -43,7 +43,7 @@ class TurnScope(Scope):
         if not follows and not behind.segments:
             return self.order(request, waiting, suffix_tokens)
         self.residency.refresh(None if behind.segments else request)
-        if not behind.segments:
+        if not behind.segments and request.fixed is None:
             self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange_turn(request, waiting, behind)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
@@ -124,7 +124,7 @@ class TurnScope(Scope):
         return self.follows_histories and self.fused is None
 
     def _arrange_turn(self, request: OrderRequest[D], waiting: Waiting, behind: Behind) -> tuple[list[int], int]:
-        if not behind.segments:
+        if not behind.segments or request.fixed is not None:
             return self._arrange(request, waiting)
         guards = self._guards.for_request(len(request.keys), request.groups) if self._guards is not None else None
         prefix: list[int] = []

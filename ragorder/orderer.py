@@ -63,6 +63,7 @@ class OrdererLike(Protocol):
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
+        permutation: Sequence[int] | None = None,
     ) -> Ordering[D]: ...
 
     def preview(
@@ -287,6 +288,7 @@ class Orderer:
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
+        permutation: Sequence[int] | None = None,
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
@@ -298,6 +300,9 @@ class Orderer:
         and in front of the `question`, a part of the suffix; `behind=[]` is a first turn. Of a conversation that is
         laid out again `question` has all segments behind its documents, the question last. Raises TypeError for other
         segments.
+
+        `permutation`: the ranks in the order in which the documents must be sent, for a turn that goes as it went
+        before. They are counted as sent in that order, and it teaches the earned moves nothing.
         """
         turn = _read_turn(behind, question)
         given = list(documents)
@@ -312,6 +317,8 @@ class Orderer:
                 suffix_tokens = read_length(suffix_tokens)
             if prefix_tokens is not None:
                 prefix_tokens = read_length(prefix_tokens)
+            if permutation is not None:
+                request.fix(permutation)
         except Exception as error:
             self._reader.refuse(given, error)
             return self.fall_back(given, error)

@@ -141,6 +141,7 @@ class ObservedOrderer:
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
+        permutation: Sequence[int] | None = None,
     ) -> Ordering[D]:
         """In shadow mode the documents stay in retrieval order."""
         given = list(documents)
@@ -150,6 +151,7 @@ class ObservedOrderer:
             "prefix_tokens": prefix_tokens,
             "behind": None if behind is None else list(behind),
             "question": question,
+            "permutation": permutation,
         }
         waiting = [list(others) for others in waiting]
         return self._watch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import add
 from typing import Protocol
@@ -185,6 +186,8 @@ class RequestOrderer:
             content = parsed.render(range(len(parsed.documents)), ())
             return OrderedRequest(content, None, 1, self._answer_length, named=parsed.named)
         orderer, body, suffix_tokens = self._of(parsed), parsed.body, 0
+        # An earlier turn is sent as it was sent.
+        sent = None if parsed.sent is None else parsed.sent()
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
         else:
@@ -193,7 +196,8 @@ class RequestOrderer:
             default = orderer.settings.suffix_tokens
             suffix_tokens = self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default)
             follows = self._follows(parsed)
-            ordering = orderer.order(
+            place = partial(
+                orderer.order,
                 parsed.documents,
                 waiting=[each.documents for each in upcoming if each.scope == parsed.scope and each.left is None],
                 scope=parsed.scope,
@@ -201,10 +205,20 @@ class RequestOrderer:
                 prefix_tokens=parsed.prefix_tokens,
                 question=follows or None,
             )
+            ordering = place(permutation=sent)
+            if parsed.sent is not None and sent is None:
+                # Unknown, it is the orderer's order if the engine should hold all of that, as another process has sent
+                # it, and else the client's own.
+                sent = range(len(parsed.documents))
+                if ordering.prefix_documents == len(sent):
+                    sent = ordering.permutation
+                elif list(sent) != list(ordering.permutation):
+                    ordering.discard()
+                    ordering = place(permutation=sent)
         try:
-            permutation = parsed.choose(ordering)
+            permutation = ordering.permutation if sent is None else sent
             if is_kept := list(permutation) != list(ordering.permutation):
-                # An earlier turn: what was sent is sent again.
+                # After an error an earlier turn is sent as it was, too.
                 ordering.discard()
             if self._send_facts:
                 ends = self._ends(parsed, permutation)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from ragorder.adapters.proxy.body import Body, Route
 from ragorder.adapters.proxy.marks import Left, MarkForm
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
-from ragorder.ordering import Ordering
 from ragorder.trie.histories import Segment
 
 __all__ = ["BodyMarks", "ParsedBody", "Route"]
@@ -34,7 +32,7 @@ class ParsedBody:
       behind which it is marked, if it takes `marks`
     - `suffix_tokens` follow the last document, `gaps` lie between them
     - `error`: the prefix could not be read
-    - `choose` gives the permutation that is sent for an ordering
+    - `sent`, of an earlier turn, gives the order in which its documents were sent, or None if that is unknown
     - `named`: ranks of the last message's documents that are named instead of sent
     - `orderer`: that of a cloud's model
     - `question`: what follows the documents, as segments that later requests of the conversation bring again
@@ -51,7 +49,7 @@ class ParsedBody:
     scope: bytes = b""
     prefix_tokens: int = 0
     error: Exception | None = None
-    choose: Callable[[Ordering[Document]], Sequence[int]] = attrgetter("permutation")
+    sent: Callable[[], Sequence[int] | None] | None = None
     named: Sequence[int] = ()
     marks: BodyMarks | None = None
     orderer: OrdererLike | None = None

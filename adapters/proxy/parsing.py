@@ -261,7 +261,7 @@ class BodyParser:
         if isinstance(body, ChatBody):
             parsed = replace(parsed, question=question)
         if parsed.error is None and body.is_history(passage):
-            return replace(parsed, choose=partial(self._turns.choose, parsed.scope, passage.text))
+            return replace(parsed, sent=partial(self._turns.sent, parsed.scope, passage.text, len(documents)))
         return parsed
 
     def _parsed(

@@ -6,9 +6,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from ragorder.document import Document
 from ragorder.lru_cache import LRUCache
-from ragorder.ordering import Ordering
 
 __all__ = ["SentTurns"]
 
@@ -30,14 +28,10 @@ class SentTurns:
         if sent != text:
             self._put(_key(scope, sent), range(len(permutation)))
 
-    def choose(self, scope: bytes, text: str, ordering: Ordering[Document]) -> Sequence[int]:
-        """The order that was sent. Unknown, it is the orderer's if the engine should hold all of that, as another
-        process has sent it, and else the client's own."""
+    def sent(self, scope: bytes, text: str, count: int) -> Sequence[int] | None:
+        """Return the order in which the `count` documents of a message were sent, or None if that is unknown."""
         known = self._orders.get(_key(scope, text))
-        if known is not None and len(known) == len(ordering.permutation):
-            return known
-        is_held = ordering.prefix_documents == len(ordering.permutation)
-        return ordering.permutation if is_held else range(len(ordering.permutation))
+        return known if known is not None and len(known) == count else None
 
     def _put(self, key: bytes, permutation: Sequence[int]) -> None:
         order = array("H", permutation)

@@ -72,6 +72,7 @@ class SharedOrderer(Orderer):
         prefix_tokens: int | None = None,
         behind: Iterable[Segment] | None = None,
         question: Question | None = None,
+        permutation: Sequence[int] | None = None,
     ) -> Ordering[D]:
         """What stands behind a history is not shared: no other request has it in front of its documents."""
         given = list(documents)
@@ -84,10 +85,12 @@ class SharedOrderer(Orderer):
             prefix_tokens=prefix_tokens,
             behind=behind,
             question=question,
+            permutation=permutation,
         )
         if self._at_once and not behind and not ordering.fallback:
-            permutation = ordering.permutation
-            self.share(given, permutation, scope=scope, suffix_tokens=suffix_tokens, prefix_tokens=prefix_tokens)
+            self.share(
+                given, ordering.permutation, scope=scope, suffix_tokens=suffix_tokens, prefix_tokens=prefix_tokens
+            )
         return ordering
 
     def order_batch(

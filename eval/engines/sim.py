@@ -121,8 +121,8 @@ class SimEngine:
     def admit(
         self, token_ids: Sequence[int], output_tokens: int | None = None, *, answer: Sequence[int] | None = None
     ) -> tuple[EngineCompletion, int]:
-        """The cached tokens, and a handle for `finish`. An answer's last token never is in the cache: `output_tokens` are
-        those of the answer before it, and an `answer` is given without it."""
+        """The cached tokens, and a handle for `finish`. An answer's last token never is in the cache: `output_tokens`
+        are those of the answer before it, and an `answer` is given without it."""
         self._answered += 1
         handle = self._answered
         if not self.prefix_caching:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from support.rings import examples, grid
 
 from ragorder import Document, Orderer, Ordering, Settings
+from ragorder.degraded import DegradedWarning
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.trie.histories import Segment
@@ -446,6 +447,38 @@ class TestBestPlace:
         assert ids(ordering) == "bca"
         ordering.confirm()
         assert orderer.order(documents("abc"), behind=behind, question=question).prefix_documents == 3
+
+
+class TestAnOrderThatIsGiven:
+    """`permutation`: an earlier turn of a conversation goes as it went."""
+
+    @pytest.mark.parametrize("moves", ["earned", "free", "prefix"])
+    def test_is_sent_and_counted_whatever_is_cached(self, moves: Any) -> None:
+        orderer = strict(moves=moves, capacity_tokens=100_000)
+        orderer.order(documents("abcde")).confirm()
+        ordering = orderer.order(documents("abcde"), permutation=[4, 2, 0, 1, 3])
+        assert (ids(ordering), ordering.prefix_documents) == ("ecabd", 0)
+        ordering.confirm()
+        again = orderer.order(documents("abcde"), permutation=[4, 2, 0, 1, 3])
+        assert (ids(again), again.prefix_documents) == ("ecabd", 5)
+        again.confirm()
+        # Others find it, too.
+        assert ids(orderer.order(documents("cxe"))) == "ecx"
+
+    def test_stands_before_a_question_and_behind_a_history_alike(self) -> None:
+        for behind in ([], [Segment("told", 40)]):
+            orderer = strict()
+            ordering = orderer.order(documents("abc"), behind=behind, permutation=(2, 0, 1))
+            assert ids(ordering) == "cab"
+            ordering.confirm()
+            assert orderer.order(documents("abc"), behind=behind, permutation=(2, 0, 1)).prefix_documents == 3
+
+    @pytest.mark.parametrize("wrong", [[0, 1], [0, 1, 1], [1, 2, 3], [0, 1, 2, 3]])
+    def test_that_is_none_of_them_keeps_retrieval_order(self, wrong: list[int]) -> None:
+        with pytest.raises(ValueError, match="each rank"):
+            strict().order(documents("abc"), permutation=wrong)
+        with pytest.warns(DegradedWarning, match="ValueError"):
+            assert ids(Orderer().order(documents("abc"), permutation=wrong)) == "abc"
 
 
 class BoomError(Exception):

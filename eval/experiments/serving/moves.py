@@ -10,6 +10,7 @@ from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import BEST_MOVED, CACHED, PLACES, REORDERED, REORDERED_COLD
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number, policy_words
+from ragorder.eval.running.record import RunRecord
 
 __all__ = ["moves_picture", "moves_table"]
 
@@ -41,14 +42,21 @@ def moves_table(groups: Sequence[Group], baseline: str) -> Table:
 
 
 def _saved(group: Group, policy: str, baseline: str) -> float | None:
-    reordered = cached = plain = 0.0
+    reordered = gained = 0.0
     for ours, theirs in zip(group.runs(policy), group.runs(baseline), strict=False):
-        columns = [ours.column("reordered"), ours.column("cached_tokens"), theirs.column("cached_tokens")]
-        if any(column is None for column in columns):
+        moved, cached, before = _sum(ours, "reordered"), _sum(ours, "cached_tokens"), _sum(theirs, "cached_tokens")
+        if moved is None or cached is None or before is None:
             return None
-        moved, found, before = (float(sum(value for value in column if value == value)) for column in columns)  # type: ignore[union-attr]
-        reordered, cached, plain = reordered + moved, cached + found, plain + before
-    return (cached - plain) / reordered if reordered else None
+        reordered, gained = reordered + moved, gained + cached - before
+    return gained / reordered if reordered else None
+
+
+def _sum(run: RunRecord, name: str) -> float | None:
+    """Of the requests that have it."""
+    import numpy as np
+
+    column = run.column(name)
+    return None if column is None else float(np.nansum(column))
 
 
 def moves_picture(groups: Sequence[Group]) -> Picture | None:
