@@ -33,6 +33,7 @@ class DocumentLine(CorpusLine):
 class QuestionLine(CorpusLine):
     id: Id
     question: str
+    answers: list[str] | None = None
 
 
 class ChunkLine(CorpusLine):
@@ -80,7 +81,8 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
     chunk_file = _find(folder, "chunks")
     chunks = _whole(sources) if chunk_file is None else _cut(sources, chunk_file)
     lines = _by_id(_only(folder, "questions"), QuestionLine)
-    questions = [CorpusQuestion(id, line.fields.question) for id, line in lines.items()]
+    asked = {id: line.fields for id, line in lines.items()}
+    questions = [CorpusQuestion(id, each.question, tuple(each.answers or ())) for id, each in asked.items()]
     if retriever is None:
         rankings = _run(_run_file(folder), lines, chunks, top_k)
     else:
