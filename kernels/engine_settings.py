@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ragorder.kernels.fusion.selection import ENGINE_SELECTIONS, check_coverage, check_engine_selection, selections
+from ragorder.kernels.fusion.selection import SELECTIONS, check_coverage, selections
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.tier_settings import KVTierSettings
 
@@ -104,10 +104,10 @@ class EngineSettings(KVTierSettings):
         le=1,
         description="With fused: share of the tokens reused off the prefix that is recomputed.",
     )
-    select: Annotated[str, AfterValidator(check_engine_selection)] = Field(
+    select: Annotated[str, AfterValidator(selections.check)] = Field(
         default="query",
-        description=f"With fused: which of them. {selections.help_of(ENGINE_SELECTIONS)}.",
-        json_schema_extra={"enum": [*ENGINE_SELECTIONS]},
+        description=f"With fused: which of them. {selections.help_of(SELECTIONS)}.",
+        json_schema_extra={"enum": [*SELECTIONS]},
     )
 
     coverage: float = Field(

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Keys", "Queries", "attention_received", "attention_share"]
+__all__ = ["Keys", "Queries", "attention_received"]
 
 _ROWS = 256
 """Queries at a time."""
@@ -93,23 +93,13 @@ def attention_received(queries: Queries, keys: Keys, *others: Queries) -> Tensor
     """
     heads = queries.rows.shape[1]
     received = torch.zeros(len(keys), device=keys.cache.device)
-    for _, (begin, end), weights in _weights((queries, *others), keys):
+    for (begin, end), weights in _weights((queries, *others), keys):
         received[begin:end] += weights.sum((0, 1)) / heads
     return received
 
 
-def attention_share(queries: Queries, keys: Keys, low: Tensor, high: Tensor) -> Tensor:
-    """fp32 (n,): weight of each query on keys low[t] <= p < high[t] (int64), mean over heads."""
-    share = torch.zeros(len(queries.rows), device=keys.cache.device)
-    for rows, (begin, end), weights in _weights((queries,), keys):
-        at = torch.arange(begin, end, device=keys.cache.device)
-        within = (at >= low[rows, None]) & (at < high[rows, None])
-        share[rows] += weights.mean(0).mul_(within).sum(1)
-    return share
-
-
-def _weights(parts: Sequence[Queries], keys: Keys) -> Iterator[tuple[slice, tuple[int, int], Tensor]]:
-    """Some queries, a chunk of keys, and their weights (HQ, n, chunk). `parts`: the same queries for different keys."""
+def _weights(parts: Sequence[Queries], keys: Keys) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """A chunk of keys, and the weights of some queries (HQ, n, chunk). `parts`: the same queries for different keys."""
     # Scores are computed twice, as their sum over all keys has to come first: less work than a layer of the model.
     count, heads = parts[0].rows.shape[:2]
     for first in range(0, count, _ROWS):
@@ -120,7 +110,7 @@ def _weights(parts: Sequence[Queries], keys: Keys) -> Iterator[tuple[slice, tupl
         # A query that sees no key has no weights.
         total.masked_fill_(total.isneginf(), 0)
         for chunk in chunks:
-            yield rows, chunk, _scores(parts, keys, rows, chunk).sub_(total).exp_()
+            yield chunk, _scores(parts, keys, rows, chunk).sub_(total).exp_()
 
 
 def _scores(parts: Sequence[Queries], keys: Keys, rows: slice, chunk: tuple[int, int]) -> Tensor:

@@ -34,7 +34,6 @@ class Scene:
     - `prefix_tokens`: the system prompt; `question`: what is behind the documents.
     - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
       their rows hold anything.
-    - `inter` fp32: of each token of `spans`, what `CrossAttention` measured when the copy was made; None: unknown.
     - `asked`: the question behind the system prompt, if a warm-up has computed it.
     """
 
@@ -44,7 +43,6 @@ class Scene:
     exact_tokens: int
     spans: tuple[Span, ...]
     question: Span
-    inter: Tensor | None = None
     asked: Question | None = None
 
     @property
@@ -98,11 +96,8 @@ class Scorer:
             # A question that was computed already waits for the keys of this step.
             yield most_tokens if scene.asked is None else 1
             return replace(facts, attention=self.attention(scene, most_tokens=most_tokens)[reused])
-        if needs == "two layers":
-            deviation = yield from self._deviation(scene, most_tokens)
-            return replace(facts, deviation=deviation[reused])
-        unknown = torch.zeros(len(reused), device=self._device)
-        return replace(facts, inter=unknown if scene.inter is None else scene.inter.to(self._device))
+        deviation = yield from self._deviation(scene, most_tokens)
+        return replace(facts, deviation=deviation[reused])
 
     def attending(
         self, scene: Scene, chosen: Positions, documents: Documents, most_tokens: int

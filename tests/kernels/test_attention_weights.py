@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragorder.kernels.attention import weights
-from ragorder.kernels.attention.weights import Keys, Queries, attention_received, attention_share
+from ragorder.kernels.attention.weights import Keys, Queries, attention_received
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 8
 # Rows and weights at a time: as they are, in small chunks, in the smallest.
@@ -101,18 +101,6 @@ def test_a_query_that_sees_no_key_gives_nothing() -> None:
     assert not attention_received(
         queries_at(torch.tensor([29])), replace(keys, held=torch.zeros(30, dtype=torch.bool))
     ).any()
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_a_share_is_the_weight_of_a_range_of_keys(rule: dict[str, Any]) -> None:
-    keys, rows = paged(70)
-    queries = queries_at(torch.arange(10, 70), **rule)
-    generator = torch.Generator().manual_seed(2)
-    low, high = torch.randint(0, 71, (2, 60), generator=generator)
-    at = torch.arange(70)
-    within = (at >= low[:, None]) & (at < high[:, None])
-    expected = (dense(queries, rows) * within).sum(-1).mean(0)
-    torch.testing.assert_close(attention_share(queries, keys, low, high), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_is_summed_in_single() -> None:

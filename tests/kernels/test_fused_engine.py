@@ -889,7 +889,6 @@ class TestRefusals:
             {"coverage": 0.0},
             {"coverage": 0.5, "select": "random"},
             {"select": "best"},
-            {"select": "inter"},
             {"reuse": "both"},
             {"select_rounds": 0},
             {"anywhere": True},
@@ -919,10 +918,6 @@ class TestRefusals:
     def test_a_selection_that_is_none(self, fusing: Make) -> None:
         with pytest.raises(RequestRefusedError, match="selection must be one of"):
             fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="best")))
-
-    def test_a_selection_whose_facts_are_not_kept_with_copies(self, fusing: Make) -> None:
-        with pytest.raises(RequestRefusedError, match="goes by what the engine does not measure"):
-            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="inter")))
 
 
 class TestExactDocuments:

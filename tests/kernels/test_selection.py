@@ -18,7 +18,7 @@ from ragorder.kernels.fusion.selection import SELECTIONS, SelectionFacts, make_s
 from ragorder.kernels.fusion.selection.base import enough
 
 # The measurement by which a selection goes, if by one.
-MEASURED = {"query": "attention", "deviation": "deviation", "inter": "inter"}
+MEASURED = {"query": "attention", "deviation": "deviation"}
 FILLING = sorted(set(SELECTIONS) - {"all", "none"})
 
 
@@ -69,7 +69,7 @@ class TestEverySelection:
 
     def test_says_what_has_to_be_measured(self, name: str) -> None:
         needs = make_selection(name).needs
-        assert needs == {"query": "question", "deviation": "two layers", "inter": "copies"}.get(name, "nothing")
+        assert needs == {"query": "question", "deviation": "two layers"}.get(name, "nothing")
         unmeasured = SelectionFacts(torch.arange(20, 30), [(20, 30)])
         if needs == "nothing":
             make_selection(name).choose(unmeasured, 3)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Needs", "Selection", "SelectionFacts", "enough", "selections", "top"]
 
-Needs = Literal["nothing", "question", "two layers", "copies"]
-"""What is measured first: nothing, `attention`, `deviation`, or `inter` while the copies are made."""
+Needs = Literal["nothing", "question", "two layers"]
+"""What is measured first: nothing, `attention` or `deviation`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,6 @@ class SelectionFacts:
     - `attention` fp32 (N,): the question's in the last layer, softmax over all KV, summed over its tokens, mean over
       heads.
     - `deviation` fp32 (N,): squared deviation of key and value from full attention's in the second layer.
-    - `inter` fp32 (N,): share of attention that crossed documents when the copy was made; 0 where unknown.
     - `seed`: a digest of the prompt.
 
     Raises ValueError for another number of measurements.
@@ -35,16 +34,15 @@ class SelectionFacts:
     spans: Sequence[tuple[int, int]]
     attention: Tensor | None = None
     deviation: Tensor | None = None
-    inter: Tensor | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("attention", "deviation", "inter"):
+        for name in ("attention", "deviation"):
             measured = getattr(self, name)
             if measured is not None and measured.shape != self.reused.shape:
                 raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one a token")
 
-    def measured(self, name: Literal["attention", "deviation", "inter"]) -> Tensor:
+    def measured(self, name: Literal["attention", "deviation"]) -> Tensor:
         """Raises ValueError if it was not."""
         found: Tensor | None = getattr(self, name)
         if found is None:
@@ -53,7 +51,7 @@ class SelectionFacts:
 
     def scores(self, needs: Needs) -> Tensor | None:
         """What was measured, for a selection with these `needs`."""
-        return {"question": self.attention, "two layers": self.deviation, "copies": self.inter}.get(needs)
+        return {"question": self.attention, "two layers": self.deviation}.get(needs)
 
 
 class Selection(Protocol):
