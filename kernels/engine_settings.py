@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ragorder.kernels.fusion.selection import SELECTIONS, check_coverage, selections
+from ragorder.kernels.fusion.selection import SELECTIONS, selections
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.tier_settings import KVTierSettings
 
@@ -110,13 +110,6 @@ class EngineSettings(KVTierSettings):
         json_schema_extra={"enum": [*SELECTIONS]},
     )
 
-    coverage: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="With fused: recompute only enough tokens of a request to cover this share of the total score (the "
-        "question's attention, or the deviation); 1: the full share that may be recomputed.",
-    )
     as_if_last: bool = Field(
         default=False,
         description="With fused: compute them as though their document came last, so that they see all others and "
@@ -144,7 +137,7 @@ class EngineSettings(KVTierSettings):
         """Of requests that do not say theirs; None if none can be fused."""
         if self.reuse != "fused":
             return None
-        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds, self.coverage)
+        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds)
 
     @field_validator("dtype")
     @classmethod
@@ -160,11 +153,6 @@ class EngineSettings(KVTierSettings):
     def _anywhere_as_if_last(self) -> Self:
         if self.anywhere and not self.as_if_last:
             raise ValueError("anywhere requires as_if_last: where it stands, a token of the exact prefix has its KV")
-        return self
-
-    @model_validator(mode="after")
-    def _coverage_of_measurements(self) -> Self:
-        check_coverage(self.select, self.coverage)
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from ragorder.kernels.engine.scattered import Positions, Spans
 from ragorder.kernels.engine.scoring import Scene, Scorer
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.fusion.selection import make_selection
-from ragorder.kernels.fusion.selection.base import enough, top
+from ragorder.kernels.fusion.selection.base import top
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.paging import OutOfBlocksError
 
@@ -67,19 +67,16 @@ class TokenSelecting:
             self._give_up(f"selection {self._fusion.select} has failed ({type(error).__name__})")
 
     def _choose(self) -> Iterator[int]:
-        rounds, coverage = self._fusion.rounds, self._fusion.coverage
+        rounds = self._fusion.rounds
         budget = round(self._fusion.recompute * self._reused)
         selection = make_selection(self._fusion.select)
         everywhere = np.concatenate([np.arange(begin, end, dtype=np.int64) for begin, end in self._spans])
-        whole = budget >= len(everywhere) and coverage == 1
-        if selection.needs != "nothing" and (not budget or whole):
+        if selection.needs != "nothing" and (not budget or budget >= len(everywhere)):
             # There is nothing to measure.
             self.chosen = everywhere[:budget]
             return
         asked = self._questions.find(self._sequence) if selection.needs == "question" else None
         facts = yield from self._scorer.measuring(selection.needs, self._scene(asked), self._most_tokens)
-        if (scores := facts.scores(selection.needs)) is not None:
-            budget = enough(scores, coverage, budget)
         # Whatever a policy returns: rows outside are others', or computed anyway.
         chosen = np.intersect1d(everywhere, selection.choose(facts, -(-budget // rounds)).cpu().numpy())
         yield from self._make_writable(chosen)

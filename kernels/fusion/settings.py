@@ -15,7 +15,6 @@ class Fusion:
     - `as_if_last`: as though their document came last (`kernels.fusion.as_if_last`); `anywhere`: also tokens of the
       exact prefix, as many in all.
     - `rounds` of selection: in the first by `select`, then by what the tokens chosen so far attend to.
-    - `coverage`: no more tokens than hold this share of what `select` measures of all, above 0 to 1.
 
     Raises ValueError.
     """
@@ -25,7 +24,6 @@ class Fusion:
     as_if_last: bool = False
     anywhere: bool = False
     rounds: int = 1
-    coverage: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.recompute <= 1:
@@ -34,5 +32,3 @@ class Fusion:
             raise ValueError(f"rounds is {self.rounds}: give 1 or more")
         if self.anywhere and not self.as_if_last:
             raise ValueError("anywhere requires as_if_last: where it stands, a token of the exact prefix has its KV")
-        if not 0 < self.coverage <= 1:
-            raise ValueError(f"coverage is {self.coverage}: give a share of what is measured, above 0, and 1 at most")

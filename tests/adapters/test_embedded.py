@@ -564,8 +564,6 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
-        _, details = await self.ask(fusing, "ba", recompute=0.5, coverage=0.01)
-        assert 0 < details["recomputed_tokens"] < round(0.5 * length)
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -639,8 +637,6 @@ class TestFusion:
             ({"recompute": 1.5}, "recompute"),
             ({"recompute": -0.1}, "recompute"),
             ({"recompute": "much"}, "recompute"),
-            ({"coverage": 0}, "coverage"),
-            ({"reuse": "exact", "coverage": 0.5}, "coverage"),
             ({"reuse": "both"}, "reuse"),
             ({"reuse": "exact", "recompute": 0.1}, "recompute"),
         ],
@@ -650,7 +646,7 @@ class TestFusion:
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert error["param"] == param
 
-    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}, {"coverage": 0.5}])
+    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}])
     async def test_of_an_exact_engine_is_refused(self, client: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert "start it with --reuse fused" in error["message"]
@@ -1841,7 +1837,6 @@ class TestOptions:
             "--reuse": "fused",
             "--recompute": "0.2",
             "--select": "deviation",
-            "--coverage": "0.9",
             "--build-idle": "0.5",
             "--dtype": "float32",
             "--device": "cpu",
@@ -1871,7 +1866,6 @@ class TestOptions:
             reuse="fused",
             recompute=0.2,
             select="deviation",
-            coverage=0.9,
             as_if_last=True,
             anywhere=True,
             select_rounds=2,
@@ -1933,8 +1927,6 @@ class TestOptions:
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
             (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),
-            (None, ["--coverage", "0.5"], "--coverage requires --reuse fused"),
-            (None, ["--reuse", "fused", "--select", "head", "--coverage", "0.5"], "'head' measures nothing"),
             (None, ["--reuse", "fused", "--build-idle", "-1"], "--build-idle"),
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),

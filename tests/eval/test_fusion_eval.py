@@ -642,30 +642,6 @@ class TestSuite:
         [beside] = [table for table in part.tables if table.title.startswith("The engine beside the reference")]
         assert {row[3].text for row in beside.rows} == {"0"}
 
-    def test_tokens_are_computed_by_what_the_question_attends_to(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--seeds", "0", "-o", tmp_path]
-        for arm in (BASELINE, REUSE, "FusionRAG, by coverage", "as if last, two rounds, by coverage"):
-            options += ["--policy", arm]
-        done = run_command(ragorder, "eval", "run", "fusion-coverage", *options)
-        assert done.exit_code == 0, done.output
-        part = make_part(load_suites()["fusion-coverage"], read_results(tmp_path))
-        [curves, compared, coverage, beside] = part.tables
-        assert {row[0].text for table in (curves, compared) for row in table.rows} == {BASELINE, REUSE}
-        assert [row[0].text for row in coverage.rows] == [
-            "FusionRAG, by coverage",
-            "as if last, two rounds, by coverage",
-        ]
-        for row in coverage.rows:
-            computed = [float(entry.text) for entry in row[2::3]]
-            assert computed == sorted(computed) and 0 < computed[0] < computed[-1] <= 100
-        assert {row[3].text for row in beside.rows} == {"0"}
-        options[options.index("-o") + 1] = tmp_path / "reference"
-        done = run_command(ragorder, "eval", "run", "fusion-coverage", *options, "--set", "by=reference")
-        assert {line["policy"] for line in _lines(tmp_path / "reference", "unavailable")} == {
-            "FusionRAG, by coverage",
-            "as if last, two rounds, by coverage",
-        }
-
     def test_preprocessing_is_compared_with_what_it_cannot_know(self, tmp_path: Path) -> None:
         options = ["--reduced", "--limit", "10", "--seeds", "0", "-o", tmp_path]
         done = run_command(ragorder, "eval", "run", "fusion-preprocessing", *options)

@@ -181,38 +181,6 @@ class TestRecomputation:
             [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)])
             assert (completion.fused.total, completion.recomputed) == (len(A), recomputed)
 
-    @pytest.mark.parametrize("select", ["query", "deviation"])
-    def test_is_of_no_more_than_cover_what_was_measured(
-        self, fusing: Make, plain: Any, anew: list[list[int]], select: str
-    ) -> None:
-        engine = fusing()
-        warm(engine, [A], [B], [C])
-        reused, counts = len(A) + len(B), []
-        for coverage in (0.2, 0.5, 0.8, 1.0):
-            fusion = Fusion(0.9, select, coverage=coverage)
-            request = prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=fusion)
-            [completion] = engine.generate([request])
-            counts.append(completion.recomputed)
-            expected = fused_logits(plain, request.token_ids, taken_of([C, B, A], None, [], []), anew[-1])
-            assert off(completion, expected) <= 1e-4
-            # They are those of a request that asks for as many.
-            engine.generate([prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=Fusion(counts[-1] / reused, select))])
-            assert anew[-1] == anew[-2]
-        assert 0 < counts[0] < counts[1] < counts[2] < counts[3] == round(0.9 * reused)
-        assert counts[0] < 0.2 * reused
-
-    def test_covers_in_rounds_and_up_to_everything(self, fusing: Make, plain: Any, anew: list[list[int]]) -> None:
-        engine = fusing()
-        warm(engine, [A], [B])
-        for fusion in (Fusion(1.0, coverage=0.3), Fusion(1.0, coverage=0.3, rounds=2)):
-            engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
-        assert len(anew[0]) == len(anew[1])
-        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(1.0, coverage=0.999999))
-        [completion] = engine.generate([request])
-        assert completion.recomputed >= len(A) - 1
-        if completion.recomputed == len(A):
-            assert difference(completion, plain, request) <= 1e-4
-
     @pytest.mark.parametrize("needs", ["nothing", "question"])
     def test_is_of_everything_if_the_selection_fails(
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, needs: str
@@ -886,8 +854,6 @@ class TestRefusals:
         "settings",
         [
             {"recompute": 1.5},
-            {"coverage": 0.0},
-            {"coverage": 0.5, "select": "random"},
             {"select": "best"},
             {"reuse": "both"},
             {"select_rounds": 0},
@@ -903,13 +869,6 @@ class TestRefusals:
             Fusion(rounds=0)
         with pytest.raises(ValueError, match="anywhere requires as_if_last"):
             Fusion(anywhere=True)
-
-    def test_a_coverage_that_cannot_be(self, fusing: Make) -> None:
-        for coverage in (0.0, 1.1, float("nan")):
-            with pytest.raises(ValueError, match=r"coverage is .*: give a share of what is measured"):
-                Fusion(coverage=coverage)
-        with pytest.raises(RequestRefusedError, match="'head' measures nothing: choose 'deviation' or 'query'"):
-            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="head", coverage=0.5)))
 
     def test_a_fused_request_of_an_exact_engine(self, make: Make) -> None:
         with pytest.raises(RequestRefusedError, match="reuse='fused'"):

@@ -7,7 +7,6 @@ __all__ = [
     "Needs",
     "Selection",
     "SelectionFacts",
-    "check_coverage",
     "make_selection",
     "selections",
 ]
@@ -15,15 +14,6 @@ __all__ = [
 selections.load(__name__, __path__)
 
 SELECTIONS = tuple(selections.names)
-
-
-def check_coverage(select: str, coverage: float) -> None:
-    """Raises ValueError for a selection that measures nothing of which there is a share."""
-    if coverage < 1 and selections[select].needs == "nothing":
-        choices = " or ".join(repr(name) for name in SELECTIONS if selections[name].needs != "nothing")
-        raise ValueError(
-            f"coverage is of what is measured, and selection {select!r} measures nothing: choose {choices}"
-        )
 
 
 def make_selection(name: str) -> Selection:

@@ -11,7 +11,7 @@ from ragorder.trie.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Needs", "Selection", "SelectionFacts", "enough", "selections", "top"]
+__all__ = ["Needs", "Selection", "SelectionFacts", "selections", "top"]
 
 Needs = Literal["nothing", "question", "two layers"]
 """What is measured first: nothing, `attention` or `deviation`."""
@@ -49,10 +49,6 @@ class SelectionFacts:
             raise ValueError(f"{name} was not measured: a selection's `needs` says what it needs")
         return found
 
-    def scores(self, needs: Needs) -> Tensor | None:
-        """What was measured, for a selection with these `needs`."""
-        return {"question": self.attention, "two layers": self.deviation}.get(needs)
-
 
 class Selection(Protocol):
     """Which of the tokens taken over are recomputed (FusionRAG 3.2)."""
@@ -68,14 +64,6 @@ def top(facts: SelectionFacts, scores: Tensor, budget: int) -> Tensor:
     known = scores.masked_fill(scores.isnan(), float("-inf"))
     order = known.sort(descending=True, stable=True).indices
     return facts.reused[order[: max(0, budget)].sort().values]
-
-
-def enough(scores: Tensor, coverage: float, most: int) -> int:
-    """How many of the highest scores, at most `most`, have the share `coverage` of the sum of all. NaN counts as 0."""
-    if coverage >= 1 or most < 1 or not len(scores):
-        return most
-    sums = scores.double().nan_to_num(0.0).clamp_min(0).sort(descending=True).values.cumsum(0)
-    return min(most, 1 + int((sums < coverage * sums[-1]).sum()))
 
 
 selections: Registry[Selection] = Registry("selection")
