@@ -110,15 +110,6 @@ class EngineSettings(KVTierSettings):
         json_schema_extra={"enum": [*SELECTIONS]},
     )
 
-    as_if_last: bool = Field(
-        default=False,
-        description="With fused: compute them as though their document came last, so that they see all others and "
-        "answers depend less on the order of documents.",
-    )
-    anywhere: bool = Field(
-        default=False,
-        description="With as_if_last: tokens of the exact prefix can be among them, in copies of their own.",
-    )
     select_rounds: int = Field(
         default=1,
         ge=1,
@@ -135,9 +126,7 @@ class EngineSettings(KVTierSettings):
     @property
     def fusion(self) -> Fusion | None:
         """Of requests that do not say theirs; None if none can be fused."""
-        if self.reuse != "fused":
-            return None
-        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds)
+        return Fusion(self.recompute, self.select, self.select_rounds) if self.reuse == "fused" else None
 
     @field_validator("dtype")
     @classmethod
@@ -148,12 +137,6 @@ class EngineSettings(KVTierSettings):
         if name not in _DTYPES:
             raise ValueError(f"KV cannot have dtype {dtype!r}: choose one of {', '.join(_DTYPES)}")
         return name
-
-    @model_validator(mode="after")
-    def _anywhere_as_if_last(self) -> Self:
-        if self.anywhere and not self.as_if_last:
-            raise ValueError("anywhere requires as_if_last: where it stands, a token of the exact prefix has its KV")
-        return self
 
     @model_validator(mode="after")
     def _room_for_a_block(self) -> Self:

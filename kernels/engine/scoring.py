@@ -17,7 +17,6 @@ from ragorder.kernels.engine.deviation import kv_deviation
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.question import Question, read_question
 from ragorder.kernels.engine.scattered import Positions
-from ragorder.kernels.fusion.as_if_last import Documents
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Needs, SelectionFacts
 from ragorder.kernels.paging import BlockPool
@@ -99,22 +98,16 @@ class Scorer:
         deviation = yield from self._deviation(scene, most_tokens)
         return replace(facts, deviation=deviation[reused])
 
-    def attending(
-        self, scene: Scene, chosen: Positions, documents: Documents, most_tokens: int
-    ) -> Generator[int, None, Tensor]:
-        """fp32, in steps: attention of the `chosen` tokens to each in front of the question, summed over them, mean
-        over heads and layers. They are recomputed, which is written; as though their document, one of `documents`,
-        came last, if there are any."""
+    def attending(self, scene: Scene, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
+        """fp32, in steps: attention of the `chosen` tokens to each before the question, summed over them, mean over
+        heads and layers. They are recomputed, which is written."""
         found = torch.zeros(scene.question[0], device=self._device)
-        # As if last they share a step: they see each other.
-        size = len(chosen) if documents else most_tokens
-        for begin in range(0, len(chosen), size):
-            rows = chosen[begin : begin + size]
+        for begin in range(0, len(chosen), most_tokens):
+            rows = chosen[begin : begin + most_tokens]
             yield len(rows)
             ids = [scene.token_ids[row] for row in rows]
-            critical = np.ones(len(rows), dtype=np.bool_) if documents else None
-            piece = Piece(ids, int(rows[0]), scene.table, False, rows, critical, documents)
-            received = attended(self._forward, self._layers, piece, self._rotation, self._device)
+            piece = Piece(ids, int(rows[0]), scene.table, False, rows)
+            received = attended(self._forward, self._layers, piece, self._device)
             found[: len(received)] += received
         return found
 

@@ -1837,14 +1837,13 @@ class TestOptions:
             "--reuse": "fused",
             "--recompute": "0.2",
             "--select": "deviation",
+            "--select-rounds": "2",
             "--build-idle": "0.5",
             "--dtype": "float32",
             "--device": "cpu",
             "--max-waiting": "7",
         }
-        command = serving(
-            "--as-if-last", "--anywhere", "--select-rounds", "2", *[part for pair in options.items() for part in pair]
-        )
+        command = serving(*[part for pair in options.items() for part in pair])
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(
             device_tokens=2048,
@@ -1866,8 +1865,6 @@ class TestOptions:
             reuse="fused",
             recompute=0.2,
             select="deviation",
-            as_if_last=True,
-            anywhere=True,
             select_rounds=2,
             build_idle=0.5,
             dtype="float32",
@@ -1877,26 +1874,16 @@ class TestOptions:
 
     def test_the_orderer_takes_documents_over_as_the_engine_does(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
-        fused = ["--reuse", "fused", "--recompute", "0.3", "--no-as-if-last", "--no-anywhere", "--copies", "all"]
+        fused = ["--reuse", "fused", "--recompute", "0.3", "--copies", "all"]
         settings = serving(*sizes, *fused).orderer.settings
         assert (settings.reuse, settings.recompute, settings.copies) == ("fused", 0.3, "all")
         settings = serving(*sizes).orderer.settings
         assert (settings.reuse, settings.copies) == ("exact", "served")
 
-    @pytest.mark.parametrize(
-        ("options", "invests"),
-        [
-            (["--reuse", "fused"], True),
-            (["--reuse", "fused", "--as-if-last"], False),
-            (["--reuse", "fused", "--as-if-last", "--anywhere"], True),
-        ],
-    )
-    def test_the_exact_prefix_grows_where_answers_do_not_depend_on_its_order(
-        self, serving: Callable[..., Command], options: list[str], invests: bool
-    ) -> None:
-        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
-        assert serving(*sizes, *options).orderer.settings.invest is invests
-        assert not serving(*sizes, *options, RAGORDER_INVEST="false").orderer.settings.invest
+    def test_the_exact_prefix_grows_unless_the_settings_say_otherwise(self, serving: Callable[..., Command]) -> None:
+        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32", "--reuse", "fused"]
+        assert serving(*sizes).orderer.settings.invest
+        assert not serving(*sizes, RAGORDER_INVEST="false").orderer.settings.invest
 
     def test_documents_count_as_cached_on_the_device_and_in_host_memory(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]

@@ -770,7 +770,6 @@ class TestWhatIsCommitted:
                     "clouds",
                     "sharded-plan",
                     "quality-positions",
-                    "all-three",
                     "hedra-live",
                     "proxy-throughput",
                     "proxy-load",
@@ -782,7 +781,6 @@ class TestWhatIsCommitted:
                     "hedra-index",
                     "scheduling",
                     "embedded-recovery",
-                    "fusion-engine",
                 )
             ]
             * 3

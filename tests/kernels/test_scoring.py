@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -428,7 +427,7 @@ class TestAttending:
     ) -> None:
         prompt = tokens(END + 9, 1)
         engine.compute(prompt)
-        found = ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, (), most_tokens))
+        found = ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, most_tokens))
         assert found[0] == sizes
         expected = torch.stack(engine.eager(prompt).attentions).mean((0, 2))[0, self.ROWS].sum(0)
         torch.testing.assert_close(found[1], expected[:END], **CLOSE)
@@ -439,22 +438,5 @@ class TestAttending:
         before = engine.pool.kv.clone()
         for row in self.ROWS:
             engine.pool.kv[engine.rows(row, row + 1)] = float("nan")
-        ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, (), 3))
+        ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, 3))
         torch.testing.assert_close(engine.pool.kv, before, rtol=1e-4, atol=1e-4)
-
-    @pytest.mark.parametrize("place", range(3))
-    def test_as_if_last_it_is_that_of_a_prompt_with_the_document_last(self, one_layer: Engine, place: int) -> None:
-        prompt, spans = tokens(END, 1), list(pairwise(accumulate(DOCUMENTS, initial=SYSTEM)))
-        order = [
-            *range(SYSTEM),
-            *(at for span in [*spans[:place], *spans[place + 1 :], spans[place]] for at in range(*span)),
-        ]
-        rows = np.arange(*spans[place])[3:20:4]
-        one_layer.compute(prompt)
-        scene = self.scene(one_layer, [*prompt, 1])
-        sizes, found = ended(self.scorer(one_layer).attending(scene, rows, spans, 2))
-        assert sizes == [len(rows)]
-        attention = one_layer.eager([prompt[at] for at in order]).attentions[0][0].mean(0)
-        expected = torch.zeros(END)
-        expected[order] = attention[[order.index(row) for row in rows]].sum(0)
-        torch.testing.assert_close(found, expected, **CLOSE)

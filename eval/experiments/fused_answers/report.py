@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ragorder.eval.experiments.fused_answers.record import AnswersRecord, column
-from ragorder.eval.experiments.fused_answers.ways import FULL, PLAIN, REUSE, WAYS
+from ragorder.eval.experiments.fused_answers.ways import FULL, PLAIN, REUSE
 from ragorder.eval.experiments.quality.compare import bootstrap_difference
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
@@ -49,14 +49,14 @@ def _tables(group: _Group) -> list[Table]:
     if PLAIN not in group.policies:
         return found
     found += [_compared(group, figure, title) for figure, title in list(shown.items())[:2]]
-    return found + [_by_coverage(group, way, setting) for way in group.policies if WAYS[way].coverage]
+    return found + [_by_coverage(group, way, setting) for way in group.policies if _covers(group, way)]
 
 
 def _figures(group: _Group, figure: str, title: str) -> Table:
     shares = (0.0, *group.runs()[0].setting.shares, 1.0)
     table = Table(title, ["recomputed", *map(_percent, shares)])
     for way in group.policies:
-        if not WAYS[way].coverage:
+        if not _covers(group, way):
             known = group.runs(way)[0].shares
             means = {each: _mean(_values(group, way, figure, each), figure) for each in known}
             table.add(way, *(means.get(each, "") for each in shares))
@@ -67,12 +67,18 @@ def _compared(group: _Group, figure: str, title: str) -> Table:
     shares = group.runs()[0].setting.shares
     table = Table(f"Less {PLAIN}, at the same share. {title}", ["recomputed", *map(_percent, shares)])
     for way in group.policies:
-        if way != PLAIN and not WAYS[way].coverage and WAYS[way].shares is None:
+        if way not in (FULL, REUSE, PLAIN) and not _covers(group, way):
             seeds = _seeds(group, way, PLAIN)
             pairs = [[_values(group, each, figure, share, seeds) for each in (PLAIN, way)] for share in shares]
             table.add(way, *(_difference(plain, ours, figure) for plain, ours in pairs))
     table.note = "Paired by question, with 95 % intervals."
     return table
+
+
+def _covers(group: _Group, way: str) -> bool:
+    """Whether its shares are of the question's attention: a budget that the engine no longer has."""
+    shares = group.runs(way)[0].shares
+    return way not in (FULL, REUSE) and not {*shares} <= {0.0, *group.runs()[0].setting.shares}
 
 
 def _by_coverage(group: _Group, way: str, setting: str) -> Table:

@@ -34,24 +34,18 @@ class AnswersCell(SuiteCell):
 @dataclass(frozen=True, slots=True)
 class Way:
     """`fusion`: without the share (None: full attention). `shares`: its own instead of the cell's, which have `more`
-    in addition; with `coverage` they are of what the selection measures. `preprocessed`: KV computed after that of
-    similar documents, too."""
+    in addition. `preprocessed`: KV computed after that of similar documents, too."""
 
     fusion: Fusion | None
     shares: Sequence[float] | None = None
     more: Sequence[float] = ()
     preprocessed: bool = False
-    coverage: bool = False
 
     def shares_of(self, cell: AnswersCell) -> Sequence[float]:
         return (*self.more, *cell.shares) if self.shares is None else self.shares
 
     def at(self, share: float) -> Fusion | Literal["exact"]:
-        if self.fusion is None:
-            return "exact"
-        if self.coverage:
-            return replace(self.fusion, recompute=1.0, coverage=share)
-        return replace(self.fusion, recompute=share)
+        return "exact" if self.fusion is None else replace(self.fusion, recompute=share)
 
 
 WAYS: Mapping[str, Way] = {
@@ -63,8 +57,4 @@ WAYS: Mapping[str, Way] = {
     "EPIC": Way(Fusion(select="head")),
     "random": Way(Fusion(select="random")),
     "two rounds": Way(Fusion(rounds=2)),
-    "as if last": Way(Fusion(as_if_last=True)),
-    "as if last, anywhere": Way(Fusion(as_if_last=True, anywhere=True)),
-    "as if last, two rounds": Way(Fusion(as_if_last=True, rounds=2)),
-    "FusionRAG, by coverage": Way(Fusion(), shares=(0.5, 0.7), coverage=True),
 }

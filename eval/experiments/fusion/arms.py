@@ -41,14 +41,12 @@ Select = Literal["query", "deviation", "inter", "head", "random"]
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
-    recomputed, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are taken that
-    the critical tokens so far attend to. `on_engine`: whether the engine can do it."""
+    recomputed. In `rounds` after the first, those are taken that the tokens recomputed so far attend to. `on_engine`:
+    whether the engine can do it."""
 
     select: Select = "query"
     copies: Copies = "alone"
-    as_if_last: bool = False
     exact: float = 0.0
-    anywhere: bool = False
     rounds: int = 1
     ratios: Sequence[float] = RATIOS
 
@@ -66,14 +64,8 @@ ARMS: Mapping[str, Arm] = {
     "Cache-Craft": Arm("inter", copies="served"),
     "FusionRAG, online only": Arm(),
     "FusionRAG": Arm(copies="similar"),
-    "as if last": Arm(as_if_last=True),
-    "as if last, preprocessed": Arm(copies="similar", as_if_last=True),
     "two rounds": Arm(rounds=2),
-    "as if last, two rounds": Arm(as_if_last=True, rounds=2),
-    "as if last, two rounds, anywhere": Arm(as_if_last=True, rounds=2, anywhere=True),
     "with ordering": Arm(exact=0.5),
-    "as if last, with ordering": Arm(as_if_last=True, exact=0.5),
-    "as if last, with ordering, anywhere": Arm(as_if_last=True, exact=0.5, anywhere=True),
     "FusionRAG, best first": Arm(copies="similar, best first", ratios=_DEVIATING),
     "behind those retrieved with it": Arm(copies="retrieved", ratios=_DEVIATING),
     "behind those in front of it": Arm(copies="in front", ratios=_DEVIATING),

@@ -32,7 +32,6 @@ _PICTURED = {
     "Cache-Craft": "sorted",
     "FusionRAG, online only": "prefix",
     "FusionRAG": "recency",
-    "as if last": "earned",
 }
 """Arms of the pictures, and whose looks they have."""
 

@@ -129,9 +129,7 @@ def _fusion(arm: Arm, ratio: float) -> Fusion:
 
     if not ratio:
         return Fusion(0.0, "none")
-    # With the exact prefix among them, as many as were taken over are not all.
-    select = "all" if ratio == 1 and not arm.anywhere else arm.select
-    return Fusion(ratio, select, arm.as_if_last, arm.anywhere, arm.rounds)
+    return Fusion(ratio, "all" if ratio == 1 else arm.select, arm.rounds)
 
 
 def _request(
