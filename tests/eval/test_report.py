@@ -775,6 +775,7 @@ class TestWhatIsCommitted:
                     "proxy-load",
                     "proxy-memory",
                     "fusion-deviation",
+                    "fusion-real",
                     "embedded-prefill",
                     "hedra-pieces",
                     "hedra-locality",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ragorder.eval.experiments.fused_answers.record import AnswersRecord, column
-from ragorder.eval.experiments.fused_answers.ways import FULL, PLAIN, REUSE
+from ragorder.eval.experiments.fused_answers.ways import FULL, PLAIN, REUSE, WAYS
 from ragorder.eval.experiments.quality.compare import bootstrap_difference
 from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
@@ -19,6 +19,9 @@ __all__ = ["make_part"]
 
 _Group = RecordGroup[AnswersRecord]
 
+_GONE = (
+    "Measured, and then deleted, since none of it is nearer to full attention at the same share than what is kept: {}."
+)
 _KL = "KL divergence of the first token's distribution from full attention's, nats"
 _SHOWN = {"kl": _KL, "contains": "Answers that contain an accepted one, %", "em": "EM", "f1": "F1"}
 
@@ -26,8 +29,10 @@ _SHOWN = {"kl": _KL, "contains": "Answers that contain an accepted one, %", "em"
 def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(AnswersRecord, suite.name))
     models = dict.fromkeys(f"{group.engine['model']}, {group.engine['dtype']}" for group in groups)
+    gone = dict.fromkeys(way for group in groups for way in group.policies if way not in WAYS)
     return Part(
         [table for group in groups for table in _tables(group)],
+        words=[_GONE.format(", ".join(gone))] if gone else [],
         engine=f"the embedded engine's model: {', '.join(models)}" if models else "",
     )
 
@@ -42,10 +47,13 @@ def _tables(group: _Group) -> list[Table]:
     prompt, reused = (fmean(tokens for run in runs for tokens in run.rows[name]) for name in ("prompt", "reused"))
     found[0].note = (
         f"{_questions(group)}. Prompts have {prompt:.0f} tokens, of which "
-        f"{reused:.0f} are reused; the others, of the system prompt and the first document, are an exact prefix. "
-        f"FusionRAG's documents were computed after {cell.neighbours} similar ones, those of the other ways after the "
-        "system prompt alone."
+        f"{reused:.0f} are reused; the others, of the system prompt and the first document, are an exact prefix."
     )
+    if "FusionRAG" in group.policies:
+        found[0].note += (
+            f" FusionRAG's documents were computed after {cell.neighbours} similar ones, those of the other ways after "
+            "the system prompt alone."
+        )
     if PLAIN not in group.policies:
         return found
     found += [_compared(group, figure, title) for figure, title in list(shown.items())[:2]]
