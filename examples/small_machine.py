@@ -59,7 +59,6 @@ async def main(device_bytes: str) -> None:
         device="cpu",
         reuse="fused",
         recompute=0.15,
-        as_if_last=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         texts = [document.text for document in documents[:100]]

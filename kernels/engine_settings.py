@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ragorder.kernels.fusion.selection import ENGINE_SELECTIONS, check_coverage, check_engine_selection, selections
+from ragorder.kernels.fusion.selection import SELECTIONS, selections
 from ragorder.kernels.fusion.settings import Fusion
 from ragorder.kernels.tier_settings import KVTierSettings
 
@@ -104,28 +104,12 @@ class EngineSettings(KVTierSettings):
         le=1,
         description="With fused: share of the tokens reused off the prefix that is recomputed.",
     )
-    select: Annotated[str, AfterValidator(check_engine_selection)] = Field(
+    select: Annotated[str, AfterValidator(selections.check)] = Field(
         default="query",
-        description=f"With fused: which of them. {selections.help_of(ENGINE_SELECTIONS)}.",
-        json_schema_extra={"enum": [*ENGINE_SELECTIONS]},
+        description=f"With fused: which of them. {selections.help_of(SELECTIONS)}.",
+        json_schema_extra={"enum": [*SELECTIONS]},
     )
 
-    coverage: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="With fused: recompute only enough tokens of a request to cover this share of the total score (the "
-        "question's attention, or the deviation); 1: the full share that may be recomputed.",
-    )
-    as_if_last: bool = Field(
-        default=False,
-        description="With fused: compute them as though their document came last, so that they see all others and "
-        "answers depend less on the order of documents.",
-    )
-    anywhere: bool = Field(
-        default=False,
-        description="With as_if_last: tokens of the exact prefix can be among them, in copies of their own.",
-    )
     select_rounds: int = Field(
         default=1,
         ge=1,
@@ -142,9 +126,7 @@ class EngineSettings(KVTierSettings):
     @property
     def fusion(self) -> Fusion | None:
         """Of requests that do not say theirs; None if none can be fused."""
-        if self.reuse != "fused":
-            return None
-        return Fusion(self.recompute, self.select, self.as_if_last, self.anywhere, self.select_rounds, self.coverage)
+        return Fusion(self.recompute, self.select, self.select_rounds) if self.reuse == "fused" else None
 
     @field_validator("dtype")
     @classmethod
@@ -155,17 +137,6 @@ class EngineSettings(KVTierSettings):
         if name not in _DTYPES:
             raise ValueError(f"KV cannot have dtype {dtype!r}: choose one of {', '.join(_DTYPES)}")
         return name
-
-    @model_validator(mode="after")
-    def _anywhere_as_if_last(self) -> Self:
-        if self.anywhere and not self.as_if_last:
-            raise ValueError("anywhere requires as_if_last: where it stands, a token of the exact prefix has its KV")
-        return self
-
-    @model_validator(mode="after")
-    def _coverage_of_measurements(self) -> Self:
-        check_coverage(self.select, self.coverage)
-        return self
 
     @model_validator(mode="after")
     def _room_for_a_block(self) -> Self:

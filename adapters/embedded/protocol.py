@@ -136,11 +136,9 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     # Ours: seconds for the whole answer, at most those of the server.
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
-    # Ours: how documents behind the cached prefix are reused, the share of their tokens recomputed at most, and how
-    # much of what the selection measures is enough.
+    # Ours: how documents off the cached prefix are reused, and the share of their tokens recomputed.
     reuse: Literal["exact", "fused"] | None = None
     recompute: Annotated[float, Meta(ge=0, le=1)] | None = None
-    coverage: Annotated[float, Meta(gt=0, le=1)] | None = None
     # Only our facts in it are read, and malformed ones refuse no request.
     kv_transfer_params: Any = None
 
@@ -292,10 +290,8 @@ def _check(body: CommonRequest) -> None:
             raise _wrong("stream_options", "requires stream: true")
         if body.stream_options.continuous_usage_stats:
             raise _unsupported("stream_options.continuous_usage_stats")
-    if body.reuse == "exact":
-        for name in ("recompute", "coverage"):
-            if getattr(body, name) is not None:
-                raise _wrong(name, "requires reuse: fused")
+    if body.reuse == "exact" and body.recompute is not None:
+        raise _wrong("recompute", "requires reuse: fused")
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
         raise _wrong("top_logprobs", "requires logprobs: true")
     if isinstance(body, CompletionRequest) and isinstance(body.prompt, list):

@@ -19,8 +19,6 @@ def with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
         "block_size": engine.block_size,
         "reuse": engine.settings.reuse,
         "recompute": engine.settings.recompute,
-        # As if last, answers depend on the order of what is exact, unless its tokens can be critical, too.
-        "invest": settings.invest and (engine.settings.anywhere or not engine.settings.as_if_last),
     }
     if "capacity_tokens" not in settings.model_fields_set:
         token_bytes = cache.device.capacity_bytes // engine.device_tokens

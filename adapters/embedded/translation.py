@@ -128,14 +128,13 @@ class RequestTranslator:
     def _fusion_of(self, body: CommonRequest) -> Fusion | Literal["exact"] | None:
         if body.reuse == "exact":
             return "exact"
-        asked = {name: getattr(body, name) for name in ("recompute", "coverage") if getattr(body, name) is not None}
-        if not asked and body.reuse is None:
+        if body.recompute is None and body.reuse is None:
             return None
         if self._fusion is None:
-            given = "reuse" if body.reuse is not None else next(iter(asked))
+            given = "reuse" if body.reuse is not None else "recompute"
             message = f"{given}: this engine reuses exact prefixes only: start it with --reuse fused."
             raise HTTPError(400, message, code=f"invalid_{given}", param=given)
-        return replace(self._fusion, **asked)
+        return self._fusion if body.recompute is None else replace(self._fusion, recompute=body.recompute)
 
     def _prefix_tokens(self, body: CommonRequest, token_ids: Sequence[int]) -> int:
         given = body.kv_transfer_params[FACTS].get(PREFIX)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-__all__ = ["Keys", "Queries", "attention_received", "attention_share"]
+__all__ = ["Keys", "Queries", "attention_received"]
 
 _ROWS = 256
 """Queries at a time."""
@@ -21,18 +20,13 @@ _WEIGHTS = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """A layer's n queries (n, HQ, D) at `positions` int64 (n,), and its rule (as `prefix_attention`'s).
-
-    They see the keys from `low` to before `high`, integers (n,); by default all up to their own.
-    """
+    """A layer's n queries (n, HQ, D) at `positions` int64 (n,), and its rule (as `prefix_attention`'s)."""
 
     rows: Tensor
     positions: Tensor
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
-    low: Tensor | None = None
-    high: Tensor | None = None
 
     def grouped(self, rows: slice, kv_heads: int) -> Tensor:
         """fp32 (HKV, queries of a group x n, D), scaled."""
@@ -76,9 +70,7 @@ class Keys:
         """bool (n, end - begin)"""
         at = torch.arange(begin, end, device=self.cache.device)
         positions = queries.positions[rows, None]
-        hidden = at > positions if queries.high is None else at >= queries.high[rows, None]
-        if queries.low is not None:
-            hidden |= at < queries.low[rows, None]
+        hidden = at > positions
         if queries.window is not None:
             hidden |= at <= positions - queries.window
         if self.held is not None and begin < self.tokens:
@@ -86,49 +78,31 @@ class Keys:
         return hidden
 
 
-def attention_received(queries: Queries, keys: Keys, *others: Queries) -> Tensor:
-    """fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2).
-
-    `others`: the same queries as rotated for other keys.
-    """
+def attention_received(queries: Queries, keys: Keys) -> Tensor:
+    """fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
     heads = queries.rows.shape[1]
     received = torch.zeros(len(keys), device=keys.cache.device)
-    for _, (begin, end), weights in _weights((queries, *others), keys):
+    for (begin, end), weights in _weights(queries, keys):
         received[begin:end] += weights.sum((0, 1)) / heads
     return received
 
 
-def attention_share(queries: Queries, keys: Keys, low: Tensor, high: Tensor) -> Tensor:
-    """fp32 (n,): weight of each query on keys low[t] <= p < high[t] (int64), mean over heads."""
-    share = torch.zeros(len(queries.rows), device=keys.cache.device)
-    for rows, (begin, end), weights in _weights((queries,), keys):
-        at = torch.arange(begin, end, device=keys.cache.device)
-        within = (at >= low[rows, None]) & (at < high[rows, None])
-        share[rows] += weights.mean(0).mul_(within).sum(1)
-    return share
-
-
-def _weights(parts: Sequence[Queries], keys: Keys) -> Iterator[tuple[slice, tuple[int, int], Tensor]]:
-    """Some queries, a chunk of keys, and their weights (HQ, n, chunk). `parts`: the same queries for different keys."""
+def _weights(queries: Queries, keys: Keys) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """A chunk of keys, and the weights of some queries (HQ, n, chunk)."""
     # Scores are computed twice, as their sum over all keys has to come first: less work than a layer of the model.
-    count, heads = parts[0].rows.shape[:2]
+    count, heads = queries.rows.shape[:2]
     for first in range(0, count, _ROWS):
         rows = slice(first, min(first + _ROWS, count))
         chunks = keys.chunks(_WEIGHTS // (heads * (rows.stop - first)))
-        sums = [_scores(parts, keys, rows, chunk).logsumexp(-1, keepdim=True) for chunk in chunks]
+        sums = [_scores(queries, keys, rows, chunk).logsumexp(-1, keepdim=True) for chunk in chunks]
         total = torch.stack(sums).logsumexp(0)
         # A query that sees no key has no weights.
         total.masked_fill_(total.isneginf(), 0)
         for chunk in chunks:
-            yield rows, chunk, _scores(parts, keys, rows, chunk).sub_(total).exp_()
+            yield chunk, _scores(queries, keys, rows, chunk).sub_(total).exp_()
 
 
-def _scores(parts: Sequence[Queries], keys: Keys, rows: slice, chunk: tuple[int, int]) -> Tensor:
-    # A key is hidden in all parts but one.
-    return reduce(torch.maximum, (_scores_of(part, keys, rows, chunk) for part in parts))
-
-
-def _scores_of(queries: Queries, keys: Keys, rows: slice, chunk: tuple[int, int]) -> Tensor:
+def _scores(queries: Queries, keys: Keys, rows: slice, chunk: tuple[int, int]) -> Tensor:
     heads, kv_heads = queries.rows.shape[1], keys.cache.shape[2]
     scores = torch.matmul(queries.grouped(rows, kv_heads), keys.read(*chunk)).view(heads, rows.stop - rows.start, -1)
     if queries.softcap is not None:

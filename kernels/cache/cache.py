@@ -148,16 +148,6 @@ class KnowledgeCache:
         if grows:
             self._tables.grow(lease, tokens)
 
-    def make_private(self, lease: KVLease, positions: Iterable[int]) -> None:
-        """Have these tokens of the lease in blocks that no node and no other lease holds, by copies.
-
-        Raises OutOfBlocksError, changing nothing.
-        """
-        self._check_open(lease)
-        shared = self._tables.shared(lease, positions)
-        self._tiers.make_room(len(shared))
-        self._tables.copy(lease, shared)
-
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
         """End the borrowing, by copies that are made or queued on the device; returns the tokens by tier, without nodes
         `computed` for this request."""

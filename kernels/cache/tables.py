@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ragorder.kernels.cache.lease import KVLease
 from ragorder.kernels.cache.node import CopyState, DeviceCopy
@@ -50,22 +50,13 @@ class BlockTables:
         """Have writable blocks up to `tokens` tokens."""
         place = lease.tokens // self._size
         if self._must_copy(lease):
-            self.copy(lease, [place])
-        lease.writable_from = min(lease.writable_from, place)
-        lease.block_table += self._pool.allocate(self._pool.shape.blocks_for(tokens) - len(lease.block_table))
-        lease.tokens = tokens
-
-    def shared(self, lease: KVLease, positions: Iterable[int]) -> list[int]:
-        """Places in the table of the blocks that hold these tokens, and that nodes or other leases hold, too."""
-        places = sorted({position // self._size for position in positions})
-        return [place for place in places if self._pool.references(lease.block_table[place]) > 1]
-
-    def copy(self, lease: KVLease, places: Sequence[int]) -> None:
-        """Put copies in place of these blocks."""
-        for place, block in zip(places, self._pool.allocate(len(places)), strict=True):
+            [block] = self._pool.allocate(1)
             self._pool.copy(lease.block_table[place], block)
             self._pool.release((lease.block_table[place],))
             lease.block_table[place] = block
+        lease.writable_from = min(lease.writable_from, place)
+        lease.block_table += self._pool.allocate(self._pool.shape.blocks_for(tokens) - len(lease.block_table))
+        lease.tokens = tokens
 
     def _must_copy(self, lease: KVLease) -> bool:
         # Whether the next block to write holds others' tokens behind those of the lease.

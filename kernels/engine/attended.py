@@ -9,17 +9,14 @@ from ragorder.kernels.attention.weights import Keys, Queries, attention_received
 from ragorder.kernels.engine.attention import PagedLayers, PagedStep
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.forward import Forward, ForwardEnded
-from ragorder.kernels.fusion.rotation import Rotation
 
 __all__ = ["attended"]
 
 
-def attended(
-    forward: Forward, layers: PagedLayers, piece: Piece, rotation: Rotation, device: torch.device | str
-) -> Tensor:
+def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
     """fp32 (keys,): attention that each key in the piece's context receives from its rows at `positions`, summed over
     the rows, mean over heads and layers. Their KV is written."""
-    step = pack([piece], layers, device, rotation)
+    step = pack([piece], layers, device)
     attention = _AllLayers(step.attention, layers, step.positions, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
     return attention.total / len(layers.key_caches)
@@ -47,14 +44,8 @@ class _AllLayers:
         softcap: float | None,
     ) -> Tensor:
         out = self._inner.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        scattered = self._inner.scattered
-        if scattered is not None and scattered.as_if_last is not None:
-            parts = scattered.as_if_last.queries(query, layer, scale=scale, softcap=softcap)
-        else:
-            parts = [Queries(query, self._positions, scale, window, softcap)]
-        self.total += attention_received(
-            parts[0], Keys(self._layers.key_caches[layer], self._table, len(self.total)), *parts[1:]
-        )
+        keys = Keys(self._layers.key_caches[layer], self._table, len(self.total))
+        self.total += attention_received(Queries(query, self._positions, scale, window, softcap), keys)
         if layer == len(self._layers.key_caches) - 1:
             raise ForwardEnded
         return out

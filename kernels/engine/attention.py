@@ -14,7 +14,6 @@ from transformers import AttentionInterface
 
 from ragorder.kernels.attention import PackedBatch, prefix_attention, sparse_attention
 from ragorder.kernels.engine.support import UnsupportedModelError
-from ragorder.kernels.fusion.as_if_last import AsIfLast
 from ragorder.kernels.paging import BlockPool
 
 __all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "ScatteredRows", "StepAttention", "register"]
@@ -85,26 +84,10 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them.
-    `as_if_last`: the attention of rows, some of which are computed as though their document came last."""
+    """A step's last rows, at `positions` int32 (N,) of the requests of `batch`, whose contexts include them."""
 
     batch: PackedBatch
     positions: torch.Tensor
-    as_if_last: AsIfLast | None = None
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        layer: int,
-        *,
-        scale: float | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        if self.as_if_last is not None:
-            return self.as_if_last.attend(query, key_cache, value_cache, layer, scale=scale, softcap=softcap)
-        return sparse_attention(query, key_cache, value_cache, self.batch, self.positions, scale=scale, softcap=softcap)
 
 
 class PagedStep:
@@ -143,7 +126,10 @@ class PagedStep:
             parts.append(prefix_attention(*own, *caches, self._batch, scale=scale, window=window, softcap=softcap))
         if scattered is not None:
             # No model with a window has such rows.
-            parts.append(scattered.attend(query[rows:], *caches, layer, scale=scale, softcap=softcap))
+            found = sparse_attention(
+                query[rows:], *caches, scattered.batch, scattered.positions, scale=scale, softcap=softcap
+            )
+            parts.append(found)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

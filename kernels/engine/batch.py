@@ -11,8 +11,6 @@ import torch
 
 from ragorder.kernels.attention import PackedBatch
 from ragorder.kernels.engine.attention import PagedLayers, PagedStep, ScatteredRows
-from ragorder.kernels.fusion.as_if_last import AsIfLast, Documents
-from ragorder.kernels.fusion.rotation import Rotation
 
 __all__ = ["PackedStep", "Piece", "pack"]
 
@@ -23,8 +21,7 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 class Piece:
     """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last token.
 
-    `positions`: those of the tokens, if they are not adjacent, `start` first. Between them there is KV. The `critical`
-    ones are computed as though their document, one of `documents` (begin, end), came last.
+    `positions`: those of the tokens, if they are not adjacent, `start` first. Between them there is KV.
     """
 
     token_ids: Sequence[int]
@@ -32,16 +29,11 @@ class Piece:
     table: Sequence[int] | _Ints
     wants_logits: bool
     positions: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
-    critical: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
-    documents: Documents = ()
 
     @property
     def context(self) -> int:
         """Tokens whose KV is attended to; of scattered rows with their own."""
-        if self.positions is None:
-            return self.start
-        behind = self.documents[-1][1] if self.critical is not None else 0
-        return max(int(np.max(self.positions)) + 1, behind)
+        return self.start if self.positions is None else int(np.max(self.positions)) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +46,7 @@ class PackedStep:
     attention: PagedStep
 
 
-def pack(
-    pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str, rotation: Rotation | None = None
-) -> PackedStep:
-    """`rotation`: of the queries of critical rows."""
+def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
     # Pieces of scattered rows come last: the others are attended to as if there were none.
     order = sorted(range(len(pieces)), key=lambda place: pieces[place].positions is not None)
     packed = [pieces[place] for place in order]
@@ -85,19 +74,8 @@ def pack(
     scattered = None
     if adjacent < len(packed):
         rows = _batch(counts[adjacent:], contexts[adjacent:], tables[adjacent:], device)
-        scattered = _scattered(packed[adjacent:], rows, positions_[starts[adjacent] :].int(), rotation)
+        scattered = ScatteredRows(rows, positions_[starts[adjacent] :].int())
     return PackedStep(token_ids, positions_, kept, PagedStep(layers, batch, slots, scattered))
-
-
-def _scattered(
-    pieces: Sequence[Piece], batch: PackedBatch, positions: torch.Tensor, rotation: Rotation | None
-) -> ScatteredRows:
-    if rotation is None or all(piece.critical is None for piece in pieces):
-        return ScatteredRows(batch, positions)
-    critical = [np.zeros(len(piece.token_ids), bool) if piece.critical is None else piece.critical for piece in pieces]
-    documents = [piece.documents for piece in pieces]
-    last = AsIfLast(batch, positions, torch.from_numpy(np.concatenate(critical)), documents, rotation)
-    return ScatteredRows(batch, positions, last)
 
 
 def _batch(

@@ -146,7 +146,7 @@ class TieredEngine:
             self.profile,
             fuser,
         )
-        self._runner = ModelRunner(model.forward, layers, model.device, rotation)
+        self._runner = ModelRunner(model.forward, layers, model.device)
         self._relief = Relief(self._scheduler, self._cache, self._streamer)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device

@@ -10,7 +10,6 @@ from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.sampling import SampledToken, choose
 from ragorder.kernels.engine.scheduler import ScheduledChunk
-from ragorder.kernels.fusion.rotation import Rotation
 
 __all__ = ["ModelRunner"]
 
@@ -18,9 +17,8 @@ __all__ = ["ModelRunner"]
 class ModelRunner:
     """Steps on the model: scheduled chunks packed, computed, and their next tokens chosen."""
 
-    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device, rotation: Rotation | None) -> None:
+    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
         self.forward = forward
-        self._rotation = rotation
         self._layers = layers
         self._device = device
 
@@ -35,7 +33,7 @@ class ModelRunner:
         return found
 
     def _compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device, self._rotation)
+        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
         logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]
         if not chosen:
@@ -53,10 +51,8 @@ class ModelRunner:
     def _piece(self, chunk: ScheduledChunk) -> Piece:
         sequence, table = chunk.sequence, chunk.sequence.table(self._layers.block_size)
         positions = sequence.positions(chunk.tokens)
-        critical = sequence.scattered.critical(positions) if sequence.scattered is not None else None
         start, end = int(positions[0]), int(positions[-1]) + 1
-        if critical is None and np.array_equal(positions, np.arange(start, end)):
+        if np.array_equal(positions, np.arange(start, end)):
             return Piece(sequence.tokens[start:end], start, table, chunk.last)
         token_ids = [sequence.tokens[place] for place in positions]
-        documents = sequence.documents if critical is not None else ()
-        return Piece(token_ids, start, table, chunk.last, positions, critical, documents)
+        return Piece(token_ids, start, table, chunk.last, positions)

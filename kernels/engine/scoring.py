@@ -17,7 +17,6 @@ from ragorder.kernels.engine.deviation import kv_deviation
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.question import Question, read_question
 from ragorder.kernels.engine.scattered import Positions
-from ragorder.kernels.fusion.as_if_last import Documents
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Needs, SelectionFacts
 from ragorder.kernels.paging import BlockPool
@@ -34,7 +33,6 @@ class Scene:
     - `prefix_tokens`: the system prompt; `question`: what is behind the documents.
     - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
       their rows hold anything.
-    - `inter` fp32: of each token of `spans`, what `CrossAttention` measured when the copy was made; None: unknown.
     - `asked`: the question behind the system prompt, if a warm-up has computed it.
     """
 
@@ -44,7 +42,6 @@ class Scene:
     exact_tokens: int
     spans: tuple[Span, ...]
     question: Span
-    inter: Tensor | None = None
     asked: Question | None = None
 
     @property
@@ -98,28 +95,19 @@ class Scorer:
             # A question that was computed already waits for the keys of this step.
             yield most_tokens if scene.asked is None else 1
             return replace(facts, attention=self.attention(scene, most_tokens=most_tokens)[reused])
-        if needs == "two layers":
-            deviation = yield from self._deviation(scene, most_tokens)
-            return replace(facts, deviation=deviation[reused])
-        unknown = torch.zeros(len(reused), device=self._device)
-        return replace(facts, inter=unknown if scene.inter is None else scene.inter.to(self._device))
+        deviation = yield from self._deviation(scene, most_tokens)
+        return replace(facts, deviation=deviation[reused])
 
-    def attending(
-        self, scene: Scene, chosen: Positions, documents: Documents, most_tokens: int
-    ) -> Generator[int, None, Tensor]:
-        """fp32, in steps: attention of the `chosen` tokens to each in front of the question, summed over them, mean
-        over heads and layers. They are recomputed, which is written; as though their document, one of `documents`,
-        came last, if there are any."""
+    def attending(self, scene: Scene, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
+        """fp32, in steps: attention of the `chosen` tokens to each before the question, summed over them, mean over
+        heads and layers. They are recomputed, which is written."""
         found = torch.zeros(scene.question[0], device=self._device)
-        # As if last they share a step: they see each other.
-        size = len(chosen) if documents else most_tokens
-        for begin in range(0, len(chosen), size):
-            rows = chosen[begin : begin + size]
+        for begin in range(0, len(chosen), most_tokens):
+            rows = chosen[begin : begin + most_tokens]
             yield len(rows)
             ids = [scene.token_ids[row] for row in rows]
-            critical = np.ones(len(rows), dtype=np.bool_) if documents else None
-            piece = Piece(ids, int(rows[0]), scene.table, False, rows, critical, documents)
-            received = attended(self._forward, self._layers, piece, self._rotation, self._device)
+            piece = Piece(ids, int(rows[0]), scene.table, False, rows)
+            received = attended(self._forward, self._layers, piece, self._device)
             found[: len(received)] += received
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 from random import Random
 from time import perf_counter
 from typing import Any, Protocol
@@ -150,18 +149,19 @@ class Sequence:
     def take_over(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
         """Positions within `spans` have KV now; those within `found` from other requests, `by_tier`."""
         assert self.fusion is not None
-        in_order = not self.fusion.as_if_last and self.fusion.rounds == 1
+        # A further round of selection looks at all documents.
+        first = self.fusion.rounds > 1
         size = len(self.tokens)
-        self.scattered = ScatteredPrefill(size, self.computed, spans, self.path_tokens, documents_first=not in_order)
+        self.scattered = ScatteredPrefill(size, self.computed, spans, self.path_tokens, documents_first=first)
         self._found, self._by_tier = found, by_tier
 
     def choose(self, anew: Positions, *, in_full: bool = False) -> None:
-        """Compute these positions nevertheless; or everything, after `anew` were overwritten."""
-        assert self.scattered is not None and self.fusion is not None
+        """Compute these positions nevertheless; or everything."""
+        assert self.scattered is not None
         if in_full:
-            self.scattered.choose_all(anew)
+            self.scattered.choose_all()
         else:
-            self.scattered.choose(anew, as_if_last=self.fusion.as_if_last)
+            self.scattered.choose(anew)
         if self.fused is None:
             self.fused = self._by_tier
             self.recomputed = sum(int(np.sum((anew >= begin) & (anew < end))) for begin, end in self._found)
@@ -169,21 +169,14 @@ class Sequence:
             self.recomputed = self.fused.total
 
     def take(self, room: int) -> int:
-        """How many tokens a step with so much room computes: more if some must share one."""
-        return min(room, self.pending) if self.scattered is None else self.scattered.take(room)
+        """How many tokens a step with so much room computes."""
+        return min(room, self.pending)
 
     def positions(self, tokens: int) -> Positions:
         """The next ones to compute."""
         if self.scattered is not None:
             return self.scattered.positions(tokens)
         return np.arange(self.computed, self.computed + tokens)
-
-    @property
-    def documents(self) -> list[tuple[int, int]]:
-        """Begins and ends."""
-        ends = list(accumulate(segment.tokens for segment in self.path))
-        spans = zip(self.path, [0, *ends], ends, strict=False)
-        return [(begin, end) for segment, begin, end in spans if segment.content]
 
     def exact_after(self, tokens: int) -> int:
         """Tokens with exact KV once the next `tokens` are computed."""

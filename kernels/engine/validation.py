@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ragorder.kernels.cache import Segment, segments_of
 from ragorder.kernels.engine.request import Request, RequestRefusedError
 from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.fusion.selection import check_coverage, check_engine_selection
+from ragorder.kernels.fusion.selection import selections
 from ragorder.kernels.fusion.settings import Fusion
 
 __all__ = ["RequestValidator"]
@@ -70,7 +70,7 @@ class RequestValidator:
         if self.fusion is None:
             raise RequestRefusedError("fusion: the engine reuses exact prefixes only: start it with reuse='fused'")
         try:
-            check_coverage(check_engine_selection(fusion.select), fusion.coverage)
+            selections.check(fusion.select)
         except ValueError as error:
             raise RequestRefusedError(str(error)) from None
         return fusion

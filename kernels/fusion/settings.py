@@ -11,28 +11,16 @@ __all__ = ["Fusion"]
 class Fusion:
     """How a request reuses documents off its cached prefix.
 
-    - `recompute`: share of their tokens recomputed, 0 to 1; `select`: which ones (`kernels.fusion.selection`).
-    - `as_if_last`: as though their document came last (`kernels.fusion.as_if_last`); `anywhere`: also tokens of the
-      exact prefix, as many in all.
-    - `rounds` of selection: in the first by `select`, then by what the tokens chosen so far attend to.
-    - `coverage`: no more tokens than hold this share of what `select` measures of all, above 0 to 1.
-
-    Raises ValueError.
+    `recompute`: share of their tokens recomputed, 0 to 1; `select`: which ones (`kernels.fusion.selection`). `rounds`
+    of selection: in the first by `select`, then by what the tokens chosen so far attend to. Raises ValueError.
     """
 
     recompute: float = 0.15
     select: str = "query"
-    as_if_last: bool = False
-    anywhere: bool = False
     rounds: int = 1
-    coverage: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"recompute is {self.recompute}: give a share of the reused tokens, from 0 to 1")
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}: give 1 or more")
-        if self.anywhere and not self.as_if_last:
-            raise ValueError("anywhere requires as_if_last: where it stands, a token of the exact prefix has its KV")
-        if not 0 < self.coverage <= 1:
-            raise ValueError(f"coverage is {self.coverage}: give a share of what is measured, above 0, and 1 at most")

@@ -63,15 +63,12 @@ _SETTINGS = (
     "reuse",
     "recompute",
     "select",
-    "coverage",
-    "as_if_last",
-    "anywhere",
     "select_rounds",
     "build_idle",
     "dtype",
     "device",
 )
-_FUSED = ("recompute", "select", "coverage", "as_if_last", "anywhere", "select_rounds", "build_idle", "copies")
+_FUSED = ("recompute", "select", "select_rounds", "build_idle", "copies")
 _PROFILE_OPTIONS = ("profile", "profile_budget_s")
 ENGINE_OPTIONS = ("model", *_SETTINGS)
 engine_options = together(

@@ -564,8 +564,6 @@ class TestFusion:
         }
         _, details = await self.ask(fusing, "ba", recompute=0.5)
         assert details["recomputed_tokens"] == round(0.5 * length)
-        _, details = await self.ask(fusing, "ba", recompute=0.5, coverage=0.01)
-        assert 0 < details["recomputed_tokens"] < round(0.5 * length)
 
     async def test_leading_documents_are_exact_if_the_facts_say_so(self, fusing: EngineWorker) -> None:
         fusing.engine.clear_cache()
@@ -639,8 +637,6 @@ class TestFusion:
             ({"recompute": 1.5}, "recompute"),
             ({"recompute": -0.1}, "recompute"),
             ({"recompute": "much"}, "recompute"),
-            ({"coverage": 0}, "coverage"),
-            ({"reuse": "exact", "coverage": 0.5}, "coverage"),
             ({"reuse": "both"}, "reuse"),
             ({"reuse": "exact", "recompute": 0.1}, "recompute"),
         ],
@@ -650,7 +646,7 @@ class TestFusion:
             error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert error["param"] == param
 
-    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}, {"coverage": 0.5}])
+    @pytest.mark.parametrize("fields", [{"reuse": "fused"}, {"recompute": 0.1}])
     async def test_of_an_exact_engine_is_refused(self, client: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", **fields})
         assert "start it with --reuse fused" in error["message"]
@@ -1841,15 +1837,13 @@ class TestOptions:
             "--reuse": "fused",
             "--recompute": "0.2",
             "--select": "deviation",
-            "--coverage": "0.9",
+            "--select-rounds": "2",
             "--build-idle": "0.5",
             "--dtype": "float32",
             "--device": "cpu",
             "--max-waiting": "7",
         }
-        command = serving(
-            "--as-if-last", "--anywhere", "--select-rounds", "2", *[part for pair in options.items() for part in pair]
-        )
+        command = serving(*[part for pair in options.items() for part in pair])
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings(
             device_tokens=2048,
@@ -1871,9 +1865,6 @@ class TestOptions:
             reuse="fused",
             recompute=0.2,
             select="deviation",
-            coverage=0.9,
-            as_if_last=True,
-            anywhere=True,
             select_rounds=2,
             build_idle=0.5,
             dtype="float32",
@@ -1883,26 +1874,16 @@ class TestOptions:
 
     def test_the_orderer_takes_documents_over_as_the_engine_does(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
-        fused = ["--reuse", "fused", "--recompute", "0.3", "--no-as-if-last", "--no-anywhere", "--copies", "all"]
+        fused = ["--reuse", "fused", "--recompute", "0.3", "--copies", "all"]
         settings = serving(*sizes, *fused).orderer.settings
         assert (settings.reuse, settings.recompute, settings.copies) == ("fused", 0.3, "all")
         settings = serving(*sizes).orderer.settings
         assert (settings.reuse, settings.copies) == ("exact", "served")
 
-    @pytest.mark.parametrize(
-        ("options", "invests"),
-        [
-            (["--reuse", "fused"], True),
-            (["--reuse", "fused", "--as-if-last"], False),
-            (["--reuse", "fused", "--as-if-last", "--anywhere"], True),
-        ],
-    )
-    def test_the_exact_prefix_grows_where_answers_do_not_depend_on_its_order(
-        self, serving: Callable[..., Command], options: list[str], invests: bool
-    ) -> None:
-        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
-        assert serving(*sizes, *options).orderer.settings.invest is invests
-        assert not serving(*sizes, *options, RAGORDER_INVEST="false").orderer.settings.invest
+    def test_the_exact_prefix_grows_unless_the_settings_say_otherwise(self, serving: Callable[..., Command]) -> None:
+        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32", "--reuse", "fused"]
+        assert serving(*sizes).orderer.settings.invest
+        assert not serving(*sizes, RAGORDER_INVEST="false").orderer.settings.invest
 
     def test_documents_count_as_cached_on_the_device_and_in_host_memory(self, serving: Callable[..., Command]) -> None:
         sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
@@ -1933,8 +1914,6 @@ class TestOptions:
             (None, ["--recompute", "0.1"], "--recompute requires --reuse fused"),
             (None, ["--reuse", "exact", "--select", "head"], "--select requires --reuse fused"),
             (None, ["--build-idle", "1"], "--build-idle requires --reuse fused"),
-            (None, ["--coverage", "0.5"], "--coverage requires --reuse fused"),
-            (None, ["--reuse", "fused", "--select", "head", "--coverage", "0.5"], "'head' measures nothing"),
             (None, ["--reuse", "fused", "--build-idle", "-1"], "--build-idle"),
             (None, ["--reuse", "fused", "--recompute", "1.5"], "--recompute"),
             (None, ["--reuse", "fused", "--select", "qurey"], "Did you mean 'query'?"),

@@ -32,8 +32,6 @@ from ragorder.eval.experiments.fusion.prompts import Prompts
 from ragorder.eval.experiments.fusion.questions import Questions, draw_questions
 from ragorder.eval.experiments.fusion.record import FusionRecord
 from ragorder.eval.experiments.fusion.reference import (
-    ReferenceKV,
-    compute,
     compute_behind,
     compute_prompts,
     system_prompt,
@@ -272,7 +270,7 @@ class TestReference:
             prompts.answer(Arm(), prompts.reused_tokens(Arm())), dense(untrained, prompts.questions.prompts), **ALIKE
         )
 
-    @pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if not arm.as_if_last], ids=str)
+    @pytest.mark.parametrize("arm", ARMS.values(), ids=str)
     def test_all_computed_anew_is_full_attention(self, untrained: ChainModel, prompts: Prompts, arm: Arm) -> None:
         found = prompts.answer(arm, prompts.budget(arm, 1.0))
         torch.testing.assert_close(found, dense(untrained, prompts.questions.prompts), **ALIKE)
@@ -292,13 +290,11 @@ class TestReference:
         assert found[:, length:].view(6, 4, length).amax(2).min() > 1e-3
 
     def test_an_exact_prefix_does_not_deviate_and_is_not_computed_anew(self, prompts: Prompts) -> None:
-        arm, anywhere = Arm(exact=0.4), Arm(exact=0.4, anywhere=True)
+        arm = Arm(exact=0.4)
         size = prompts.questions.level.document_tokens
         assert prompts.reused_tokens(arm) == 3 * size
         assert prompts.deviation(arm)[:, : 2 * size].max() < 1e-6
         assert prompts.selected(arm, 7).min() > 2 * size
-        assert prompts.reused_tokens(anywhere) == 3 * size
-        assert prompts.selected(anywhere, 5 * size).min() == 1
 
     @pytest.mark.parametrize("arm", ARMS.values(), ids=str)
     def test_selections_are_positions_of_the_documents_as_many_as_allowed(self, prompts: Prompts, arm: Arm) -> None:
@@ -329,31 +325,6 @@ class TestReference:
             assert set(first) < set(both)
             assert len(both) == 8
         assert not prompts.selected(twice, 8).equal(prompts.selected(once, 8))
-
-    def test_a_document_as_if_last_has_the_states_that_it_has_in_the_last_place(self, untrained: ChainModel) -> None:
-        """Whatever it stands in front of: KV of the others that was computed elsewhere, moved up."""
-        questions = draw_questions(3, Level(2, 4), "any", seed=8)
-        length, count = questions.level.document_tokens, 4
-        alone = [
-            compute_behind(untrained, each, system_prompt(untrained, 3)).kv for each in questions.documents.unbind(1)
-        ]
-        system = system_prompt(untrained, 3)
-        for moved in range(count):
-            others = [alone[place] for place in range(count) if place != moved]
-            last = compute_behind(untrained, questions.documents[:, moved], ReferenceKV.joined(system, *others))
-            slots = torch.arange(1 + moved * length, 1 + (moved + 1) * length).expand(3, -1)
-            document = questions.documents[:, moved]
-            before = torch.cat([document[:, :1], document[:, :-1]], 1)
-            found = compute(
-                untrained,
-                document,
-                before,
-                slots,
-                ReferenceKV.joined(system, *alone),
-                documents=count,
-                document_tokens=length,
-            )
-            torch.testing.assert_close(found.hidden, last.hidden, **ALIKE)
 
     def test_copies_behind_no_neighbour_are_those_alone(self, untrained: ChainModel, questions: Questions) -> None:
         none, alone = (make_copies(untrained, questions, copies, 0, 0).kv for copies in ("similar", "alone"))
@@ -408,7 +379,6 @@ class TestShippedModels:
             found = measure_curves(model, questions, asked, neighbours=4, seed=99)
             right = {name: fmean(next(iter(each.rows.values()))) for name, each in found.items()}
             assert right[REUSE] <= 0.15
-            assert right["as if last"] >= 0.9
             if order == "in front":
                 assert right[BASELINE] >= 0.95
                 assert right["FusionRAG, online only"] >= 0.9
@@ -431,10 +401,8 @@ class TestShippedModels:
         [
             Arm(exact=1 / 8),
             Arm("deviation", exact=1 / 2),
-            Arm(as_if_last=True, exact=1 / 2),
-            Arm(as_if_last=True, exact=1 / 2, anywhere=True),
         ],
-        ids=["query", "deviation", "as if last", "anywhere"],
+        ids=["query", "deviation"],
     )
     def test_the_engine_fuses_as_the_reference_does(self, trained: ChainModel, engine: Any, arm: Arm) -> None:
         """A document that was computed behind the system prompt is an exact prefix where it comes first."""
@@ -447,7 +415,7 @@ class TestShippedModels:
                 assert done.cached.total == 1 + questions.level.tokens - prompts.reused_tokens(arm)
                 assert done.fused.total == prompts.reused_tokens(arm)
                 budget = prompts.budget(arm, ratio)
-                assert done.recomputed <= budget if arm.anywhere else done.recomputed == budget
+                assert done.recomputed == budget
                 expected = prompts.answer(arm, budget)[number]
                 torch.testing.assert_close(done.logits[: len(expected)], expected, **ALIKE)
 
@@ -456,10 +424,8 @@ class TestShippedModels:
         [
             Arm(rounds=2, exact=1 / 8),
             Arm("deviation", rounds=3, exact=1 / 8),
-            Arm(rounds=2, as_if_last=True, exact=1 / 8),
-            Arm(rounds=2, as_if_last=True, exact=1 / 2, anywhere=True),
         ],
-        ids=["two rounds", "three rounds", "as if last", "anywhere"],
+        ids=["two rounds", "three rounds"],
     )
     def test_the_engine_selects_in_rounds_as_the_reference_does(
         self, three_hops: tuple[ChainModel, Any], arm: Arm
@@ -524,7 +490,6 @@ _ASKED = {
     BASELINE: (1.0,),
     REUSE: (0.0,),
     "FusionRAG, online only": (0.05,),
-    "as if last": (0.05,),
     "random": (0.05,),
 }
 
@@ -642,30 +607,6 @@ class TestSuite:
         [beside] = [table for table in part.tables if table.title.startswith("The engine beside the reference")]
         assert {row[3].text for row in beside.rows} == {"0"}
 
-    def test_tokens_are_computed_by_what_the_question_attends_to(self, tmp_path: Path) -> None:
-        options = ["--reduced", "--seeds", "0", "-o", tmp_path]
-        for arm in (BASELINE, REUSE, "FusionRAG, by coverage", "as if last, two rounds, by coverage"):
-            options += ["--policy", arm]
-        done = run_command(ragorder, "eval", "run", "fusion-coverage", *options)
-        assert done.exit_code == 0, done.output
-        part = make_part(load_suites()["fusion-coverage"], read_results(tmp_path))
-        [curves, compared, coverage, beside] = part.tables
-        assert {row[0].text for table in (curves, compared) for row in table.rows} == {BASELINE, REUSE}
-        assert [row[0].text for row in coverage.rows] == [
-            "FusionRAG, by coverage",
-            "as if last, two rounds, by coverage",
-        ]
-        for row in coverage.rows:
-            computed = [float(entry.text) for entry in row[2::3]]
-            assert computed == sorted(computed) and 0 < computed[0] < computed[-1] <= 100
-        assert {row[3].text for row in beside.rows} == {"0"}
-        options[options.index("-o") + 1] = tmp_path / "reference"
-        done = run_command(ragorder, "eval", "run", "fusion-coverage", *options, "--set", "by=reference")
-        assert {line["policy"] for line in _lines(tmp_path / "reference", "unavailable")} == {
-            "FusionRAG, by coverage",
-            "as if last, two rounds, by coverage",
-        }
-
     def test_preprocessing_is_compared_with_what_it_cannot_know(self, tmp_path: Path) -> None:
         options = ["--reduced", "--limit", "10", "--seeds", "0", "-o", tmp_path]
         done = run_command(ragorder, "eval", "run", "fusion-preprocessing", *options)
@@ -699,16 +640,16 @@ class TestSuite:
 
     def test_normalised_and_least_ratios_are_equation_11(self) -> None:
         right = {BASELINE: {"1": 1.0}, REUSE: {"0": 0.2}}
-        right["as if last"] = {"0": 0.2, "0.05": 0.6, "0.1": 0.96, "0.5": 0.9, "1": 1.0}
+        right["CacheBlend"] = {"0": 0.2, "0.05": 0.6, "0.1": 0.96, "0.5": 0.9, "1": 1.0}
         right["with ordering"] = {"0": 0.5, "0.05": 0.98, "0.1": 1.0, "0.5": 1.0, "1": 1.0}
         group = _group(right)
-        ours, ordered = curve(group, "as if last"), curve(group, "with ordering")
+        ours, ordered = curve(group, "CacheBlend"), curve(group, "with ordering")
         assert ours is not None and ordered is not None
         assert ours.normalised(0.05) == pytest.approx(0.5)
         assert ours.enough() == 1
         assert (ordered.enough(), ordered.computed(0.05)) == (0.05, 0.025)
         assert curve(group, "FusionRAG") is None
-        difference = ordered.against("as if last", 0.05)
+        difference = ordered.against("CacheBlend", 0.05)
         assert difference is not None
         assert difference.difference == pytest.approx(0.38)
         assert difference.verdict == "better"

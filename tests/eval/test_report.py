@@ -771,19 +771,18 @@ class TestWhatIsCommitted:
                     "clouds",
                     "sharded-plan",
                     "quality-positions",
-                    "all-three",
                     "hedra-live",
                     "proxy-throughput",
                     "proxy-load",
                     "proxy-memory",
                     "fusion-deviation",
+                    "fusion-real",
                     "embedded-prefill",
                     "hedra-pieces",
                     "hedra-locality",
                     "hedra-index",
                     "scheduling",
                     "embedded-recovery",
-                    "fusion-engine",
                 )
             ]
             * 3

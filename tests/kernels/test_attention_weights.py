@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragorder.kernels.attention import weights
-from ragorder.kernels.attention.weights import Keys, Queries, attention_received, attention_share
+from ragorder.kernels.attention.weights import Keys, Queries, attention_received
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 8
 # Rows and weights at a time: as they are, in small chunks, in the smallest.
@@ -103,18 +102,6 @@ def test_a_query_that_sees_no_key_gives_nothing() -> None:
     ).any()
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-def test_a_share_is_the_weight_of_a_range_of_keys(rule: dict[str, Any]) -> None:
-    keys, rows = paged(70)
-    queries = queries_at(torch.arange(10, 70), **rule)
-    generator = torch.Generator().manual_seed(2)
-    low, high = torch.randint(0, 71, (2, 60), generator=generator)
-    at = torch.arange(70)
-    within = (at >= low[:, None]) & (at < high[:, None])
-    expected = (dense(queries, rows) * within).sum(-1).mean(0)
-    torch.testing.assert_close(attention_share(queries, keys, low, high), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_half_precision_is_summed_in_single() -> None:
     keys, rows = paged(61, 7)
     half = replace(keys, cache=keys.cache.bfloat16(), own=rows[61:].bfloat16())
@@ -145,26 +132,3 @@ def test_weights_are_never_in_memory_all_at_once(monkeypatch: pytest.MonkeyPatch
     with Largest() as largest:
         attention_received(queries, keys)
     assert 0 < largest.numbers <= 1 << 16 < HEADS * 100 * 4096
-
-
-@pytest.mark.parametrize("rule", [RULES["plain"], RULES["softcap"]], ids=["plain", "softcap"])
-def test_queries_turned_for_ranges_of_keys_share_one_softmax(rule: dict[str, Any]) -> None:
-    keys, rows = paged(70)
-    spots = torch.tensor([40, 3, 69, 20])
-    borders = [torch.zeros(4, dtype=torch.int32), torch.tensor([8, 0, 30, 20]), spots + 1]
-    parts = [
-        replace(queries_at(spots, seed, **rule), low=low, high=high)
-        for seed, (low, high) in enumerate(pairwise(borders), start=1)
-    ]
-    scores = torch.full((HEADS, 4, 70), float("-inf"))
-    for part in parts:
-        assert part.low is not None and part.high is not None
-        at = torch.arange(70)
-        seen = (at >= part.low[:, None]) & (at < part.high[:, None])
-        repeated = rows.repeat_interleave(HEADS // KV_HEADS, 1)
-        own = torch.einsum("nhd,khd->hnk", part.rows, repeated) * DIM**-0.5
-        if part.softcap is not None:
-            own = part.softcap * torch.tanh(own / part.softcap)
-        scores = torch.where(seen, own, scores)
-    expected = scores.softmax(-1).sum(1).mean(0)
-    torch.testing.assert_close(attention_received(parts[0], keys, *parts[1:]), expected, rtol=1e-5, atol=1e-6)

@@ -20,7 +20,7 @@ from ragorder.kernels.cache import (
     segments_of,
 )
 from ragorder.kernels.cache.contents import _FEWEST, _MOST_COPIES
-from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
+from ragorder.kernels.paging import BlockPool, KVShape
 from ragorder.kernels.store.variants import variant_key
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_dim=2, block_size=4)
@@ -179,39 +179,6 @@ class TestALease:
         cache.extend(lease, 20)
         cache.give_back(lease)
         assert borrowed.copy.entry is not None and not borrowed.copy.entry.pins
-        cache.release(lease)
-
-    def test_gets_blocks_of_its_own_for_what_it_overwrites(self, cache: KnowledgeCache) -> None:
-        lease = cache.acquire(path_of(B, C, D), borrow=True)
-        cache.extend(lease, 24)
-        shared = list(lease.block_table)
-        used = cache.pool.used_blocks
-        cache.make_private(lease, [6, 7, 13, 23])
-        assert [place for place in range(6) if lease.block_table[place] != shared[place]] == [1, 3]
-        assert cache.pool.used_blocks == used + 2
-        for place in (1, 3):
-            assert torch.equal(cache.pool.kv[lease.block_table[place]], cache.pool.kv[shared[place]])
-            cache.pool.kv[lease.block_table[place]] = -1
-        cache.make_private(lease, [5, 12])
-        assert cache.pool.used_blocks == used + 2
-        cache.release(lease)
-        again = cache.acquire(path_of(B, C))
-        cache.extend(again, 18)
-        rows = cache.pool.kv[again.block_table][:, 0, 0, :, 0, 0].flatten()
-        assert rows[:17].tolist() == list(range(17))
-        cache.release(again)
-        cache.clear()
-        assert cache.pool.used_blocks == 0
-
-    def test_keeps_the_shared_ones_without_room(self) -> None:
-        cache = KnowledgeCache(SHAPE, device_blocks=5)
-        compute(cache, path_of(A))
-        lease = cache.acquire(path_of(A))
-        cache.extend(lease, 18)
-        table = list(lease.block_table)
-        with pytest.raises(OutOfBlocksError):
-            cache.make_private(lease, [0, 5])
-        assert lease.block_table == table
         cache.release(lease)
 
     def test_loads_it_from_the_host(self, cache: KnowledgeCache) -> None:

@@ -31,7 +31,6 @@ from ragorder.kernels.engine import (
     UnsupportedModelError,
 )
 from ragorder.kernels.engine import sequence as requests_under_way
-from ragorder.kernels.paging import OutOfBlocksError
 
 SYSTEM = tokens(21, 100)
 A, B, C, D = (tokens(length, seed) for length, seed in ((37, 1), (16, 2), (30, 3), (23, 4)))
@@ -181,38 +180,6 @@ class TestRecomputation:
             [completion] = engine.generate([prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)])
             assert (completion.fused.total, completion.recomputed) == (len(A), recomputed)
 
-    @pytest.mark.parametrize("select", ["query", "deviation"])
-    def test_is_of_no_more_than_cover_what_was_measured(
-        self, fusing: Make, plain: Any, anew: list[list[int]], select: str
-    ) -> None:
-        engine = fusing()
-        warm(engine, [A], [B], [C])
-        reused, counts = len(A) + len(B), []
-        for coverage in (0.2, 0.5, 0.8, 1.0):
-            fusion = Fusion(0.9, select, coverage=coverage)
-            request = prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=fusion)
-            [completion] = engine.generate([request])
-            counts.append(completion.recomputed)
-            expected = fused_logits(plain, request.token_ids, taken_of([C, B, A], None, [], []), anew[-1])
-            assert off(completion, expected) <= 1e-4
-            # They are those of a request that asks for as many.
-            engine.generate([prompt_of(SYSTEM, [C, B, A], QUESTION, fusion=Fusion(counts[-1] / reused, select))])
-            assert anew[-1] == anew[-2]
-        assert 0 < counts[0] < counts[1] < counts[2] < counts[3] == round(0.9 * reused)
-        assert counts[0] < 0.2 * reused
-
-    def test_covers_in_rounds_and_up_to_everything(self, fusing: Make, plain: Any, anew: list[list[int]]) -> None:
-        engine = fusing()
-        warm(engine, [A], [B])
-        for fusion in (Fusion(1.0, coverage=0.3), Fusion(1.0, coverage=0.3, rounds=2)):
-            engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion)])
-        assert len(anew[0]) == len(anew[1])
-        request = prompt_of(SYSTEM, [B, A], QUESTION, fusion=Fusion(1.0, coverage=0.999999))
-        [completion] = engine.generate([request])
-        assert completion.recomputed >= len(A) - 1
-        if completion.recomputed == len(A):
-            assert difference(completion, plain, request) <= 1e-4
-
     @pytest.mark.parametrize("needs", ["nothing", "question"])
     def test_is_of_everything_if_the_selection_fails(
         self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, needs: str
@@ -243,166 +210,23 @@ class TestRecomputation:
         assert difference(exact, plain, request) <= 1e-4
 
 
-class TestAsIfLast:
-    """Critical tokens computed as though their document came last."""
-
-    @pytest.mark.parametrize(
-        ("recompute", "max_batch_tokens"), [(0.05, 512), (0.3, 512), (1.0, 512), (0.3, 7), (1.0, 1)]
-    )
-    def test_is_what_it_says(
-        self, fusing: Make, plain: Any, anew: list[list[int]], recompute: float, max_batch_tokens: int
-    ) -> None:
-        """Critical tokens see each other, so they share a step, however small it is to be."""
-        engine = fusing(max_batch_tokens=max_batch_tokens)
-        warm(engine, [A], [B], [C])
-        documents = [C, A, D, B]
-        request = prompt_of(SYSTEM, documents, QUESTION, fusion=Fusion(recompute, "random", as_if_last=True))
-        [completion] = engine.generate([request])
-        [positions] = anew
-        assert len(positions) == round(recompute * (len(A) + len(D) + len(B)))
-        spans = [taken.span for taken in taken_of(documents, [], [], [], [])]
-        expected = fused_logits(plain, request.token_ids, taken_of(documents, None, [], [], []), positions, spans)
-        assert off(completion, expected) <= 1e-4
-        in_place = fused_logits(plain, request.token_ids, taken_of(documents, None, [], [], []), positions)
-        assert off(completion, in_place) > 1e-2
-
-    @pytest.mark.parametrize("max_batch_tokens", [1, 7, 512])
-    def test_nothing_of_it_is_in_the_tree(self, fusing: Make, plain: Any, max_batch_tokens: int) -> None:
-        engine = fusing(as_if_last=True, recompute=1.0, max_batch_tokens=max_batch_tokens)
-        warm(engine, [A], [B])
-        [completion] = engine.generate([prompt_of(SYSTEM, [B, A], QUESTION, max_tokens=3)])
-        assert (completion.finish_reason, completion.recomputed) == ("length", len(A))
-        request = prompt_of(SYSTEM, [B, A], tokens(4, 8), fusion="exact")
-        [exact] = engine.generate([request])
-        assert exact.cached.total == len(SYSTEM) + len(B)
-        assert difference(exact, plain, request) <= 1e-4
-
-    def test_beside_others(self, fusing: Make, plain: Any) -> None:
-        engine = fusing(max_batch_tokens=64)
-        warm(engine, [A], [B])
-        exact = [
-            prompt_of(SYSTEM, [A, B], tokens(6, 91), fusion="exact", max_tokens=5),
-            prompt_of([], [], tokens(40, 93), max_tokens=9),
-        ]
-        fused = [
-            prompt_of(SYSTEM, [B, A], tokens(5, seed), fusion=Fusion(0.5, "head", as_if_last=bool(seed)), max_tokens=4)
-            for seed in range(2)
-        ]
-        alone = [engine.generate([request])[0] for request in fused]
-        *others, first, second = engine.generate([*exact, *fused])
-        for found, request in zip(others, exact, strict=True):
-            assert difference(found, plain, request) <= 1e-4
-            assert list(found.token_ids) == greedy(plain, request)
-        for one, other in zip(alone, (first, second), strict=True):
-            assert off(one, other.logits) <= 1e-4
-
-    def test_beyond_the_memory_of_a_step_is_full_attention(
-        self, fusing: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        engine = fusing(max_batch_tokens=64)
-        warm(engine, [A], [B], [C])
-        compute = engine._runner.compute
-
-        def needs_room(chunks: Any) -> Any:
-            if sum(chunk.tokens for chunk in chunks) > 20:
-                raise torch.OutOfMemoryError
-            return compute(chunks)
-
-        monkeypatch.setattr(engine._runner, "compute", needs_room)
-        request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=Fusion(0.5, "random", as_if_last=True), max_tokens=3)
-        [completion] = engine.generate([request])
-        assert difference(completion, plain, request) <= 1e-4
-        assert list(completion.token_ids) == greedy(plain, request)
-        assert completion.recomputed == len(A) + len(B)
-        assert "memory is short for 26 tokens in one step" in caplog.text
-        assert engine.stats().retries == 0
-
-
-class TestAnywhere:
-    """Critical tokens of the exact prefix, too."""
-
-    @pytest.mark.parametrize("block_size", [1, 16, 48])
-    @pytest.mark.parametrize("select", ["random", "query", "deviation"])
-    def test_is_what_it_says(
-        self, fusing: Make, plain: Any, anew: list[list[int]], select: str, block_size: int
-    ) -> None:
-        engine = fusing(block_size=block_size)
-        warm(engine, [A], [B], [C])
-        # The prefix, then a document that is computed in place.
-        documents = [C, D, A, B]
-        fusion = Fusion(0.5, select, as_if_last=True, anywhere=True)
-        request = prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)
-        [completion] = engine.generate([request])
-        [positions] = anew
-        assert len(positions) == round(0.5 * (len(A) + len(B)))
-        taken = taken_of(documents, [], [C], [], [])
-        if select == "random":
-            assert min(positions) < taken[0].span[1]
-        expected = fused_logits(plain, request.token_ids, taken, positions, [each.span for each in taken])
-        assert off(completion, expected) <= 1e-4
-        assert completion.cached.total == len(SYSTEM) + len(C)
-        assert completion.recomputed == sum(position >= taken[2].start for position in positions)
-        # The tree has what it had, and the document that was computed in place.
-        exact = prompt_of(SYSTEM, [C, D], tokens(4, 8), fusion="exact", max_tokens=5)
-        [again] = engine.generate([exact])
-        assert again.cached.total == len(SYSTEM) + len(C) + len(D)
-        assert difference(again, plain, exact) <= 1e-4
-        assert list(again.token_ids) == greedy(plain, exact)
-        assert used_blocks(engine) == 0
-
-    def test_a_prefix_that_another_request_computes_in_the_same_step(self, fusing: Make, plain: Any) -> None:
-        engine = fusing(schedule="fcfs")
-        warm(engine, [A])
-        requests = [
-            prompt_of(SYSTEM, [C], QUESTION, fusion="exact", max_tokens=3),
-            prompt_of(SYSTEM, [C, A], QUESTION, fusion=Fusion(1.0, "random", as_if_last=True, anywhere=True)),
-        ]
-        first, second = engine.generate(requests)
-        assert list(first.token_ids) == greedy(plain, requests[0])
-        [alone] = engine.generate(requests[1:])
-        assert off(second, alone.logits) <= 1e-4
-
-    def test_without_room_for_the_prefix_is_of_what_was_taken_over(
-        self, fusing: Make, plain: Any, anew: list[list[int]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def full(*_: Any) -> None:
-            raise OutOfBlocksError
-
-        engine = fusing()
-        warm(engine, [A], [C])
-        monkeypatch.setattr(engine._cache, "make_private", full)
-        fusion = Fusion(1.0, "random", as_if_last=True, anywhere=True)
-        request = prompt_of(SYSTEM, [C, A], QUESTION, fusion=fusion)
-        [completion] = engine.generate([request])
-        [positions] = anew
-        begin = len(SYSTEM) + len(C)
-        assert 0 < len(positions) < len(A) and min(positions) >= begin
-        taken = taken_of([C, A], [], [])
-        expected = fused_logits(plain, request.token_ids, taken, positions, [each.span for each in taken])
-        assert off(completion, expected) <= 1e-4
-
-
 class TestRounds:
     """The second half of the tokens is what the first half attends to."""
 
-    @pytest.mark.parametrize("last", [False, True])
     @pytest.mark.parametrize("max_batch_tokens", [7, 512])
     def test_are_of_the_budget_and_what_is_computed_is_as_ever(
-        self, fusing: Make, plain: Any, anew: list[list[int]], last: bool, max_batch_tokens: int
+        self, fusing: Make, plain: Any, anew: list[list[int]], max_batch_tokens: int
     ) -> None:
         engine = fusing(max_batch_tokens=max_batch_tokens)
         warm(engine, [A], [B], [C])
         documents = [C, D, B, A]
         chosen = []
         for recompute, rounds in ((0.15, 1), (0.3, 2)):
-            fusion = Fusion(recompute, "query", as_if_last=last, rounds=rounds)
-            request = prompt_of(SYSTEM, documents, QUESTION, fusion=fusion)
+            request = prompt_of(SYSTEM, documents, QUESTION, fusion=Fusion(recompute, "query", rounds=rounds))
             [completion] = engine.generate([request])
             positions = anew.pop()
             assert len(positions) == completion.recomputed == round(recompute * (len(A) + len(B)))
-            taken = taken_of(documents, None, None, [], [])
-            spans = [each.span for each in taken_of(documents, [], [], [], [])] if last else ()
-            expected = fused_logits(plain, request.token_ids, taken, positions, spans)
+            expected = fused_logits(plain, request.token_ids, taken_of(documents, None, None, [], []), positions)
             assert off(completion, expected) <= 1e-4
             chosen.append(set(positions))
         assert chosen[0] < chosen[1]
@@ -410,9 +234,7 @@ class TestRounds:
 
 class TestSelecting:
     @pytest.mark.parametrize(
-        "fusion",
-        [Fusion(0.3, "deviation"), Fusion(0.3, "query", rounds=3), Fusion(0.5, "query", True, True, 2)],
-        ids=["deviation", "three rounds", "anywhere"],
+        "fusion", [Fusion(0.3, "deviation"), Fusion(0.3, "query", rounds=3)], ids=["deviation", "three rounds"]
     )
     def test_leaves_each_step_to_others_too(self, fusing: Make, plain: Any, fusion: Fusion) -> None:
         engine = fusing(max_batch_tokens=16)
@@ -452,7 +274,7 @@ class TestSelecting:
     def test_is_left_when_the_request_is(self, fusing: Make, plain: Any, steps: int) -> None:
         engine = fusing(max_batch_tokens=8)
         warm(engine, [A], [B])
-        fusion = Fusion(0.5, "query", as_if_last=True, anywhere=True, rounds=2)
+        fusion = Fusion(0.5, "query", rounds=2)
         request_id = engine.add(prompt_of(SYSTEM, [B, A], QUESTION, fusion=fusion, max_tokens=9))
         for _ in range(steps):
             engine.step()
@@ -629,9 +451,7 @@ class TestTiers:
         assert completion.fused.total == len(A)
         assert off(completion, fused_logits(plain, request.token_ids, taken_of([B, A], None, []), [])) <= 1e-4
 
-    @pytest.mark.parametrize(
-        "fusion", [NONE, Fusion(0.3, "query"), Fusion(0.5, "query", True, True, 2)], ids=["none", "query", "anywhere"]
-    )
+    @pytest.mark.parametrize("fusion", [NONE, Fusion(0.3, "query")], ids=["none", "query"])
     def test_a_pool_without_room_for_copies_computes_them(self, fusing: Make, plain: Any, fusion: Fusion) -> None:
         engine = fusing(device_tokens=8 * BLOCK)
         warm(engine, [A], [B])
@@ -713,7 +533,7 @@ class TestWithOthers:
             NONE,
             ALL,
             Fusion(0.2, "deviation"),
-            Fusion(0.4, "query", as_if_last=True, anywhere=True, rounds=2),
+            Fusion(0.4, "query", rounds=2),
         ]
         seen: Counter[str] = Counter()
         for _ in range(length(60, 8)):
@@ -886,31 +706,18 @@ class TestRefusals:
         "settings",
         [
             {"recompute": 1.5},
-            {"coverage": 0.0},
-            {"coverage": 0.5, "select": "random"},
             {"select": "best"},
-            {"select": "inter"},
             {"reuse": "both"},
             {"select_rounds": 0},
-            {"anywhere": True},
         ],
     )
     def test_settings_that_cannot_be(self, make: Make, settings: dict[str, Any]) -> None:
         with pytest.raises(ValidationError, match=next(iter(settings))):
             make(**settings)
 
-    def test_rounds_and_places_that_cannot_be(self) -> None:
+    def test_rounds_that_cannot_be(self) -> None:
         with pytest.raises(ValueError, match="rounds is 0: give 1 or more"):
             Fusion(rounds=0)
-        with pytest.raises(ValueError, match="anywhere requires as_if_last"):
-            Fusion(anywhere=True)
-
-    def test_a_coverage_that_cannot_be(self, fusing: Make) -> None:
-        for coverage in (0.0, 1.1, float("nan")):
-            with pytest.raises(ValueError, match=r"coverage is .*: give a share of what is measured"):
-                Fusion(coverage=coverage)
-        with pytest.raises(RequestRefusedError, match="'head' measures nothing: choose 'deviation' or 'query'"):
-            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="head", coverage=0.5)))
 
     def test_a_fused_request_of_an_exact_engine(self, make: Make) -> None:
         with pytest.raises(RequestRefusedError, match="reuse='fused'"):
@@ -919,10 +726,6 @@ class TestRefusals:
     def test_a_selection_that_is_none(self, fusing: Make) -> None:
         with pytest.raises(RequestRefusedError, match="selection must be one of"):
             fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="best")))
-
-    def test_a_selection_whose_facts_are_not_kept_with_copies(self, fusing: Make) -> None:
-        with pytest.raises(RequestRefusedError, match="goes by what the engine does not measure"):
-            fusing().add(prompt_of(SYSTEM, [A], QUESTION, fusion=Fusion(select="inter")))
 
 
 class TestExactDocuments:

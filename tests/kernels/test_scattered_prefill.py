@@ -28,8 +28,7 @@ def drained(work: ScatteredPrefill, room: int) -> list[list[int]]:
     """Steps of so much room."""
     steps = []
     while len(work):
-        tokens = work.take(room)
-        assert tokens > 0
+        tokens = min(room, len(work))
         steps.append(work.positions(tokens).tolist())
         work.advance(tokens)
     return steps
@@ -53,7 +52,7 @@ def test_only_what_is_in_front_of_the_first_copy_is_exact() -> None:
     work = prefill(documents_first=True)
     assert [work.exact_after(tokens) for tokens in (1, 4, 5, 8)] == [11, 14, 14, 14]
     work.advance(8)
-    work.choose(positions(14, 15, 16, 17), as_if_last=True)
+    work.choose(positions(14, 15, 16, 17))
     assert work.exact_after(8) == 14
 
 
@@ -64,45 +63,15 @@ def test_everything_chosen_in_place_is_exact_unless_a_document_saw_copies(first:
     assert work.exact_after(len(work)) == (14 if first else TOKENS)
 
 
-class TestCriticalTokens:
-    @pytest.mark.parametrize("room", [1, 3, 4, 5, 6])
-    def test_share_a_step(self, room: int) -> None:
-        work = prefill(documents_first=True)
-        chosen = positions(2, 15, 16, 22, 25)
-        work.choose(chosen, as_if_last=True)
-        steps = drained(work, room)
-        assert [at for step in steps for at in step] == [*FRONT, *BETWEEN, *chosen, *QUESTION]
-        [own] = [step for step in steps if not chosen.size or set(step) & set(chosen.tolist())]
-        assert set(own) >= set(chosen.tolist())
-        # Beyond the room only where it must be.
-        assert all(len(step) <= room for step in steps if step != own)
-        assert len(own) <= max(room, len(chosen))
-
-    def test_are_told_from_others(self) -> None:
-        work = prefill()
-        assert work.critical(work.positions(4)) is None
-        work.choose(positions(15), as_if_last=True)
-        assert work.critical(positions(10, 11)) is None
-        found = work.critical(positions(13, 15, 26))
-        assert found is not None and found.tolist() == [False, True, False]
-
-
 class TestInFull:
     def test_is_plain_prefill_behind_the_exact_part(self) -> None:
         work = prefill(documents_first=True)
         work.advance(8)
-        work.choose_all(positions())
+        work.choose_all()
         assert drained(work, 100) == [list(range(14, TOKENS))]
 
     def test_begins_with_documents_that_are_not_there(self) -> None:
         work = prefill()
-        work.choose_all(positions())
+        work.choose_all()
         assert work.exact_after(len(work)) == TOKENS
         assert drained(work, 100) == [list(range(COMPUTED, TOKENS))]
-
-    def test_repairs_what_was_overwritten_in_the_prefix(self) -> None:
-        work = prefill(documents_first=True)
-        work.advance(8)
-        work.choose_all(positions(3, 7, 15))
-        assert work.exact_after(len(work)) == 14
-        assert drained(work, 100) == [[3, 7, *range(14, TOKENS)]]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from transformers import DynamicCache
 from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.cross_attention import CrossAttention
 from ragorder.kernels.engine.deviation import kv_deviation
 from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine.question import Question, read_question
@@ -371,18 +368,12 @@ class TestScorer:
     def test_what_needs_nothing_has_the_seed_of_its_prompt(self, llama: Engine) -> None:
         prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
         facts = scorer.measure("nothing", self.scene(llama, prompt, (SYSTEM, END)))
-        assert facts.attention is facts.deviation is facts.inter is None
+        assert facts.attention is facts.deviation is None
         again = scorer.measure("nothing", self.scene(llama, list(prompt), (SYSTEM, END)))
         other = scorer.measure("nothing", self.scene(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
         assert facts.seed == again.seed != other.seed
 
-    def test_attention_across_documents_is_what_was_kept_with_the_copies(self, llama: Engine) -> None:
-        prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
-        scene, kept = self.scene(llama, prompt, (57, 60), (107, 109)), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
-        assert not scorer.measure("copies", scene).inter.any()
-        assert torch.equal(scorer.measure("copies", replace(scene, inter=kept)).inter, kept)
-
-    @pytest.mark.parametrize("needs", ["nothing", "question", "two layers", "copies"])
+    @pytest.mark.parametrize("needs", ["nothing", "question", "two layers"])
     def test_a_prompt_without_reused_tokens_has_no_facts(self, llama: Engine, needs: Any) -> None:
         facts = self.scorer(llama).measure(needs, self.scene(llama, tokens(END + self.ASKED, 1)))
         assert facts.reused.shape == (0,)
@@ -436,7 +427,7 @@ class TestAttending:
     ) -> None:
         prompt = tokens(END + 9, 1)
         engine.compute(prompt)
-        found = ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, (), most_tokens))
+        found = ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, most_tokens))
         assert found[0] == sizes
         expected = torch.stack(engine.eager(prompt).attentions).mean((0, 2))[0, self.ROWS].sum(0)
         torch.testing.assert_close(found[1], expected[:END], **CLOSE)
@@ -447,65 +438,5 @@ class TestAttending:
         before = engine.pool.kv.clone()
         for row in self.ROWS:
             engine.pool.kv[engine.rows(row, row + 1)] = float("nan")
-        ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, (), 3))
+        ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, 3))
         torch.testing.assert_close(engine.pool.kv, before, rtol=1e-4, atol=1e-4)
-
-    @pytest.mark.parametrize("place", range(3))
-    def test_as_if_last_it_is_that_of_a_prompt_with_the_document_last(self, one_layer: Engine, place: int) -> None:
-        prompt, spans = tokens(END, 1), list(pairwise(accumulate(DOCUMENTS, initial=SYSTEM)))
-        order = [
-            *range(SYSTEM),
-            *(at for span in [*spans[:place], *spans[place + 1 :], spans[place]] for at in range(*span)),
-        ]
-        rows = np.arange(*spans[place])[3:20:4]
-        one_layer.compute(prompt)
-        scene = self.scene(one_layer, [*prompt, 1])
-        sizes, found = ended(self.scorer(one_layer).attending(scene, rows, spans, 2))
-        assert sizes == [len(rows)]
-        attention = one_layer.eager([prompt[at] for at in order]).attentions[0][0].mean(0)
-        expected = torch.zeros(END)
-        expected[order] = attention[[order.index(row) for row in rows]].sum(0)
-        torch.testing.assert_close(found, expected, **CLOSE)
-
-
-class TestCrossAttention:
-    def test_it_is_transformers_own_mean_over_heads_and_layers(self, engine: Engine) -> None:
-        """Of two prompts in one step, the first of which began in an earlier one."""
-        prompts = tokens(END + 9, 1), tokens(60, 2)
-        documents = [(SYSTEM, [57, 107, END]), (16, [40])]
-        # Every other block of the pool is free.
-        tables = engine.table, [block ^ 1 for block in engine.table]
-        early = self.measure(engine, [Piece(prompts[0][:70], 0, tables[0], False)], documents[:1])
-        pieces = [Piece(prompts[0][70:], 70, tables[0], False), Piece(prompts[1], 0, tables[1], False)]
-        late, other = self.measure(engine, pieces, documents)
-        shares = torch.cat([*early, late]), other
-        for prompt, found, (prefix, ends) in zip(prompts, shares, documents, strict=True):
-            by_layer = [self.crossing(layer[0].mean(0), prefix, ends) for layer in engine.eager(prompt).attentions]
-            torch.testing.assert_close(found, torch.stack(by_layer).mean(0), **CLOSE)
-            assert not found[: ends[0]].any()
-            assert float(found[ends[0] :].min()) > 0
-
-    def test_kv_is_computed_as_without_it(self, llama: Engine) -> None:
-        prompt = tokens(END, 1)
-        llama.compute(prompt)
-        expected = llama.pool.kv.clone()
-        llama.pool.kv.zero_()
-        self.measure(llama, [Piece(prompt, 0, llama.table, False)], [(SYSTEM, [57, 107, END])])
-        assert torch.equal(llama.pool.kv, expected)
-
-    def test_one_document_crosses_nothing(self, llama: Engine) -> None:
-        [shares] = self.measure(llama, [Piece(tokens(80, 1), 0, llama.table, False)], [(SYSTEM, [80])])
-        assert torch.equal(shares, torch.zeros(80))
-
-    @staticmethod
-    def measure(engine: Engine, pieces: list[Piece], documents: list[Any]) -> list[Tensor]:
-        step = pack(pieces, engine.layers, "cpu")
-        attention = CrossAttention(step.attention, engine.layers, pieces, documents, "cpu")
-        engine.model.forward(step.token_ids, step.positions, step.kept, attention)
-        return attention.shares
-
-    @staticmethod
-    def crossing(attention: Tensor, prefix: int, ends: list[int]) -> Tensor:
-        """Of each token, what it gives to those between the prefix and its own document."""
-        begins = [max([prefix, *(end for end in ends if end <= at)]) for at in range(len(attention))]
-        return torch.stack([row[prefix:begin].sum() for row, begin in zip(attention, begins, strict=True)])

@@ -15,10 +15,9 @@ torch = pytest.importorskip("torch")
 
 from ragorder.kernels.fusion import selection
 from ragorder.kernels.fusion.selection import SELECTIONS, SelectionFacts, make_selection
-from ragorder.kernels.fusion.selection.base import enough
 
 # The measurement by which a selection goes, if by one.
-MEASURED = {"query": "attention", "deviation": "deviation", "inter": "inter"}
+MEASURED = {"query": "attention", "deviation": "deviation"}
 FILLING = sorted(set(SELECTIONS) - {"all", "none"})
 
 
@@ -69,7 +68,7 @@ class TestEverySelection:
 
     def test_says_what_has_to_be_measured(self, name: str) -> None:
         needs = make_selection(name).needs
-        assert needs == {"query": "question", "deviation": "two layers", "inter": "copies"}.get(name, "nothing")
+        assert needs == {"query": "question", "deviation": "two layers"}.get(name, "nothing")
         unmeasured = SelectionFacts(torch.arange(20, 30), [(20, 30)])
         if needs == "nothing":
             make_selection(name).choose(unmeasured, 3)
@@ -152,22 +151,3 @@ def test_an_unknown_name_is_refused_with_the_choices() -> None:
 def test_a_measurement_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"deviation is \(3,\): give \(4,\)"):
         SelectionFacts(torch.arange(4), [(0, 4)], deviation=torch.zeros(3))
-
-
-@pytest.mark.parametrize(
-    ("scores", "coverage", "most", "expected"),
-    [
-        ([1, 4, 2, 1], 0.5, 4, 1),
-        ([1, 4, 2, 1], 0.51, 4, 2),
-        ([1, 4, 2, 1], 0.76, 4, 3),
-        ([1, 4, 2, 1], 0.76, 2, 2),
-        ([1, 4, 2, 1], 1.0, 3, 3),
-        ([0, 0, 0], 0.5, 3, 1),
-        ([math.nan, 1, 1], 0.9, 3, 2),
-        ([-1, 3, 1], 0.75, 3, 1),
-        ([2, 1], 0.9, 0, 0),
-        ([], 0.9, 5, 5),
-    ],
-)
-def test_enough_are_those_with_the_share_of_all(scores: list[float], coverage: float, most: int, expected: int) -> None:
-    assert enough(torch.tensor(scores, dtype=torch.float32), coverage, most) == expected

@@ -126,8 +126,6 @@ def _engine(system: System, cell: AllThreeCell, folder: Path) -> TieredEngine:
         replicate_nodes=0,
         reuse="fused" if system.copies else "exact",
         recompute=cell.recompute,
-        as_if_last=system.copies and cell.as_if_last,
-        anywhere=system.copies and cell.as_if_last,
         profile_budget_s=_PROFILE_S,
     )
     if not system.streamed:

@@ -21,7 +21,6 @@ class AllThreeCell(SuiteCell):
     rate: float = Field(2.0, gt=0)
     top_k: int = Field(8, ge=2, le=24)
     recompute: float = Field(0.15, ge=0, le=1)
-    as_if_last: bool = True
     idle_layers: int = Field(12, ge=1, le=64)
     device_bytes: int = Field(260 << 20, ge=1)
     bytes_per_s: float = Field(1e9, gt=0)

@@ -17,8 +17,8 @@ __all__ = ["make_part"]
 
 _WORDS = (
     "The model was trained for this task, on the spot: it resolves a reference to a document in front of the one that "
-    "refers, so with full attention it errs wherever the ranking, or the cache, puts them the other way round. Copies "
-    "as if last do not depend on the order. What other models do is not known.",
+    "refers, so it errs wherever the ranking, or the cache, puts them the other way round. What other models do is not "
+    "known.",
 )
 
 

@@ -10,7 +10,6 @@ __all__ = [
     "ARMS",
     "BASELINE",
     "CORPUS_DOCUMENTS",
-    "COVERAGES",
     "NEIGHBOURS",
     "RATIOS",
     "REUSE",
@@ -21,9 +20,6 @@ __all__ = [
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
 """Shares of the reused tokens that are recomputed."""
-
-COVERAGES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-"""Shares of what a selection measures, of which the tokens recomputed have so much."""
 
 _DEVIATING = (0.0, 0.05)
 
@@ -45,17 +41,13 @@ Select = Literal["query", "deviation", "inter", "head", "random"]
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`exact`: the share of a prompt's documents that an exact prefix holds, as ordering finds it; of these nothing is
-    recomputed, unless critical tokens are taken from `anywhere`. In `rounds` after the first, those are taken that
-    the critical tokens so far attend to. With `coverage` as many tokens are computed as have the ratio of what was
-    measured; the engine alone does that. `on_engine`: whether the engine can do it."""
+    recomputed. In `rounds` after the first, those are taken that the tokens recomputed so far attend to. `on_engine`:
+    whether the engine can do it."""
 
     select: Select = "query"
     copies: Copies = "alone"
-    as_if_last: bool = False
     exact: float = 0.0
-    anywhere: bool = False
     rounds: int = 1
-    coverage: bool = False
     ratios: Sequence[float] = RATIOS
 
     @property
@@ -72,17 +64,8 @@ ARMS: Mapping[str, Arm] = {
     "Cache-Craft": Arm("inter", copies="served"),
     "FusionRAG, online only": Arm(),
     "FusionRAG": Arm(copies="similar"),
-    "as if last": Arm(as_if_last=True),
-    "as if last, preprocessed": Arm(copies="similar", as_if_last=True),
     "two rounds": Arm(rounds=2),
-    "as if last, two rounds": Arm(as_if_last=True, rounds=2),
-    "as if last, two rounds, anywhere": Arm(as_if_last=True, rounds=2, anywhere=True),
     "with ordering": Arm(exact=0.5),
-    "as if last, with ordering": Arm(as_if_last=True, exact=0.5),
-    "as if last, with ordering, anywhere": Arm(as_if_last=True, exact=0.5, anywhere=True),
-    "FusionRAG, by coverage": Arm(coverage=True, ratios=COVERAGES),
-    "as if last, by coverage": Arm(as_if_last=True, coverage=True, ratios=COVERAGES),
-    "as if last, two rounds, by coverage": Arm(as_if_last=True, rounds=2, coverage=True, ratios=COVERAGES),
     "FusionRAG, best first": Arm(copies="similar, best first", ratios=_DEVIATING),
     "behind those retrieved with it": Arm(copies="retrieved", ratios=_DEVIATING),
     "behind those in front of it": Arm(copies="in front", ratios=_DEVIATING),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
-from ragorder.eval.experiments.fusion.arms import ARMS, COVERAGES, RATIOS
+from ragorder.eval.experiments.fusion.arms import RATIOS
 from ragorder.eval.experiments.fusion.record import FusionRecord
 from ragorder.eval.experiments.fusion.results import ENOUGH, Group, curve
 from ragorder.eval.report.statistics import StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
 
-__all__ = ["ALONE", "coverage_table", "reference_table", "seconds_table"]
+__all__ = ["ALONE", "reference_table", "seconds_table"]
 
 ALONE = "FusionRAG, online only"
 """Times are compared with its."""
@@ -36,31 +36,6 @@ def reference_table(group: Group, setting: str) -> Table | None:
     table.note = (
         "Each question at each share, by the engine and by a reference in plain torch; of random tokens only none and "
         "all, as the draws differ."
-    )
-    return table
-
-
-def coverage_table(group: Group, setting: str) -> Table | None:
-    """Right answers, and the tokens that they take, by the share of what was measured that is enough; None without."""
-    arms = [arm for arm in group.policies if ARMS[arm].coverage]
-    if not arms:
-        return None
-    headings = [""]
-    for coverage in COVERAGES:
-        headings += [f"EM at {100 * coverage:g} %", "recomputed, %", "least to most"]
-    table = Table(f"As many tokens as have a share of the question's attention: {setting}", headings)
-    for arm in arms:
-        row = [arm]
-        for coverage in COVERAGES:
-            right, anew = (
-                [value for line in group.runs(arm) for value in line.rows[f"{name}{coverage:g}"]]
-                for name in ("", "anew ")
-            )
-            low, high = (format_number(100 * bound(anew)) for bound in (min, max))
-            row += [format_number(fmean(right), 3), format_number(100 * fmean(anew)), f"{low} to {high}"]
-        table.add(*row)
-    table.note = (
-        "Of the attention to the documents that are taken over. Recomputed: of these documents' tokens, by question."
     )
     return table
 

@@ -46,8 +46,6 @@ class Fusion(Experiment):
     def obstacle(self, suite: Suite, cell: FusionCell, policy: str) -> str | None:
         if cell.by == "engine" and not ARMS[policy].on_engine:
             return "by = engine has no preprocessed copies: take by = reference"
-        if cell.by == "reference" and ARMS[policy].coverage:
-            return "by = reference computes as many tokens of all questions: take by = engine"
         return _no_torch()
 
     def steps(self, job: Job) -> int:

@@ -39,11 +39,11 @@ class Prompts:
         first, end = self._candidates(arm)
         if count == end - first:
             # Whatever the copies were.
-            arm = Arm(as_if_last=arm.as_if_last, exact=arm.exact if arm.as_if_last else 0.0)
+            arm = Arm()
             count = self.reused_tokens(arm)
         # Whatever is selected, nothing and everything are the same.
         select = (arm.select, arm.rounds) if 0 < count < self.reused_tokens(arm) else None
-        key = ("right", arm.copies, arm.exact, arm.anywhere, arm.as_if_last and count > 0, count, select)
+        key = ("right", arm.copies, arm.exact, count, select)
         return self._once(key, lambda: (self.answer(arm, count).argmax(-1) == self.questions.values).float())
 
     def answer(self, arm: Arm, count: int) -> Tensor:
@@ -59,7 +59,7 @@ class Prompts:
 
     def selected(self, arm: Arm, count: int) -> Tensor:
         """int64 (questions, count): positions in the prompts, sorted."""
-        ranked = self._once(("ranked", arm.select, arm.copies, arm.exact, arm.anywhere), lambda: self._ranked(arm))
+        ranked = self._once(("ranked", arm.select, arm.copies, arm.exact), lambda: self._ranked(arm))
         chosen = ranked[:, : -(-count // arm.rounds)].sort(1).values
         for number in range(2, arm.rounds + 1):
             attention = self._compute(arm, chosen).attention
@@ -85,7 +85,7 @@ class Prompts:
 
     def _candidates(self, arm: Arm) -> tuple[int, int]:
         """Positions that may be selected."""
-        return 1 if arm.anywhere else self._first_reused(arm), 1 + self.questions.level.tokens
+        return self._first_reused(arm), 1 + self.questions.level.tokens
 
     def _ranked(self, arm: Arm) -> Tensor:
         first, end = self._candidates(arm)
@@ -107,7 +107,7 @@ class Prompts:
         return pad(score, (1, 0))
 
     def _compute(self, arm: Arm, slots: Tensor | None) -> Computed:
-        tokens, level = self._tokens, self.questions.level
+        tokens = self._tokens
         rows = torch.arange(tokens.shape[1] - QUESTION_TOKENS, tokens.shape[1]).expand(len(tokens), -1)
         if slots is not None:
             rows = torch.cat([slots, rows], 1)
@@ -117,8 +117,6 @@ class Prompts:
             previous(tokens).gather(1, rows),
             rows,
             self._reused(arm),
-            documents=level.documents if arm.as_if_last and slots is not None else 0,
-            document_tokens=level.document_tokens,
         )
 
     def _reused(self, arm: Arm) -> ReferenceKV:

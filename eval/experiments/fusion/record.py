@@ -14,7 +14,7 @@ __all__ = ["FusionRecord", "TrainingRecord"]
 
 class FusionRecord(Record):
     """One way to reuse KV: columns by ratio, 1 where the answer is right, and "deviation", or by the engine "wall_ms"
-    and "cpu_ms" by ratio, by coverage also the share "anew" that was computed. Facts: `exact`, the share of the
+    and "cpu_ms" by ratio. Facts: `exact`, the share of the
     documents in an exact prefix; `tokens` of all documents; `retrieved`, the share of their neighbours among them;
     their mean `deviation`, or by the engine how many answers were `compared` with the reference's, how many are
     `others`, and how far logits are `apart` at most."""

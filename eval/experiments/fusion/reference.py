@@ -65,35 +65,17 @@ def compute(
     before: Tensor,
     slots: Tensor,
     kv: ReferenceKV,
-    *,
-    documents: int = 0,
-    document_tokens: int = 1,
 ) -> Computed:
-    """New tokens (B, T), each behind `before`, at `slots` of prompts with this KV, causal by position.
-
-    With `documents`, those from slot 1 on, a row of a document is computed as though its document came last: it sees
-    all the others, which move up, and stands where the last one ends.
-    """
+    """New tokens (B, T), each behind `before`, at `slots` of prompts with this KV, causal by position."""
     hidden, held = model.embed(tokens, before), kv.held.scatter(1, slots, True)
     spots = torch.arange(kv.slots)[None]
     hides = (spots[:, None] > slots[..., None]) | ~held[:, None]
-    if documents:
-        own, other = (slots[..., None] - 1) // document_tokens, (spots[:, None] - 1) // document_tokens
-        moves = (own >= 0) & (own < documents)
-        front, later = moves & (other < own), moves & (other > own) & (other < documents)
-        hides = (hides & ~later) | ~held[:, None]
-        # What is in front gets further away by the documents between; what was behind, and moves up, by one more.
-        moved = slots + torch.where(moves[..., 0], documents - 1 - own[..., 0], 0) * document_tokens
     keys, values, attention = [], [], []
     for layer in range(model.passes):
         query, key, value = model.project(hidden)
         keys.append(_put(kv.keys[layer], slots, key))
         values.append(_put(kv.values[layer], slots, value))
-        turned = rotate(keys[-1], spots).transpose(-1, -2)
-        scores = rotate(query, slots) @ turned
-        if documents:
-            scores = torch.where(front[:, None], rotate(query, moved) @ turned, scores)
-            scores = torch.where(later[:, None], rotate(query, moved + document_tokens) @ turned, scores)
+        scores = rotate(query, slots) @ rotate(keys[-1], spots).transpose(-1, -2)
         weights = scores.masked_fill(hides[:, None], _HIDDEN).softmax(-1)
         attention.append(weights)
         hidden = model.finish(hidden, weights @ values[-1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from ragorder.eval.experiments.fusion.arms import ARMS, BASELINE, RATIOS, REUSE
+from ragorder.eval.experiments.fusion.arms import BASELINE, RATIOS, REUSE
 from ragorder.eval.experiments.fusion.copies_table import compares_copies, copies_table
-from ragorder.eval.experiments.fusion.engine_tables import coverage_table, reference_table, seconds_table
+from ragorder.eval.experiments.fusion.engine_tables import reference_table, seconds_table
 from ragorder.eval.experiments.fusion.record import FusionRecord, TrainingRecord
 from ragorder.eval.experiments.fusion.results import ENOUGH, Curve, Group, curve, removed_deviation
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
@@ -32,7 +32,6 @@ _PICTURED = {
     "Cache-Craft": "sorted",
     "FusionRAG, online only": "prefix",
     "FusionRAG": "recency",
-    "as if last": "earned",
 }
 """Arms of the pictures, and whose looks they have."""
 
@@ -58,12 +57,8 @@ def make_part(suite: Suite, results: Results) -> Part:
 
 def _tables(group: Group) -> list[Table]:
     setting = _setting(group)
-    by_engine = [make(group, setting) for make in (coverage_table, seconds_table, reference_table)]
+    by_engine = [make(group, setting) for make in (seconds_table, reference_table)]
     return [_curves(group), _compared(group), *(table for table in by_engine if table is not None)]
-
-
-def _by_share(group: Group) -> list[str]:
-    return [arm for arm in group.policies if not ARMS[arm].coverage]
 
 
 def _setting(group: Group) -> str:
@@ -75,7 +70,7 @@ def _setting(group: Group) -> str:
 
 def _curves(group: Group) -> Table:
     table = Table(f"EM by share recomputed: {_setting(group)}", ["", *(_percent(ratio) for ratio in RATIOS)])
-    for arm in _by_share(group):
+    for arm in group.policies:
         found = _known(group, arm)
         table.add(arm, *(format_number(found.at(ratio), 3) for ratio in RATIOS))
     first = group.runs()[0]
@@ -97,7 +92,7 @@ def _compared(group: Group) -> Table:
     for ratio in _SHOWN:
         headings += [f"at {_percent(ratio)}, normalised", "less full attention", "less CacheBlend"]
     table = Table(f"Against full attention: {_setting(group)}", [*headings, "enough", "tokens computed"])
-    for arm in _by_share(group):
+    for arm in group.policies:
         found = _known(group, arm)
         if len(found.ratios) < 2:
             continue

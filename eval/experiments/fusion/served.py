@@ -32,9 +32,8 @@ _SYSTEM = [BOS]
 
 @dataclass(slots=True)
 class ServedCurve(Measured):
-    """`rows` also has columns of wall and CPU times in ms for each ratio, and of an arm with `coverage` of the share of
-    the tokens recomputed. Of `compared` answers `others` are not the reference's; `apart`: the largest difference of
-    a logit."""
+    """`rows` also has columns of wall and CPU times in ms for each ratio. Of `compared` answers `others` are not the
+    reference's; `apart`: the largest difference of a logit."""
 
     compared: int = 0
     others: int = 0
@@ -44,10 +43,8 @@ class ServedCurve(Measured):
     def facts(self) -> dict[str, Any]:
         return {"compared": self.compared, "others": self.others, "apart": self.apart}
 
-    def add(self, ratio: float, value: int, done: Completion, wall_ms: float, cpu_ms: float, *, anew: bool) -> None:
+    def add(self, ratio: float, value: int, done: Completion, wall_ms: float, cpu_ms: float) -> None:
         row = {"": float(done.token_ids[0] == value), "wall_ms ": round(wall_ms, 3), "cpu_ms ": round(cpu_ms, 3)}
-        if anew:
-            row["anew "] = round(done.recomputed / done.fused.total, 4)
         for name, figure in row.items():
             self.rows.setdefault(f"{name}{ratio:g}", []).append(figure)
 
@@ -87,11 +84,10 @@ def measure_on_engine(
                 for ratio in arm.ratios:
                     ask = partial(answer_on_engine, engine, questions, number, arm, ratio, keep_logits=True)
                     done, wall_ms, cpu_ms = timed(ask)
-                    found[name].add(ratio, value, done, wall_ms, cpu_ms, anew=arm.coverage)
+                    found[name].add(ratio, value, done, wall_ms, cpu_ms)
                     # Random draws are others.
                     if arm.select != "random" or ratio in (0.0, 1.0):
-                        count = done.recomputed if arm.coverage else prompts.budget(like, ratio)
-                        found[name].compare(done, prompts.answer(like, count)[0])
+                        found[name].compare(done, prompts.answer(like, prompts.budget(like, ratio))[0])
             advance()
     return found
 
@@ -133,11 +129,7 @@ def _fusion(arm: Arm, ratio: float) -> Fusion:
 
     if not ratio:
         return Fusion(0.0, "none")
-    if arm.coverage:
-        return Fusion(1.0, arm.select, arm.as_if_last, arm.anywhere, arm.rounds, ratio)
-    # With the exact prefix among them, as many as were taken over are not all.
-    select = "all" if ratio == 1 and not arm.anywhere else arm.select
-    return Fusion(ratio, select, arm.as_if_last, arm.anywhere, arm.rounds)
+    return Fusion(ratio, "all" if ratio == 1 else arm.select, arm.rounds)
 
 
 def _request(

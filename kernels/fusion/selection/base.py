@@ -11,10 +11,10 @@ from ragorder.trie.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Needs", "Selection", "SelectionFacts", "enough", "selections", "top"]
+__all__ = ["Needs", "Selection", "SelectionFacts", "selections", "top"]
 
-Needs = Literal["nothing", "question", "two layers", "copies"]
-"""What is measured first: nothing, `attention`, `deviation`, or `inter` while the copies are made."""
+Needs = Literal["nothing", "question", "two layers"]
+"""What is measured first: nothing, `attention` or `deviation`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,6 @@ class SelectionFacts:
     - `attention` fp32 (N,): the question's in the last layer, softmax over all KV, summed over its tokens, mean over
       heads.
     - `deviation` fp32 (N,): squared deviation of key and value from full attention's in the second layer.
-    - `inter` fp32 (N,): share of attention that crossed documents when the copy was made; 0 where unknown.
     - `seed`: a digest of the prompt.
 
     Raises ValueError for another number of measurements.
@@ -35,25 +34,20 @@ class SelectionFacts:
     spans: Sequence[tuple[int, int]]
     attention: Tensor | None = None
     deviation: Tensor | None = None
-    inter: Tensor | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("attention", "deviation", "inter"):
+        for name in ("attention", "deviation"):
             measured = getattr(self, name)
             if measured is not None and measured.shape != self.reused.shape:
                 raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one a token")
 
-    def measured(self, name: Literal["attention", "deviation", "inter"]) -> Tensor:
+    def measured(self, name: Literal["attention", "deviation"]) -> Tensor:
         """Raises ValueError if it was not."""
         found: Tensor | None = getattr(self, name)
         if found is None:
             raise ValueError(f"{name} was not measured: a selection's `needs` says what it needs")
         return found
-
-    def scores(self, needs: Needs) -> Tensor | None:
-        """What was measured, for a selection with these `needs`."""
-        return {"question": self.attention, "two layers": self.deviation, "copies": self.inter}.get(needs)
 
 
 class Selection(Protocol):
@@ -70,14 +64,6 @@ def top(facts: SelectionFacts, scores: Tensor, budget: int) -> Tensor:
     known = scores.masked_fill(scores.isnan(), float("-inf"))
     order = known.sort(descending=True, stable=True).indices
     return facts.reused[order[: max(0, budget)].sort().values]
-
-
-def enough(scores: Tensor, coverage: float, most: int) -> int:
-    """How many of the highest scores, at most `most`, have the share `coverage` of the sum of all. NaN counts as 0."""
-    if coverage >= 1 or most < 1 or not len(scores):
-        return most
-    sums = scores.double().nan_to_num(0.0).clamp_min(0).sort(descending=True).values.cumsum(0)
-    return min(most, 1 + int((sums < coverage * sums[-1]).sum()))
 
 
 selections: Registry[Selection] = Registry("selection")

@@ -1,0 +1,1 @@
+"""Answers of a real model from reused KV of documents: suite fusion-answers."""
