@@ -108,6 +108,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct: a real model, in the user's cache. The first time it takes a minute."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from ragorder.kernels.smollm2 import smollm2
+
+    try:
+        return smollm2()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def tokenizers(model_folder: Path) -> dict[str, Any]:
     """Tokenizers by name: a usual chat template, none at all, one that refuses a system role, one that trims."""
     from transformers import AutoTokenizer

@@ -16,8 +16,11 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CorpusQuestion:
+    """`answers`: all accepted ones, if they are known."""
+
     id: str
     text: str
+    answers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
