@@ -226,8 +226,10 @@ class DemoReport:
             for column in ("mark", "answer") * 2:
                 answers.add_column(ratio=1 if column == "answer" else None, min_width=1)
             marks = (Text("✓" if pair.is_right(side) else "", "green") for side in pair.sides)
-            answers.add_row(*chain(*zip(marks, map(Text, map(_words, pair.sides)), strict=True)))
-            answers.add_row(*chain(*(("", Text(_cost(side, timed), "dim")) for side in pair.sides)))
+            words = map(Text, map(_words, pair.sides))
+            answers.add_row(*chain.from_iterable(zip(marks, words, strict=True)))
+            costs = (Text(_cost(side, timed), "dim") for side in pair.sides)
+            answers.add_row(*chain.from_iterable((Text(), cost) for cost in costs))
             question = Text.assemble((pair.question, "bold"), (f" [{pair.known}]", "dim"))
             numbered = Grid.grid(expand=True, padding=(0, 1, 0, 0))
             numbered.add_column(min_width=2)
