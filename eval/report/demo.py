@@ -44,6 +44,8 @@ _NEEDS = {
 """Modules, and the extras that bring them."""
 _SYSTEM = "Answer the question with a short phrase from the documents."
 _ANSWER_TOKENS = 24
+_CACHE_TOKENS = 32_768
+"""Room for all prompts: 1.5 GB of float32 for each of the two engines."""
 _SIDES = ("retrieval order", "ragorder's order")
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_red", "bright_green", "bright_blue", "bright_magenta")
 _BUSY = 1.5
@@ -142,7 +144,7 @@ class DemoReport:
             f"people could ask them at the same time, each about another module. {documents} documents are retrieved "
             f"for each (BM25); {self._shared_documents():.1f} of them on average were in an earlier prompt. Each "
             f"question is asked twice, with the documents in retrieval order and in ragorder's order.{known} Engine: "
-            f"{_ENGINES[self.engine]}{model}; its cache is empty at first, and has room for everything."
+            f"{_ENGINES[self.engine]}{model}; its cache of {_CACHE_TOKENS:,} tokens is empty at first."
         )
 
     def _shared_documents(self) -> float:
@@ -271,7 +273,7 @@ def run_demo(
         engine=engine,
         model=model,
         output_tokens=_ANSWER_TOKENS,
-        capacity=Capacity(),
+        capacity=Capacity(_CACHE_TOKENS),
         limit=limit,
         waiting=waiting,
     )
