@@ -28,7 +28,7 @@ __all__ = ["demo"]
     "model",
     model=MODEL_FOLDER | {"help": "Model for torch and vllm", "default": "smollm2"},
 )
-@option("--limit", type=Count(2), metavar="N", help="Only the first N questions. [default: all 24]")
+@option("--limit", type=Count(2), metavar="N", help="Only the first N questions. [default: all 18]")
 @options_from(Bench, "waiting")
 def demo(engine: EngineName, model: Path | None, limit: int | None, waiting: int | None) -> None:
     """Answer questions about Python with and without ordering.

@@ -211,8 +211,10 @@ class TorchEngine:
         """Serve random prompts of several lengths, and reset, to time later ones without first-call costs."""
         draw = random.Random(0)
         longest = min(self.engine.max_model_len, self.engine.device_tokens) - self._sampling.max_tokens
-        for tokens in sorted({min(tokens, longest) for tokens in _WARM_UP_TOKENS}):
-            self.generate([draw.randrange(self._vocabulary) for _ in range(tokens)])
+        # A prompt, and one step of an answer.
+        with self.answering(min(2, self._sampling.max_tokens)):
+            for tokens in sorted({min(tokens, longest) for tokens in _WARM_UP_TOKENS}):
+                self.generate([draw.randrange(self._vocabulary) for _ in range(tokens)])
         self.reset()
 
     def close(self) -> None:

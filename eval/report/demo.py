@@ -44,8 +44,8 @@ _NEEDS = {
 """Modules, and the extras that bring them."""
 _SYSTEM = "Answer the question with a short phrase from the documents."
 _ANSWER_TOKENS = 24
-_CACHE_TOKENS = 32_768
-"""Room for all prompts: 1.5 GB of float32 for each of the two engines."""
+_CACHE_TOKENS = 24_576
+"""Room for all prompts: 1.1 GB of float32 for each of the two engines."""
 _SIDES = ("retrieval order", "ragorder's order")
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_red", "bright_green", "bright_blue", "bright_magenta")
 _BUSY = 1.5
@@ -141,10 +141,11 @@ class DemoReport:
         model = f", with {self.model}" if self.model else ""
         return Text(
             f"{len(self.pairs)} questions about Python's standard library, written for this demonstration as three "
-            f"people could ask them at the same time, each about another module. {documents} documents are retrieved "
-            f"for each (BM25); {self._shared_documents():.1f} of them on average were in an earlier prompt. Each "
-            f"question is asked twice, with the documents in retrieval order and in ragorder's order.{known} Engine: "
-            f"{_ENGINES[self.engine]}{model}; its cache of {_CACHE_TOKENS:,} tokens is empty at first."
+            f"people could ask them at the same time, each about a module of their own. {documents} documents are "
+            f"retrieved for each (BM25); {self._shared_documents():.1f} of them on average were in an earlier prompt. "
+            f"Each question is asked twice, with the documents in retrieval order and in ragorder's order.{known} The "
+            f"engine is {_ENGINES[self.engine]}{model}. Its cache ({_CACHE_TOKENS:,} tokens, empty at first) keeps the "
+            "prompts, and what a prompt begins with is not computed again if an earlier one began the same."
         )
 
     def _shared_documents(self) -> float:
@@ -208,7 +209,7 @@ class DemoReport:
                 ("██", "green"),
                 " found in the cache  ",
                 ("░░", "red"),
-                " computed  1 to 5: retrieval rank",
+                f" computed  1 to {len(ranks)}: retrieval rank",
                 style="dim",
             )
         )

@@ -1161,7 +1161,7 @@ class TestDemo:
         first, *_ = done.stdout.splitlines()
         assert re.fullmatch(r"\d+ % fewer tokens computed\.", first)
         said = " ".join(done.stdout.split())
-        for part in ("24 questions", "retrieval order", "ragorder's order", "system prompt", "found in the cache"):
+        for part in ("18 questions", "retrieval order", "ragorder's order", "system prompt", "found in the cache"):
             assert part in said
         assert "██ found in the cache ░░ computed" in said
         assert "Real: the documents (this Python's standard library), the retrieval" in said
@@ -1172,9 +1172,9 @@ class TestDemo:
         said = " ".join(invoke("demo", "--engine", "sim").stdout.split())
         shared = re.search(r"5 documents are retrieved for each \(BM25\); (\d\.\d) of them on average", said)
         assert shared is not None and 0 < float(shared[1]) < 5
-        found = re.search(r"(\d+) of 24 requests find more tokens .*, (\d+) as many, (\d+) fewer", said)
+        found = re.search(r"(\d+) of 18 requests find more tokens .*, (\d+) as many, (\d+) fewer", said)
         assert found is not None
-        assert sum(map(int, found.groups())) == 24
+        assert sum(map(int, found.groups())) == 18
 
     @pytest.mark.parametrize(
         ("pairs", "headline"),

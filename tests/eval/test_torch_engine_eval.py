@@ -385,7 +385,7 @@ class TestCommands:
 
     def test_the_demonstration_takes_another_model(self, demo: Callable[..., list[str]], served_model: Path) -> None:
         said = " ".join(demo(served_model, 2))
-        assert f"Engine: ragorder's embedded engine, with {served_model.name}" in said
+        assert f"The engine is ragorder's embedded engine, with {served_model.name}." in said
         assert "the model and its answers (at most 24 tokens, greedy), the times of this machine" in said
 
     @pytest.mark.merge
@@ -393,7 +393,7 @@ class TestCommands:
         said = demo(smollm2_folder, 6)
         saved = re.match(r"(\d+) % fewer tokens computed; .*([0-6]) of 6 answers the same\.$", said[0])
         assert saved is not None and int(saved[1]) > 0
-        assert "with SmolLM2-135M-Instruct; its cache of 32,768 tokens is empty at first." in " ".join(said)
+        assert "The engine is ragorder's embedded engine, with SmolLM2-135M-Instruct." in " ".join(said)
         row = r"│ {} │ ([\d,.]+)\D* │ ([\d,.]+)\D* │"
         (cached,) = filter(None, (re.match(row.format("found in the cache"), line) for line in said))
         assert float(cached[2]) > float(cached[1])

@@ -55,7 +55,7 @@ def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: P
 
 
 def load_asked(*, top_k: int = 20, cache: Path | None = None) -> Corpus:
-    """The same documents, with pydocs.toml's questions and known answers, eight about each of three modules. Raises as
+    """The same documents, with pydocs.toml's questions and known answers, six about each of three modules. Raises as
     `load_pydocs`."""
     documents = load_pydocs(cache=cache).documents
     topics = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
