@@ -79,7 +79,8 @@ class Pair:
         return _words(self.plain) == _words(self.ordered)
 
     def is_right(self, side: Served) -> bool:
-        return re.search(rf"(?<!\w){re.escape(self.known)}(?!\w)", _words(side), re.IGNORECASE) is not None
+        """In any case, and with any ending."""
+        return re.search(rf"(?<!\w){re.escape(self.known)}", _words(side), re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True, slots=True)
