@@ -250,9 +250,10 @@ class DemoReport:
             )
         else:
             real += f", the model and its answers (at most {_ANSWER_TOKENS} tokens, greedy), the times of this machine"
+        asked = " `ragorder eval quality` says what the order does to your model's answers." if self.model else ""
         return (
             f"{real}. Requests that share no documents gain nothing: `ragorder replay LOG.jsonl` says what yours would "
-            "gain."
+            f"gain.{asked}"
         )
 
 
