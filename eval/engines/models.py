@@ -30,6 +30,6 @@ def longest_prompt(model: str | Path) -> int:
     return int(getattr(config, "max_position_embeddings", 1 << 20))
 
 
-def built_prompts(model: str | Path) -> BuiltPrompts:
+def built_prompts(model: str | Path, system: str = SYSTEM_PROMPT) -> BuiltPrompts:
     """Raises as `load_tokenizer`."""
-    return BuiltPrompts(PromptBuilder(SYSTEM_PROMPT, tokenizer=load_tokenizer(model)))
+    return BuiltPrompts(PromptBuilder(system, tokenizer=load_tokenizer(model)))

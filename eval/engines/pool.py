@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import Engine
 from ragorder.eval.engines.models import built_prompts, longest_prompt
-from ragorder.eval.engines.prompts import BuiltPrompts
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts
 from ragorder.eval.engines.torch import TorchEngine, TorchModel, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
 
@@ -41,15 +41,16 @@ class EngineSize(NamedTuple):
 
 class EnginePool(ABC, Generic[E]):
     """Engines of one size, in a `with` block. A new engine takes seconds; a reset one is empty. Another size closes
-    all."""
+    all. `system`: the prompts' system prompt; without `ignore_eos` answers end where the model ends them."""
 
     block_size: ClassVar[int]
     """Unless another one is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, system: str = SYSTEM_PROMPT, ignore_eos: bool = True) -> None:
+        self._ignore_eos = ignore_eos
         self._size: EngineSize | None = None
         self._engines: dict[bool, list[E]] = {True: [], False: []}
-        self._prompts = cache(built_prompts)
+        self._prompts = cache(partial(built_prompts, system=system))
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +92,8 @@ class EnginePool(ABC, Generic[E]):
             caching = policy != "none"
             open_ones = self._engines[caching]
             if taken[caching] == len(open_ones):
-                open_ones.append(self.make(**size._asdict(), prefix_caching=caching))
+                made = self.make(**size._asdict(), prefix_caching=caching, ignore_eos=self._ignore_eos)
+                open_ones.append(made)
                 open_ones[-1].warm_up()
             engines.append(open_ones[taken[caching]])
             taken[caching] += 1
@@ -141,9 +143,9 @@ class TorchPool(EnginePool[TorchEngine]):
 
     block_size = 16
 
-    def __init__(self, host_tokens: int = 0) -> None:
+    def __init__(self, host_tokens: int = 0, *, system: str = SYSTEM_PROMPT, ignore_eos: bool = True) -> None:
         need_torch()
-        super().__init__()
+        super().__init__(system=system, ignore_eos=ignore_eos)
         self._host_tokens = host_tokens
         self._loaded: tuple[Path, TorchModel] | None = None
 

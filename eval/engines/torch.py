@@ -101,7 +101,8 @@ class TorchEngine:
 
     `capacity_tokens` is the device's, in whole blocks (None: `unlimited_tokens`); the reported one is the larger of
     device and host, which may hold the same. Orderers assume `policy` "lru". `profile` and `others` are
-    `EngineSettings`; without `others` no node has a replica. `served`: completions since the last `reset`.
+    `EngineSettings`; without `others` no node has a replica. With `ignore_eos` every answer has `output_tokens`, but
+    for `answering`. `served`: completions since the last `reset`.
     """
 
     name = "torch"
@@ -121,6 +122,7 @@ class TorchEngine:
         profile: str | None = None,
         max_model_len: int | None = None,
         output_tokens: int = 1,
+        ignore_eos: bool = True,
         unlimited_tokens: int = 65536,
         **others: Any,
     ) -> None:
@@ -142,7 +144,7 @@ class TorchEngine:
         self.served: list[Completion] = []
         self._prefix_caching = prefix_caching
         self._vocabulary = loaded.vocabulary
-        self._sampling = Sampling(max_tokens=output_tokens, ignore_eos=True)
+        self._sampling = Sampling(max_tokens=output_tokens, ignore_eos=ignore_eos)
         settings = {
             "block_size": block_size,
             "device_tokens": blocks * block_size,
@@ -218,8 +220,10 @@ class TorchEngine:
         """Serve random prompts of several lengths, and reset, to time later ones without first-call costs."""
         draw = random.Random(0)
         longest = min(self.engine.max_model_len, self.engine.device_tokens) - self._sampling.max_tokens
-        for tokens in sorted({min(tokens, longest) for tokens in _WARM_UP_TOKENS}):
-            self.generate([draw.randrange(self._vocabulary) for _ in range(tokens)])
+        # A prompt, and one step of an answer.
+        with self.answering(min(2, self._sampling.max_tokens)):
+            for tokens in sorted({min(tokens, longest) for tokens in _WARM_UP_TOKENS}):
+                self.generate([draw.randrange(self._vocabulary) for _ in range(tokens)])
         self.reset()
 
     def close(self) -> None:

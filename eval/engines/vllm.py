@@ -34,8 +34,8 @@ class VLLMEngine:
     """One vLLM with its own KV pool; several take turns, and are closed together: closing one destroys the process
     groups that all share.
 
-    `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. Output is greedy, and ignores
-    end-of-sequence tokens except in `answering`."""
+    `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. Output is greedy. With
+    `ignore_eos` every answer has `output_tokens`, but for `answering`."""
 
     name = "vllm"
     partial_blocks_first = True
@@ -49,6 +49,7 @@ class VLLMEngine:
         prefix_caching: bool = True,
         max_model_len: int = 8192,
         output_tokens: int = 1,
+        ignore_eos: bool = True,
         unlimited_tokens: int = 65536,
         dtype: str | None = None,
         gpu_memory_utilization: float | None = None,
@@ -96,7 +97,7 @@ class VLLMEngine:
         if gpu_memory_utilization is not None:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         self._engine: Any = _start(vllm, arguments)
-        self._sampling = vllm.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        self._sampling = vllm.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=ignore_eos)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
 
     def generate(self, token_ids: Sequence[int]) -> EngineCompletion:

@@ -42,7 +42,7 @@ _COMMANDS = {
     "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
     "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),
-    "demo": LazyCommand("ragorder.eval.cli.demo:demo", "Serve Python's documentation with and without ordering."),
+    "demo": LazyCommand("ragorder.eval.cli.demo:demo", "Answer questions about Python with and without ordering."),
     "workflow": LazyCommand("ragorder.eval.cli.workflow:workflow", "Look into workflows of searches and generations."),
     "doctor": LazyCommand("ragorder.cli.doctor:doctor", "Check whether a server and its prompts use the prefix cache."),
 }

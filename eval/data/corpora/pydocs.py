@@ -8,6 +8,7 @@ import re
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
@@ -21,7 +22,7 @@ from ragorder.jsonl import decode
 from ragorder.kernels.random_model import documentation
 from ragorder.kernels.random_model.documentation import Entry
 
-__all__ = ["PYDOCS", "load_pydocs"]
+__all__ = ["PYDOCS", "load_asked", "load_pydocs"]
 
 PYDOCS = "pydocs"
 """The corpus' name."""
@@ -51,6 +52,20 @@ def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: P
         corpus = _build(modules, retriever, top_k)
         _keep(corpus, path)
     return corpus
+
+
+def load_asked(*, top_k: int = 20, cache: Path | None = None) -> Corpus:
+    """The same documents, with pydocs.toml's questions and known answers, six about each of three modules. Raises as
+    `load_pydocs`."""
+    documents = load_pydocs(cache=cache).documents
+    topics = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    questions = [
+        CorpusQuestion(f"{module}/{number}", text, (answer,))
+        for module, asked in topics.items()
+        for number, (text, answer) in enumerate(asked.items())
+    ]
+    rankings = BM25Retriever().search([each.text for each in documents], [each.text for each in questions], top_k)
+    return Corpus("questions about Python", documents, questions, rankings)
 
 
 def _build(modules: dict[str, Path], retriever: Retriever, top_k: int) -> Corpus:
