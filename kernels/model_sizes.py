@@ -11,7 +11,7 @@ from typing import Any
 
 from ragorder.jsonl import decode
 from ragorder.kernels.decoder_shape import DecoderShape, read_width
-from ragorder.pipelining.placement import ModelSizes
+from ragorder.pipelining.placement.base import ModelSizes
 
 __all__ = ["model_sizes"]
 

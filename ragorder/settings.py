@@ -13,8 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder.counts import parse_count
 from ragorder.guards import Guards
 from ragorder.trie.search import SearchName, searches
-from ragorder.trie.tail import TailName, tails
-from ragorder.trie.tail.cohort import MIN_GAIN
+from ragorder.trie.tail import MIN_GAIN, TailName, tails
 
 __all__ = ["OrdererOptions", "Settings"]
 

@@ -9,13 +9,11 @@ from typing import Any
 
 from ragorder.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
-from ragorder.pipelining.batching.budgets import Budgets, format_bytes
-from ragorder.pipelining.batching.costs import PlacementCosts
-from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
-from ragorder.pipelining.batching.explain import bottleneck
-from ragorder.pipelining.batching.placement_profile import PlacementProfile
-from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
-from ragorder.pipelining.placement import NO_INDEX, Workload
+from ragorder.pipelining.placement.base import NO_INDEX, Workload
+from ragorder.pipelining.placement.budgets import Budgets, format_bytes
+from ragorder.pipelining.placement.costs import EstimatedCosts, PlacementCosts, Rates
+from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, bottleneck, plan_placement
+from ragorder.pipelining.placement.profile import PlacementProfile
 
 __all__ = ["MemoryReport", "choose_budgets", "estimated_costs", "examine_memory"]
 
@@ -116,7 +114,7 @@ def estimated_costs(
     if index is None:
         return EstimatedCosts(sizes, rates, NO_INDEX, workload)
     with needs("retrieval", "an index"):
-        from ragorder.pipelining.batching.index_sizes import index_sizes
+        from ragorder.pipelining.placement.profile import index_sizes
 
     return EstimatedCosts(sizes, rates, index_sizes(index, partitions), workload)
 

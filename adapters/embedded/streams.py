@@ -10,7 +10,7 @@ from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.pipelining import AnswerChunk
-from ragorder.pipelining.placement import Placement
+from ragorder.pipelining.placement.base import Placement
 
 __all__ = ["EmbeddedRequestError", "EmbeddedStreams"]
 

@@ -13,9 +13,8 @@ except ImportError as error:
 
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.app import make_app
-from ragorder.adapters.proxy.fleet import Fleet
-from ragorder.adapters.proxy.repeats import RepeatedDocuments
-from ragorder.adapters.proxy.replica import ReplicaAddress
+from ragorder.adapters.proxy.fleet import Fleet, ReplicaAddress
+from ragorder.adapters.proxy.parsing import RepeatedDocuments
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.upstream import Timeouts
 

@@ -19,8 +19,7 @@ from ragorder.adapters.proxy.body import (
     decode,
     encode,
 )
-from ragorder.adapters.proxy.marked_messages import chunk_part, mark_last, takes_mark, turn_ends
-from ragorder.adapters.proxy.marks import Chunk, MarkForm
+from ragorder.adapters.proxy.marks import Chunk, MarkForm, chunk_part, mark_last, takes_mark, turn_ends
 from ragorder.adapters.structs import readable_by_threads
 
 __all__ = ["ChatBody", "MessagesBody", "ResponsesBody"]

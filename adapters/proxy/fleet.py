@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.proxy.ordering import RequestOrderer
 from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.readiness import answers
-from ragorder.adapters.proxy.replica import Replica, ReplicaAddress
-from ragorder.adapters.proxy.upstream import Upstream
+from ragorder.adapters.proxy.upstream import Upstream, UpstreamError
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.pipelining.replicas import BestReplica, ReplicaState
@@ -21,7 +25,119 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["Fleet"]
+__all__ = ["RANK", "Fleet", "RefusedError", "Replica", "ReplicaAddress", "Rests", "Tries", "rest_asked"]
+
+# Failures in a row after which a replica rests, and for how long: twice as long after each one that follows a rest.
+_FAILURES = 5
+_FIRST_REST_S = 1.0
+_LONGEST_S = 60.0
+# A mistaken Retry-After must not cost a replica for a day.
+_LONGEST_ASKED_S = 600.0
+_ASKS = (429, 503)
+
+
+class RefusedError(UpstreamError):
+    """The server asks for a rest (Retry-After)."""
+
+
+class Rests:
+    """Says how long a replica is to get no requests, if others are left.
+
+    A server that answers with 429 or 503 and Retry-After rests that long, ten minutes at most. After five failures in a
+    row (500, 502, 503, 504, broken connections) it rests a second. Then one request tries it; if that fails it rests
+    twice as long, up to a minute. Any other answer ends this.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_until = self._failed_until = clock()
+        self._failures = 0
+        self._rest_s = _FIRST_REST_S
+        self._is_tried = False
+
+    @property
+    def left_s(self) -> float:
+        """0: it does not rest."""
+        return max(0.0, max(self._asked_until, self._failed_until) - self._clock())
+
+    def ask(self, seconds: float) -> None:
+        self._asked_until = max(self._asked_until, self._clock() + min(seconds, _LONGEST_ASKED_S))
+
+    def taken(self) -> None:
+        """It gets a request; after failures no other one for as long as it rested."""
+        if self._failures >= _FAILURES:
+            self._is_tried = True
+            self._failed_until = self._clock() + self._rest_s
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._failures == _FAILURES:
+            self._rest_s = _FIRST_REST_S
+        elif self._failures > _FAILURES and self._is_tried:
+            self._rest_s = min(2 * self._rest_s, _LONGEST_S)
+        else:
+            # Too few, or requests that were sent before the rest.
+            return
+        self._is_tried = False
+        self._failed_until = self._clock() + self._rest_s
+
+    def succeeded(self) -> None:
+        self._failures = 0
+        self._is_tried = False
+        self._failed_until = self._clock()
+
+
+def rest_asked(status: int, retry_after: str) -> float | None:
+    """Seconds, from an answer's status and Retry-After (a number of seconds, or a date); None if it asks for none."""
+    if status not in _ASKS:
+        return None
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
+    try:
+        until = parsedate_to_datetime(retry_after)
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+    # A date without a zone is one in UTC, as "-0000" says.
+    until = until if until.tzinfo is not None else until.replace(tzinfo=UTC)
+    return max(0.0, (until - datetime.now(UTC)).total_seconds())
+
+
+RANK = b"x-data-parallel-rank"
+"""The header by which vLLM and SGLang take a request to a rank of theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """A server, or data-parallel rank `rank` of it, and the orderer of its cache."""
+
+    upstream: str
+    orderer: OrdererLike
+    rank: int | None = None
+
+
+class Replica:
+    def __init__(self, number: int, server: Upstream, orderer: RequestOrderer, rank: int | None = None) -> None:
+        self.number = number
+        self.server = server
+        self.orderer = orderer
+        self.rank = rank
+        self.up = True
+        """Whether its server answered last time."""
+        self.draining = False
+        self.rests = Rests()
+        self.in_flight = 0
+        self.served = 0
+        """Requests sent to it."""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.up and not self.draining
+
+    @property
+    def headers(self) -> Headers:
+        """Those that its requests need."""
+        return [] if self.rank is None else [(RANK, b"%d" % self.rank)]
+
 
 # Between two checks of a server that has just failed.
 _SHORTEST_S = 0.1
@@ -196,3 +312,61 @@ class Fleet:
 def _root(address: str) -> str:
     """One server may be given with and without /v1."""
     return address.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+_FAILED = (500, 502, 503, 504)
+
+
+class Tries:
+    """The `replicas` that a request was sent to, and what their answers say about them.
+
+    `repeatable`: it may be sent to another one after a server has received it. `counted`: a failure may be followed by
+    a rest. `only` this one can answer.
+    """
+
+    def __init__(self, fleet: Fleet, *, repeatable: bool, counted: bool, only: Replica | None = None) -> None:
+        self.replicas: list[Replica] = []
+        self.only = only
+        self._fleet = fleet
+        self._repeatable = repeatable and only is None
+        self._counted = counted
+        self._has_failed = False
+
+    def begin(self, replica: Replica) -> None:
+        self.replicas.append(replica)
+        self._has_failed = False
+
+    @property
+    def refusable(self) -> bool:
+        """Whether another replica may answer in the place of the last one."""
+        return self._repeatable and self._fleet.has_other(self.replicas)
+
+    def answered(self, status: int, retry_after: str) -> None:
+        """Read the head of an answer. Raises RefusedError if this replica must rest and another may answer."""
+        replica = self.replicas[-1]
+        rest_s = rest_asked(status, retry_after)
+        if rest_s is not None:
+            self._fleet.rest(replica, rest_s)
+            if self._repeatable and self._fleet.has_rested(self.replicas):
+                raise RefusedError(status, "The upstream server does not take requests.", code="upstream_unavailable")
+        elif self._counted and status in _FAILED:
+            self._has_failed = True
+            replica.rests.failed()
+        elif self._counted:
+            replica.rests.succeeded()
+
+    def failed(self) -> None:
+        """The last replica has, before the end of its answer."""
+        replica = self.replicas[-1]
+        self._fleet.suspect(replica)
+        if self._counted and not self._has_failed:
+            replica.rests.failed()
+        self._has_failed = True
+
+    def gives_up(self, error: UpstreamError, *, begun: bool) -> bool:
+        """Whether the last replica's error is the request's."""
+        if not isinstance(error, RefusedError):
+            self.failed()
+        if begun or self.only is not None or not (self._repeatable or not error.connected):
+            return True
+        return not self._fleet.has_other(self.replicas)

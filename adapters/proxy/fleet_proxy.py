@@ -15,14 +15,12 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.http_server.memory import MemoryShare
 from ragorder.adapters.http_server.request_body import RequestBody
-from ragorder.adapters.proxy.fleet import Fleet
+from ragorder.adapters.proxy.fleet import Fleet, Replica, Tries
 from ragorder.adapters.proxy.held_answer import HeldAnswer
+from ragorder.adapters.proxy.ordering import SentRequest
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
-from ragorder.adapters.proxy.replica import Replica
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, pieces, with_length
-from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.stored_responses import StoredResponses
-from ragorder.adapters.proxy.tries import Tries
 from ragorder.adapters.proxy.upstream import UpstreamError
 
 __all__ = ["FleetProxy"]

@@ -9,10 +9,9 @@ from starlette.types import Message, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import header
-from ragorder.adapters.proxy.error_shape import error_event
+from ragorder.adapters.proxy.fleet import rest_asked
 from ragorder.adapters.proxy.parsed import Route
-from ragorder.adapters.proxy.rests import rest_asked
-from ragorder.adapters.proxy.upstream import UpstreamError
+from ragorder.adapters.proxy.upstream import UpstreamError, error_event
 from ragorder.adapters.proxy.usage import StreamReader, reader_for
 
 __all__ = ["HeldAnswer"]

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from msgspec import Raw
 
 from ragorder.adapters.cloud_orderers import CloudOrderers, ModelOrderer
-from ragorder.adapters.proxy.body import BOUNDARY, Route, encode
+from ragorder.adapters.proxy.body import BOUNDARY, Fields, Route, decode, encode
 from ragorder.clouds.parts import cache_control, cache_options, prompt_cache_breakpoint
 from ragorder.orderer import OrdererLike
 
-__all__ = ["CACHE_CONTROL", "Chunk", "Left", "MarkForm", "MarkedBy", "Marking", "chunks_of", "has_head"]
+__all__ = [
+    "Chunk",
+    "Left",
+    "MarkForm",
+    "MarkedBy",
+    "Marking",
+    "chunk_part",
+    "chunks_of",
+    "has_head",
+    "mark_last",
+    "takes_mark",
+    "turn_ends",
+]
 
 Left = Literal["client_marks", "no_marks"]
 """Why documents keep their order for a cache that resumes only at marks: the client has set its own, or there can be
@@ -43,7 +55,7 @@ class MarkForm:
     own_head: bool = False
 
 
-CACHE_CONTROL = MarkForm(
+_CACHE_CONTROL = MarkForm(
     "cache_control",
     encode(cache_control()["cache_control"]),
     kinds=frozenset({"document", "image", "text", "tool_result"}),
@@ -90,7 +102,7 @@ class Marking:
         if found is None:
             if has_own and self._heeds_client:
                 return MarkedBy(left="client_marks")
-            return MarkedBy(CACHE_CONTROL if route in self._routes else None)
+            return MarkedBy(_CACHE_CONTROL if route in self._routes else None)
         # Legacy completions take no key.
         keyed = found.provider == "openai" and route in ("chat", "responses")
         if found.rules.resume != "marks":
@@ -106,7 +118,7 @@ class Marking:
         if found.provider == "anthropic" and route in self._routes:
             # The default life needs no word.
             ttl = None if rules.ttl == "5m" else rules.ttl
-            return replace(CACHE_CONTROL, value=encode(cache_control(ttl)["cache_control"]), own_head=True, **bounds)
+            return replace(_CACHE_CONTROL, value=encode(cache_control(ttl)["cache_control"]), own_head=True, **bounds)
         if found.provider == "openai" and route in ("chat", "responses"):
             besides = {name: encode(value) for name, value in cache_options(rules.ttl).items()}
             return replace(_BREAKPOINT, besides=besides, **bounds)
@@ -156,3 +168,62 @@ def has_head(pieces: Sequence[str]) -> bool:
     """Whether mark 0 stands in the documents' own passage."""
     *before, own = pieces[0].split(BOUNDARY)
     return bool(own.strip()) or (bool(before) and bool(before[-1].strip()))
+
+
+_NULL = Raw(b"null")
+_BOUNDARIES = frozenset({"user", "tool"})
+
+
+def chunk_part(part: dict[str, Any], chunk: Chunk, form: MarkForm | None) -> dict[str, Any]:
+    mark = {form.name: form.value} if chunk.marked and form is not None else {}
+    return part | {"text": chunk.text} | mark
+
+
+def mark_last(message: Raw, form: MarkForm, text_kind: str, parts_before: int | None = None) -> Raw | None:
+    """The message with a mark behind its last part, or the last of its first `parts_before`; None if no server takes
+    one there. A text becomes a part of `text_kind`."""
+    fields = decode(message, Fields) or {}
+    if decode(fields.get("role", _NULL), str) not in form.roles:
+        return None
+    content = fields.get("content", _NULL)
+    text = decode(content, str)
+    parts = decode(content, list[Raw]) or [] if text is None else [encode({"type": text_kind, "text": text})]
+    number = (len(parts) if parts_before is None else parts_before) - 1
+    last = decode(parts[number], Fields) if 0 <= number < len(parts) else None
+    if last is None or decode(last.get("type", _NULL), str) not in form.kinds:
+        return None
+    if "text" in last and not (decode(last["text"], str) or "").strip():
+        return None
+    parts[number] = encode(last | {form.name: form.value})
+    return encode(fields | {"content": encode(parts)})
+
+
+def takes_mark(message: Raw, form: MarkForm, text_kind: str, parts_before: int | None = None) -> bool:
+    return mark_last(message, form, text_kind, parts_before) is not None
+
+
+def turn_ends(
+    messages: Sequence[Raw], form: MarkForm, text_kind: str, is_answer: Callable[[Raw], bool]
+) -> tuple[int, ...]:
+    """Messages of a conversation behind which a mark stands: the last one, where the next turn resumes, and the one
+    where this turn does, if it is not found from there. None before the first answer."""
+    last = len(messages) - 1
+    answers = [place for place, message in enumerate(messages) if is_answer(message)]
+    if not answers or not _is_boundary(messages[last]) or not takes_mark(messages[last], form, text_kind):
+        return ()
+    before = next((place for place in range(answers[-1] - 1, -1, -1) if _is_boundary(messages[place])), None)
+    if before is None or not takes_mark(messages[before], form, text_kind):
+        return (last,)
+    parts = sum(map(_parts_of, messages[before + 1 :]))
+    return (last,) if parts < form.lookback_parts else (before, last)
+
+
+def _is_boundary(message: Raw) -> bool:
+    fields = decode(message, Fields) or {}
+    return decode(fields.get("role", _NULL), str) in _BOUNDARIES
+
+
+def _parts_of(message: Raw) -> int:
+    fields = decode(message, Fields) or {}
+    content = fields.get("content", _NULL)
+    return 1 if decode(content, str) is not None else len(decode(content, list[Raw]) or [_NULL])

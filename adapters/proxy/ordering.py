@@ -14,9 +14,7 @@ from ragorder.adapters.http_server.headers import Headers, without
 from ragorder.adapters.marks import marked_documents
 from ragorder.adapters.proxy.body import encode
 from ragorder.adapters.proxy.parsed import ParsedBody
-from ragorder.adapters.proxy.routing import TopicHeader
 from ragorder.adapters.proxy.schema import NAMED, PERMUTATION, PREDICTED
-from ragorder.adapters.proxy.sent import SentRequest, ranks_value
 from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
@@ -27,7 +25,81 @@ from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.trie.histories import Segment
 
-__all__ = ["OnSent", "OrderedRequest", "RequestOrderer"]
+__all__ = ["OnSent", "OrderedRequest", "RequestOrderer", "SentRequest", "TopicHeader", "TopicRouter", "ranks_value"]
+
+_LONGEST = 1024
+
+
+def ranks_value(ranks: Sequence[int]) -> bytes | None:
+    """Ranks as the value of a header; None if it would be too long for one."""
+    value = ",".join(map(str, ranks)).encode()
+    return value if len(value) <= _LONGEST else None
+
+
+class SentRequest:
+    """Headers on the way to the server; body and answer as they are. `end` is called once the answer has ended."""
+
+    complete = False
+    """Set by the proxy when the answer was forwarded to its end."""
+
+    def __init__(self, added: Headers | None = None) -> None:
+        self.added = added or []
+
+    def take_body(self, received: bytes = b"") -> bytes:
+        """The body to send, once: none is kept while the answer comes."""
+        return received
+
+    def request_headers(self, received: Headers) -> Headers:
+        """Added headers replace the client's."""
+        for name, _ in self.added:
+            received = without(received, name)
+        return [*received, *self.added]
+
+    def headers(self) -> Headers:
+        """Those added to the answer."""
+        return []
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """The head of the answer."""
+
+    def feed(self, chunk: bytes) -> None:
+        """A piece of the answer."""
+
+    def end(self) -> None:
+        """Idempotent."""
+
+
+class TopicHeader:
+    """The header of this name, with the topic of a request's documents; without a name none."""
+
+    def __init__(self, orderer: OrdererLike, name: str | None) -> None:
+        self._orderer = orderer
+        self._name = None if name is None else name.lower().encode("ascii")
+
+    def of(self, parsed: ParsedBody) -> Headers:
+        if self._name is None:
+            return []
+        topic = self.topic(parsed)
+        return [] if topic is None else [(self._name, topic.encode("ascii"))]
+
+    def topic(self, parsed: ParsedBody) -> str | None:
+        """The topic, which is counted."""
+        return None if parsed.error is not None else self._orderer.topic(parsed.documents, scope=parsed.scope)
+
+
+class TopicRouter:
+    """Adds the topic; the proxies behind the router order the documents."""
+
+    def __init__(self, header: TopicHeader) -> None:
+        self._header = header
+
+    def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
+        """Unknown here."""
+        return CachedLengths(0, 1)
+
+    def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> SentRequest:
+        return SentRequest(self._header.of(parsed))
+
 
 _logger = logging.getLogger("ragorder")
 

@@ -21,11 +21,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
 from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.fleet import Fleet
 
-__all__ = ["History", "StatsPages"]
+__all__ = ["History", "StatsPages", "replica_routes"]
 
 _EVERY_S = 2.0
 _MOST_POINTS = 900
@@ -154,3 +156,24 @@ def _policy(page: str) -> str:
         f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"frame-ancestors 'none'; script-src {digests('script')}; style-src {digests('style')}"
     )
+
+
+_PATH = "/ragorder/replicas"
+
+
+def replica_routes(fleet: Fleet) -> list[Route]:
+    """`GET /ragorder/replicas`; `POST /ragorder/replicas/N/drain` and `…/resume`, which answer the same."""
+
+    async def show(_: Request) -> JSONResponse:
+        return JSONResponse({"replicas": fleet.as_json()}, headers={"Cache-Control": "no-store"})
+
+    async def change(request: Request) -> JSONResponse:
+        number = int(request.path_params["number"])
+        if number >= len(fleet.replicas):
+            message = f"There is no replica {number}: {_PATH} lists them."
+            raise HTTPError(404, message, code="no_such_replica")
+        fleet.replicas[number].draining = request.url.path.endswith("/drain")
+        return await show(request)
+
+    paths = [f"{_PATH}/{{number:int}}/{verb}" for verb in ("drain", "resume")]
+    return [Route(_PATH, show), *(Route(path, change, methods=["POST"]) for path in paths)]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
-from ragorder.adapters.proxy.body import Body, Route
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.openai.endpoint import checked_salt
+from ragorder.adapters.proxy.body import Body, PromptPrefix, Route
 from ragorder.adapters.proxy.marks import Left, MarkForm
+from ragorder.adapters.proxy.schema import FIELD
 from ragorder.document import Document
 from ragorder.orderer import OrdererLike
 from ragorder.trie.histories import Segment
 
-__all__ = ["BodyMarks", "ParsedBody", "Route"]
+__all__ = ["BodyMarks", "ParsedBody", "Route", "digest_of", "salt_of", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +60,43 @@ class ParsedBody:
     question: Sequence[Segment] = ()
     left: Left | None = None
     values: int = 0
+
+
+def digest_of(*parts: str | bytes | None) -> bytes:
+    """16 bytes. The same characters, divided otherwise, have another digest."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(b"-" if encoded is None else b"%d:" % len(encoded))
+        digest.update(encoded or b"")
+    return digest.digest()
+
+
+def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
+    """Of model, tenant and everything in front of the documents."""
+    fields = (body.fields.get(name) for name in ("model", *body.shapes_prefix))
+    return digest_of(
+        body.route,
+        salt,
+        *(None if field is None else bytes(field) for field in fields),
+        str(len(prefix.messages)),
+        *map(bytes, prefix.messages),
+        prefix.role,
+        *map(bytes, prefix.parts),
+        prefix.text,
+    )
+
+
+def salt_of(body: Body, scope: str | None) -> str | None:
+    """The tenant's salt, from either field. Raises HTTPError."""
+    salt = body.string("cache_salt")
+    if scope is not None and salt not in (None, scope):
+        message = f"{FIELD}.scope: is sent as cache_salt, but the body has a different one: give one of them."
+        raise HTTPError(400, message, code="conflicting_scope", param=f"{FIELD}.scope")
+    salt = scope if salt is None else salt
+    if salt is None:
+        return None
+    try:
+        return checked_salt(salt)
+    except ValueError as error:
+        raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None

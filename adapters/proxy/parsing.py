@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from string import Formatter
 
 import msgspec
 from msgspec import Raw, Struct
@@ -19,6 +22,7 @@ from ragorder.adapters.http_server.untrusted_json import (
     count_values,
     hide_surrogates,
 )
+from ragorder.adapters.proxy.access import PassReason, RenamedIds, UnorderedRequests
 from ragorder.adapters.proxy.body import (
     BOUNDARY,
     Body,
@@ -30,27 +34,113 @@ from ragorder.adapters.proxy.body import (
     decode,
 )
 from ragorder.adapters.proxy.conversation import ChatBody, MessagesBody, ResponsesBody
-from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
-from ragorder.adapters.proxy.digest import digest_of
 from ragorder.adapters.proxy.marks import Left, MarkedBy, Marking, chunks_of, has_head
-from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route
-from ragorder.adapters.proxy.repeats import RepeatedDocuments
+from ragorder.adapters.proxy.ordering import ranks_value
+from ragorder.adapters.proxy.parsed import BodyMarks, ParsedBody, Route, digest_of, salt_of, scope_of
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
-from ragorder.adapters.proxy.scope import salt_of, scope_of
-from ragorder.adapters.proxy.sent import ranks_value
-from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, are_places, numbered_by_place
+from ragorder.adapters.proxy.template import DocumentRun, DocumentTemplate, TemplateError, are_places, numbered_by_place
 from ragorder.adapters.proxy.token_counter import TokenCounter
-from ragorder.adapters.proxy.turns import SentTurns
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document, Estimate
 from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.histories import Segment
 
-__all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
+__all__ = ["REFERENCE", "BodyParser", "ParsedBody", "RepeatedDocuments", "Route", "scope_of"]
+
+REFERENCE = "[{id}] is above."
+_TURNS = ("function", "tool", "user")
+
+
+class RepeatedDocuments:
+    """Names documents of a user's or tool's message that stand in a message in front of it, in the same words and under
+    the same id, of which that is the last version. What is sent depends on the messages alone, so an earlier turn is
+    sent as it was before.
+
+    `reference` has {id} in the place of the document. Raises TemplateError without one, or for a template without {id}.
+    """
+
+    def __init__(self, template: DocumentTemplate, reference: str = REFERENCE) -> None:
+        if not template.shows_id:
+            raise TemplateError("a document is named by its id: the template needs {id}")
+        try:
+            fields = {field for _, field, form, conversion in Formatter().parse(reference) if field is not None}
+            reference.format(id="")
+        except (ValueError, LookupError, AttributeError):
+            fields = set()
+        if fields != {"id"}:
+            raise TemplateError("the text that names a document has {id}, and no other field")
+        if template.has_one(reference.format(id="1")):
+            raise TemplateError("the text that names a document must not look like one")
+        self._template = template
+        self._reference = reference
+
+    def name(self, body: ChatBody) -> list[int] | None:
+        """Ranks of those named in the last passage with documents; None if nothing was changed. Raises HTTPError."""
+        standing: dict[str, bytes] = {}
+        changes: list[tuple[Passage, str]] = []
+        ranks: list[int] = []
+        for passage in body.passages():
+            if passage.role == "assistant":
+                continue
+            spans = list(self._template.spans(passage.text))
+            if not spans:
+                continue
+            texts = [passage.text[start:end] for start, end in spans]
+            known = [(self._template.split_at_id(text).id, digest_of(text)) for text in texts]
+            ranks = []
+            if passage.role in _TURNS:
+                ranks = [rank for rank, (id, digest) in enumerate(known) if standing.get(id) == digest]
+            if ranks:
+                changes.append((passage, self._named(passage.text, [spans[rank] for rank in ranks])))
+            standing.update(known)
+        body.put_all(changes)
+        return ranks if changes else None
+
+    def _named(self, text: str, spans: Iterable[tuple[int, int]]) -> str:
+        pieces, end = [], 0
+        for start, stop in spans:
+            id = self._template.split_at_id(text[start:stop]).id
+            pieces += [text[end:start], self._reference.format(id=id)]
+            end = stop
+        return "".join([*pieces, text[end:]])
+
+
+_TURNS = 16384
+_MOST_BYTES = 8 << 20
+_ENTRY_BYTES = 200
+
+
+class _SentTurns:
+    """Orders in which documents of messages were sent, by digests of scope and text: the client's history has them in
+    retrieval order, the engine's cache as they were sent. At most 16,384 in 8 MiB, without any text. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._orders: LRUCache[Sequence[int]] = LRUCache(_TURNS, _MOST_BYTES)
+
+    def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
+        """`text` was sent as `sent`, which a client may have in its history as well."""
+        self._put(_key(scope, text), permutation)
+        if sent != text:
+            self._put(_key(scope, sent), range(len(permutation)))
+
+    def sent(self, scope: bytes, text: str, count: int) -> Sequence[int] | None:
+        """Return the order in which the `count` documents of a message were sent, or None if that is unknown."""
+        known = self._orders.get(_key(scope, text))
+        return known if known is not None and len(known) == count else None
+
+    def _put(self, key: bytes, permutation: Sequence[int]) -> None:
+        order = array("H", permutation)
+        self._orders.put(key, order, _ENTRY_BYTES + order.itemsize * len(order))
+
+
+def _key(scope: bytes, text: str) -> bytes:
+    # Parts of a message are joined by a surrogate.
+    return blake2b(text.encode("utf-8", "surrogatepass"), key=scope, digest_size=16).digest()
+
 
 _BODIES = {body.route: body for body in (ChatBody, CompletionBody, MessagesBody, ResponsesBody)}
-_REMEMBERED = 4096
+_PREFIXES = 4096
 _TAG = b'"%s"' % FIELD.encode()
 
 
@@ -89,8 +179,8 @@ class BodyParser:
         self._marking = Marking(marks, clouds, heeds_client=heeds_client_marks)
         self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
         self._ids = RenamedIds(warn, by_place=number_by_place)
-        self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
-        self._turns = SentTurns()
+        self._prefixes: LRUCache[int] = LRUCache(_PREFIXES)
+        self._turns = _SentTurns()
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
         """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields."""

@@ -20,10 +20,8 @@ from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.http_server.untrusted_json import VALUE_BYTES
 from ragorder.adapters.proxy.admission import AdmissionQueue
-from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest, TopicRouter
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
-from ragorder.adapters.proxy.routing import TopicRouter
-from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.upstream import Upstream
 from ragorder.adapters.proxy.workers import Workers
 

@@ -9,7 +9,7 @@ import httpx2
 from msgspec import Struct
 
 from ragorder.adapters.proxy.body import decode
-from ragorder.adapters.proxy.replica import Replica
+from ragorder.adapters.proxy.fleet import Replica
 from ragorder.adapters.proxy.usage import EventLines
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.lru_cache import LRUCache

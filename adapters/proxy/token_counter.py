@@ -13,7 +13,7 @@ from ragorder.adapters.proxy.body import (
     PromptSuffix,
     decode,
 )
-from ragorder.adapters.proxy.digest import digest_of
+from ragorder.adapters.proxy.parsed import digest_of
 from ragorder.adapters.structs import readable_by_threads
 from ragorder.document import Document, estimate_tokens
 from ragorder.lru_cache import LRUCache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import time
@@ -19,8 +20,9 @@ import httpx2
 from ragorder.adapters.http_client import Server
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end
+from ragorder.adapters.proxy.parsed import Route
 
-__all__ = ["Timeouts", "Upstream", "UpstreamError"]
+__all__ = ["Timeouts", "Upstream", "UpstreamError", "error_content", "error_event"]
 
 # Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
 _KEEP_ALIVE_S = 3.0
@@ -194,3 +196,37 @@ def _read_ahead(connection: Any) -> bool:
             return True
         stream = below
     return bool(stream._protocol.read_queue)
+
+
+_MESSAGES = "/v1/messages"
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_content(path: str, error: HTTPError) -> dict[str, Any]:
+    """The body of an error: Anthropic's on its routes, OpenAI's on all others."""
+    return _of_messages(error) if path == _MESSAGES or path.startswith(f"{_MESSAGES}/") else error.content
+
+
+def error_event(route: Route | None, error: HTTPError) -> bytes:
+    """The same as the last event of a stream."""
+    name, content = b"", error.content
+    if route == "messages":
+        name, content = b"event: error\n", _of_messages(error)
+    elif route == "responses":
+        fields: dict[str, Any] = error.content["error"]
+        name, content = b"event: error\n", {**fields, "type": "error", "sequence_number": 0}
+    return name + b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def _of_messages(error: HTTPError) -> dict[str, Any]:
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}

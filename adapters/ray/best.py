@@ -19,14 +19,12 @@ from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
 from ragorder.adapters.proxy.app import BODIES_LIMIT, BODY_LIMIT, PROBES, health
-from ragorder.adapters.proxy.error_shape import error_content
-from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.ordering import RequestOrderer, SentRequest
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody
 from ragorder.adapters.proxy.reverse_proxy import Head, ReverseProxy, forward_answer, with_length
-from ragorder.adapters.proxy.sent import SentRequest
 from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.adapters.proxy.token_counter import TokenCounter
-from ragorder.adapters.proxy.upstream import Timeouts
+from ragorder.adapters.proxy.upstream import Timeouts, error_content
 from ragorder.adapters.proxy.workers import Workers
 from ragorder.adapters.ray.answer import ReplicaAnswer, ReplicaLostError, as_http_errors
 from ragorder.adapters.ray.ingress import AppResponse

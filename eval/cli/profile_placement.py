@@ -71,9 +71,9 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
     from ragorder.adapters.doctor.memory import choose_budgets
     from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
     from ragorder.eval.experiments.profiling.placement_engine import PlacedSystem
-    from ragorder.pipelining.batching.placement_profile import PlacementProfile
-    from ragorder.pipelining.batching.plan import PlacementError, plan_placement
-    from ragorder.pipelining.placement import Workload
+    from ragorder.pipelining.placement.base import Workload
+    from ragorder.pipelining.placement.plan import PlacementError, plan_placement
+    from ragorder.pipelining.placement.profile import PlacementProfile
 
     if model is None:
         raise click.UsageError("--placement measures a model: give --model, its folder")

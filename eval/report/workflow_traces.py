@@ -21,7 +21,7 @@ _EXAMPLE = '{"graph": "irg", "started_s": 0.0, "total_s": 1.2, "pieces": […]},
 
 
 class Piece(BaseModel):
-    """In seconds from its request's start. See `ragorder.pipelining.workflow.trace`."""
+    """In seconds from its request's start. See `ragorder.pipelining.workflow.result`."""
 
     node: str
     kind: Literal["due", "speculative"]

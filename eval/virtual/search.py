@@ -12,7 +12,7 @@ from ragorder.eval.virtual.costs import SearchCosts
 from ragorder.eval.virtual.servers import Servers
 from ragorder.eval.virtual.tiers import VirtualTiers
 from ragorder.pipelining.search import Budget, ContinuousIVF
-from ragorder.pipelining.search.budget import PieceLimit
+from ragorder.pipelining.search.costs import PieceLimit
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import one_thread
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ragorder.eval.virtual.costs import ScanCosts
 from ragorder.pipelining.search import ClusterScan, IndexTiers
+from ragorder.pipelining.search.running import Visits
 from ragorder.pipelining.search.tiers import FastShare
-from ragorder.pipelining.search.visits import Visits
 
 __all__ = ["VirtualClusterScan", "VirtualTiers"]
 

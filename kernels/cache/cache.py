@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import chain
@@ -13,23 +14,98 @@ from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
 from ragorder.kernels.cache.elsewhere import Elsewhere
 from ragorder.kernels.cache.hierarchy import Hierarchy
-from ragorder.kernels.cache.lease import Borrowed, KVLease
+from ragorder.kernels.cache.lease import BlockTables, Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CopyState, DeviceCopy
-from ragorder.kernels.cache.prefetch import prefetch
-from ragorder.kernels.cache.purge import purge
+from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
-from ragorder.kernels.cache.resizing import PoolSizes
-from ragorder.kernels.cache.room import load_prefix, make_room
+from ragorder.kernels.cache.resizing import PoolSizes, load_prefix, make_room
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
-from ragorder.kernels.cache.tables import BlockTables
 from ragorder.kernels.cache.uses import NodeUses, tokens_by_tier
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
 from ragorder.kernels.policies import Key
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
-__all__ = ["KnowledgeCache"]
+__all__ = ["KnowledgeCache", "prefetch", "purge"]
+
+
+def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
+    """Begin to load nodes, evicting no pinned or prefetched one; returns the copies, each pinned once."""
+    loaded: list[DeviceCopy] = []
+    # One by one: a document that stands in two places is loaded once.
+    for node in nodes:
+        absent = node.device is None
+        try:
+            copies = tiers.load([node], _Prefetched(tiers))
+        except OutOfBlocksError:
+            break
+        if not copies:
+            break
+        copies[0].prefetched |= absent
+        loaded += copies
+    return loaded
+
+
+class _Prefetched:
+    def __init__(self, tiers: Hierarchy) -> None:
+        self._nodes = tiers.nodes
+
+    def __contains__(self, key: object) -> bool:
+        node = self._nodes.get(key) if isinstance(key, bytes) else None
+        return node is not None and node.device is not None and node.device.prefetched
+
+
+def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) -> list[DeviceCopy]:
+    """Remove nodes, of `found` ones those that are not numbers, and all behind them, from all tiers; returns the copies
+    that were on the device.
+
+    Waits for loads, copies and writes that are under way.
+    """
+    disk = tiers.disk
+    tiers.drain()
+    if disk is not None:
+        disk.wait()
+    removed = []
+    for key in _with_all_behind(tiers, [*keys, *(key for key in found if _is_broken(tiers, key))]):
+        node = tiers.nodes.get(key)
+        if node is not None and (copy := tiers.drop(node)) is not None:
+            removed.append(copy)
+        if disk is not None:
+            disk.remove(key)
+    return removed
+
+
+def _with_all_behind(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]:
+    parents = {key: node.parent for key, node in tiers.nodes.items()}
+    if tiers.disk is not None:
+        parents |= tiers.disk.parents()
+    children = defaultdict(list)
+    for key, parent in parents.items():
+        children[parent].append(key)
+    found: dict[bytes, None] = {}
+    left = list(keys)
+    while left:
+        key = left.pop()
+        if key not in found:
+            found[key] = None
+            left += children[key]
+    return found
+
+
+def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
+    """Whether a node's KV in memory is not all numbers; that on the disk alone is not looked at."""
+    node = tiers.nodes.get(key)
+    if node is None:
+        return False
+    copies = (tiers.device.pool, node.device), (tiers.host.pool, node.host)
+    return any(copy is not None and not _are_numbers(pool, copy.blocks, node) for pool, copy in copies)
+
+
+def _are_numbers(pool: BlockPool, blocks: Sequence[int], node: CachedNode) -> bool:
+    # Others' tokens in the blocks at both ends do not count.
+    first = node.start % pool.shape.block_size
+    rows = pool.kv[list(blocks)].movedim(3, 1).flatten(0, 1)
+    return bool(rows[first : first + node.tokens].isfinite().all())
 
 
 class KnowledgeCache:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ragorder.kernels.cache.hierarchy import Hierarchy
-from ragorder.kernels.cache.lease import KVLease
+from ragorder.kernels.cache.lease import BlockTables, KVLease
+from ragorder.kernels.cache.node import DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
+from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import OutOfBlocksError
 
-__all__ = ["PoolSizes"]
+__all__ = ["PoolSizes", "load_prefix", "make_room"]
 
 
 class PoolSizes:
@@ -68,3 +70,32 @@ class PoolSizes:
                 node.device.blocks = [moves.get(block, block) for block in node.device.blocks]
         for lease in self._leases.values():
             lease.block_table = [moves.get(block, block) for block in lease.block_table]
+
+
+def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> list[DeviceCopy]:
+    """The cached prefix of a path, pinned, and loads of what is absent; `alone` as much of it as fits. Raises
+    OutOfBlocksError, changing nothing."""
+    nodes = tiers.match(path)
+    try:
+        return tiers.load(nodes)
+    except OutOfBlocksError:
+        if not alone:
+            raise
+    tiers.compact([node.device for node in nodes if node.device is not None])
+    nodes = tiers.match(path)
+    while True:
+        try:
+            return tiers.load(nodes)
+        except OutOfBlocksError:
+            nodes.pop()
+
+
+def make_room(tiers: Hierarchy, tables: BlockTables, lease: KVLease, tokens: int, *, alone: bool) -> None:
+    """Have the free blocks in which a lease grows to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
+    try:
+        tiers.make_room(tables.needed(lease, tokens))
+    except OutOfBlocksError:
+        if not alone:
+            raise
+        tiers.compact(lease.pinned)
+        tiers.make_room(tables.needed(lease, tokens))

@@ -14,9 +14,9 @@ except ImportError as error:
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.engine import TieredEngine
 from ragorder.kernels.engine.loading import ModelLoadError
-from ragorder.kernels.engine.recovery import DeviceLostError
 from ragorder.kernels.engine.request import (
     Completion,
+    DeviceLostError,
     FinishReason,
     Request,
     RequestRefusedError,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ragorder.kernels.engine.recovery import DeviceLostError, describe, fault_of
-from ragorder.kernels.engine.request import Fault
+from ragorder.kernels.engine.request import DeviceLostError, Fault, describe, fault_of
 from ragorder.kernels.engine.runner import ModelRunner
 from ragorder.kernels.engine.scheduler import Scheduler
 from ragorder.kernels.engine.sequence import Sequence

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ragorder.kernels.cache import Borrowed, KnowledgeCache
-from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.request import Request
 from ragorder.kernels.engine.scoring import Scorer
-from ragorder.kernels.engine.selecting import TokenSelecting
+from ragorder.kernels.engine.selecting import KeptQuestions, TokenSelecting
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.support import UnsupportedModelError, text_config
 from ragorder.kernels.fusion.assemble import Assembler, Rows

@@ -11,10 +11,8 @@ import torch
 from ragorder.kernels.cache import KnowledgeCache, KVLease, OutOfBlocksError, Rank, Segment, Whereabouts, segments_of
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.build_queue import BuildQueue
 from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.engine.scattered import Positions
-from ragorder.kernels.engine.sequence import Sequence
+from ragorder.kernels.engine.sequence import Positions, Sequence
 from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.fusion.assemble import Assembler, Rows
@@ -22,7 +20,46 @@ from ragorder.kernels.fusion.document_kv import as_blocks, moved_rows, read_rows
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.store.variants import variant_key
 
-__all__ = ["IdleBuilder"]
+__all__ = ["BuildQueue", "IdleBuilder"]
+
+
+class BuildQueue:
+    """Documents by content, in the order of their requests; among equals the one that has waited longest comes first.
+
+    The number of documents does not matter to `put` and `remove`, and to `take` only that of different counts.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[bytes, int] = {}
+        # Without empty ones.
+        self._by_requests: dict[int, OrderedDict[bytes, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def put(self, content: bytes, requests: int) -> None:
+        """Add a document, or change the number of its requests."""
+        self.remove(content)
+        self._requests[content] = requests
+        self._by_requests.setdefault(requests, OrderedDict())[content] = None
+
+    def take(self) -> bytes | None:
+        """The next document, which waits no longer; None: there is none."""
+        if not self._requests:
+            return None
+        content = next(iter(self._by_requests[max(self._by_requests)]))
+        self.remove(content)
+        return content
+
+    def remove(self, content: bytes) -> None:
+        requests = self._requests.pop(content, None)
+        if requests is None:
+            return
+        equals = self._by_requests[requests]
+        del equals[content]
+        if not equals:
+            del self._by_requests[requests]
+
 
 # As in `ragorder fuse build`.
 _NEIGHBOURS = 10

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,15 +22,92 @@ import ragorder
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.identity import ORIGIN, device_name
-from ragorder.kernels.engine.load_times import blocks_of_a_load, tier_loads
 from ragorder.kernels.engine.model import PatchedModel
 from ragorder.kernels.engine_settings import EngineSettings
-from ragorder.kernels.paging import BlockPool
+from ragorder.kernels.paging import BlockPool, KVShape, make_transfers
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.kernels.profile_cache import ProfileCache, processor_name, profile_key
-from ragorder.kernels.short_profile import LONGEST_TOKENS, measure_short_loads, measure_short_profile
+from ragorder.kernels.short_profile import LONGEST_TOKENS, LoadTimes, measure_short_loads, measure_short_profile
+from ragorder.kernels.store import ChunkStore, StoreRefusedError
 
-__all__ = ["engine_profile", "profile_identity"]
+__all__ = ["engine_profile"]
+
+_TOKENS = 1_024
+_BYTES = 64 << 20
+_KEY = b"load"
+
+
+def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
+    """Those of a few documents."""
+    return max(1, min(shape.blocks_for(min(longest_tokens, _TOKENS)), _BYTES // shape.block_bytes))
+
+
+@contextmanager
+def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
+    """Loads of `blocks` blocks as the cache makes them, between pools of their own. Those from disk, through a
+    temporary folder in `disk` or next to it, find nothing of their file in memory; they raise OSError."""
+    pinned = device.type == "cuda"
+    on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
+    # Pages that were never written take no time to read.
+    host.kv.fill_(1)
+    places = range(blocks)
+    with ExitStack() as stack:
+        transfers = make_transfers(device)
+        stack.callback(transfers.close)
+        stored: list[_StoredChunk] = []
+
+        def from_host() -> float:
+            before_s = time.perf_counter()
+            transfers.start(host, places, on_device, places).wait()
+            return time.perf_counter() - before_s
+
+        def from_disk() -> float:
+            assert disk is not None
+            if not stored:
+                stored.append(stack.enter_context(_stored_chunk(disk, host)))
+            stored[0].forget_pages()
+            before_s = time.perf_counter()
+            staged = BlockPool(shape, blocks, pinned=pinned)
+            stored[0].read(staged)
+            transfers.start(staged, places, on_device, places).wait()
+            return time.perf_counter() - before_s
+
+        yield {"host": from_host} if disk is None else {"host": from_host, "disk": from_disk}
+
+
+class _StoredChunk:
+    def __init__(self, folder: Path, store: ChunkStore) -> None:
+        self._folder = folder
+        self._store = store
+
+    def forget_pages(self) -> None:
+        """As though the file had been written long ago."""
+        for path in self._folder.rglob("*"):
+            if path.is_file() and hasattr(os, "posix_fadvise"):
+                with path.open("rb") as file:
+                    # Only clean pages are dropped.
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, into: BlockPool) -> None:
+        if not self._store.read(_KEY, memoryview(into.rows())):
+            raise OSError("what was written cannot be read")
+
+
+@contextmanager
+def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[_StoredChunk]:
+    beside = next(folder for folder in (disk, *disk.parents) if folder.is_dir())
+    with TemporaryDirectory(prefix=".ragorder-", dir=beside) as name:
+        folder = Path(name)
+        try:
+            store = ChunkStore(folder, 2 * content.capacity_bytes + (1 << 20), "load times")
+        except StoreRefusedError as refused:
+            raise OSError(str(refused)) from refused
+        with closing(store):
+            if not store.write(_KEY, memoryview(content.rows())):
+                raise OSError("the disk takes no chunk")
+            yield _StoredChunk(folder, store)
+
 
 _logger = logging.getLogger("ragorder.profile")
 
@@ -69,7 +150,7 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
                 torch.cuda.empty_cache()
 
     try:
-        identity = profile_identity(model, settings, longest)
+        identity = _profile_identity(model, settings, longest)
         return ProfileCache().find_or_measure(profile_key(identity), lambda: measure(identity))
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
@@ -81,12 +162,12 @@ def _with_loads(
     profile: PrefillProfile, model: PatchedModel, settings: EngineSettings, budget_s: float
 ) -> PrefillProfile:
     shape = model.shape
-    blocks = blocks_of_a_load(shape, profile.facts["longest_tokens"])
-    with tier_loads(shape, blocks, model.device, settings.disk_path) as loads:
+    blocks = _blocks_of_a_load(shape, profile.facts["longest_tokens"])
+    with _tier_loads(shape, blocks, model.device, settings.disk_path) as loads:
         return measure_short_loads(profile, loads, blocks * shape.block_size, budget_s=budget_s)
 
 
-def profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
+def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
     """What the times depend on: shapes, dtypes, hardware, threads, versions, disk. Not the values of the weights."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()

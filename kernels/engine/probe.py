@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ragorder.kernels.engine.attention import IMPLEMENTATION, PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.forward import Forward
+from ragorder.kernels.engine.batch import Forward, Piece, pack
 from ragorder.kernels.engine.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
 

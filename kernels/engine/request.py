@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import traceback
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.fusion.settings import Fusion
+from ragorder.kernels.offload.checkpoint import LayerReadError
 
 __all__ = [
     "Completion",
+    "DeviceLostError",
     "Fault",
     "FinishReason",
     "Request",
@@ -22,6 +27,9 @@ __all__ = [
     "ShortOfMemoryError",
     "TokenLogprobs",
     "Update",
+    "UpdateQueues",
+    "describe",
+    "fault_of",
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
@@ -147,3 +155,59 @@ class Update:
     text: str
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't start new thread")
+
+
+class DeviceLostError(RuntimeError):
+    """The device answers this process no more, as after most CUDA errors: start another process."""
+
+
+def fault_of(error: Exception) -> Fault:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "memory"
+    if isinstance(error, LayerReadError):
+        return "disk"
+    # torch raises plain RuntimeErrors for devices, and for some mistakes of models too: retries are bounded.
+    if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
+        return "other"
+    return "memory" if _NO_MEMORY.search(str(error)) else "device"
+
+
+def describe(error: BaseException, what: str) -> str:
+    """`what` failed and where: the message of an error may quote a prompt, the place where it was raised does not."""
+    if isinstance(error, LayerReadError):
+        # It names a file.
+        return f"{what}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
+
+
+class UpdateQueues:
+    """A queue for each subscribed request's updates, and one for the others."""
+
+    def __init__(self) -> None:
+        self._others: list[Update] = []
+        self._subscribed: dict[int, list[Update]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._others)
+
+    def put(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            self._subscribed.get(update.request_id, self._others).append(update)
+
+    def take(self) -> list[Update]:
+        taken, self._others = self._others, []
+        return taken
+
+    def subscribe(self, request_id: int) -> None:
+        self._subscribed[request_id] = []
+
+    def take_for(self, request_id: int) -> list[Update]:
+        taken, self._subscribed[request_id] = self._subscribed[request_id], []
+        return taken
+
+    def unsubscribe(self, request_id: int) -> None:
+        self._subscribed.pop(request_id, None)

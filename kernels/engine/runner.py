@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.forward import Forward
+from ragorder.kernels.engine.batch import Forward, Piece, pack
 from ragorder.kernels.engine.sampling import SampledToken, choose
 from ragorder.kernels.engine.scheduler import ScheduledChunk
 

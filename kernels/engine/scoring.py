@@ -10,18 +10,183 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragorder.kernels.engine.attended import attended
-from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.batch import Piece
-from ragorder.kernels.engine.deviation import kv_deviation
-from ragorder.kernels.engine.forward import Forward
-from ragorder.kernels.engine.question import Question, read_question
-from ragorder.kernels.engine.scattered import Positions
+from ragorder.kernels.attention import PackedBatch, prefix_attention
+from ragorder.kernels.attention.weights import Keys, Queries, attention_received
+from ragorder.kernels.engine.attention import PagedLayers, PagedStep, StepAttention
+from ragorder.kernels.engine.batch import Forward, ForwardEnded, Piece, pack
+from ragorder.kernels.engine.sequence import Positions
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import Needs, SelectionFacts
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Scene", "Scorer"]
+__all__ = ["Question", "Scene", "Scorer", "attended", "kv_deviation", "read_question"]
+
+
+def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
+    """fp32 (keys,): attention that each key in the piece's context receives from its rows at `positions`, summed over
+    the rows, mean over heads and layers. Their KV is written."""
+    step = pack([piece], layers, device)
+    attention = _AllLayers(step.attention, layers, step.positions, piece)
+    forward.until_ended(step.token_ids, step.positions, attention)
+    return attention.total / len(layers.key_caches)
+
+
+class _AllLayers:
+    """A step's attention (`inner`) that also sums what its rows attend to, and ends in the last layer."""
+
+    def __init__(self, inner: PagedStep, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
+        self._inner = inner
+        self._layers = layers
+        self._positions = positions
+        self._table = torch.as_tensor(piece.table, dtype=torch.int64, device=positions.device)
+        self.total = torch.zeros(piece.context, device=positions.device)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        out = self._inner.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        keys = Keys(self._layers.key_caches[layer], self._table, len(self.total))
+        self.total += attention_received(Queries(query, self._positions, scale, window, softcap), keys)
+        if layer == len(self._layers.key_caches) - 1:
+            raise ForwardEnded
+        return out
+
+
+def kv_deviation(
+    forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str, most_tokens: int
+) -> Tensor:
+    """fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool in the second layer.
+
+    The `start` tokens in front of it have exact KV. That of its own tokens in the first layer is written, so they may
+    have none: there it depends on no other token, and so is also what was taken over. At most `most_tokens` at a time.
+    """
+    if len(layers.key_caches) < 2:
+        return torch.zeros(len(piece.token_ids), device=device)
+    parts = []
+    for begin in range(0, len(piece.token_ids), most_tokens):
+        chunk = replace(piece, token_ids=piece.token_ids[begin : begin + most_tokens], start=piece.start + begin)
+        step = pack([chunk], layers, device)
+        attention = _SecondLayer(step.attention, layers, step.positions, piece)
+        forward.until_ended(step.token_ids, step.positions, attention)
+        parts.append(attention.deviation)
+    return torch.cat(parts)
+
+
+class _SecondLayer:
+    """Attention of the first layer, that ends in the second with the distance of its KV from the pool's."""
+
+    deviation: Tensor
+
+    def __init__(self, inner: StepAttention, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
+        self._inner = inner
+        self._layers = layers
+        table = torch.as_tensor(piece.table, dtype=torch.int64, device=positions.device)
+        self._places = table[positions // layers.block_size], positions % layers.block_size
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if not layer:
+            return self._inner.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        old_key, old_value = (
+            caches[layer][self._places] for caches in (self._layers.key_caches, self._layers.value_caches)
+        )
+        self.deviation = _distance(key, old_key) + _distance(value, old_value)
+        raise ForwardEnded
+
+
+def _distance(new: Tensor, old: Tensor) -> Tensor:
+    return (new.float() - old.float()).square().sum((1, 2))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """Its n tokens in the last layer, behind `start` tokens: `queries`, and `keys` (n, HKV, D), rotated."""
+
+    queries: Queries
+    keys: Tensor
+    start: int
+
+    def moved(self, start: int, rotation: Rotation) -> Question:
+        """The same vectors behind another number of tokens."""
+        old, last = self.queries.positions, len(rotation.ropes) - 1
+        turn = rotation.turn(start - self.start, old)
+        queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
+        return Question(queries, turn.apply(self.keys, last), start)
+
+    def attention(self, layers: PagedLayers, table: Tensor, held: Tensor | None = None) -> Tensor:
+        """fp32 (start,): attention to each token in front, whose keys are in the blocks `table` (int64).
+
+        Softmax over those that are `held` (bool (start,), by default all) and the question itself, summed over the
+        question's tokens, mean over heads.
+        """
+        keys = Keys(layers.key_caches[-1], table, self.start, self.keys, held)
+        return attention_received(self.queries, keys)[: self.start]
+
+
+def read_question(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Question:
+    """A forward of a question, behind the `start` tokens with KV in its blocks. Nothing is written."""
+    count = len(piece.token_ids)
+    attention = _LastLayer(layers, PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device))
+    positions = torch.arange(piece.start, piece.start + count, device=device)
+    forward.until_ended(torch.tensor(piece.token_ids, device=device), positions, attention)
+    return Question(replace(attention.queries, positions=positions), attention.keys, piece.start)
+
+
+class _LastLayer:
+    """Attention that ends with the arguments of the last layer."""
+
+    queries: Queries
+    keys: Tensor
+
+    def __init__(self, layers: PagedLayers, batch: PackedBatch) -> None:
+        self._layers = layers
+        self._batch = batch
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        layers = self._layers
+        if layer == len(layers.key_caches) - 1:
+            self.queries, self.keys = Queries(query, query.new_empty(0), scale, window, softcap), key
+            raise ForwardEnded
+        out: Tensor = prefix_attention(
+            query,
+            key,
+            value,
+            layers.key_caches[layer],
+            layers.value_caches[layer],
+            self._batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        return out
+
 
 Span = tuple[int, int]
 

@@ -3,14 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ragorder.kernels.paging.shape import KVShape
-from ragorder.kernels.paging.views import LayerViews
+__all__ = ["BlockPool", "KVShape", "OutOfBlocksError"]
 
-__all__ = ["BlockPool", "OutOfBlocksError"]
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """`head_dim` numbers of key and value for each layer, KV head and token; `block_size` tokens are a block.
+
+    Raises ValueError for a number below 1.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more")
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.token_bytes
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def covering(self, start: int, tokens: int) -> range:
+        """A sequence's blocks of `tokens` tokens (1 or more) from `start` on."""
+        return range(start // self.block_size, (start + tokens - 1) // self.block_size + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayerViews:
+    """For each layer its caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim)
+    from that layer's first on: a token's row has the same index in each of these."""
+
+    key_rows: list[torch.Tensor]
+    value_rows: list[torch.Tensor]
+    key_caches: list[torch.Tensor]
+    value_caches: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, kv: torch.Tensor, shape: KVShape) -> _LayerViews:
+        rows = kv.view(-1, shape.kv_heads, shape.head_dim)
+        size, layers = shape.block_size, range(shape.layers)
+        return cls(
+            [rows[2 * layer * size :] for layer in layers],
+            [rows[(2 * layer + 1) * size :] for layer in layers],
+            [kv[:, layer, 0] for layer in layers],
+            [kv[:, layer, 1] for layer in layers],
+        )
 
 
 class OutOfBlocksError(RuntimeError):
@@ -39,7 +93,7 @@ class BlockPool:
         self.device = torch.device(device)
         self._pinned = pinned
         self.kv = self._make(blocks)
-        self._views: LayerViews | None = None
+        self._views: _LayerViews | None = None
         self._references = [0] * blocks
         # A stack: the last one is taken first.
         self._free = list(range(blocks - 1, -1, -1))
@@ -61,10 +115,10 @@ class BlockPool:
         return self.blocks * self.shape.block_bytes
 
     @property
-    def views(self) -> LayerViews:
+    def views(self) -> _LayerViews:
         """Void after `resize`."""
         if self._views is None:
-            self._views = LayerViews.of(self.kv, self.shape)
+            self._views = _LayerViews.of(self.kv, self.shape)
         return self._views
 
     def key_cache(self, layer: int) -> torch.Tensor:

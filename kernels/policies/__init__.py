@@ -1,14 +1,18 @@
 """Replacement policies of full tiers: device, host, disk (RAGCache section 5.1)."""
 
-from ragorder.kernels.policies.awaited import AwaitedNodes
-from ragorder.kernels.policies.base import Clocked, ReplacementPolicy, TierNode, policies
-from ragorder.kernels.policies.forecast import Forecast
-from ragorder.kernels.policies.gdsf import GDSF
-from ragorder.kernels.policies.history import History
-from ragorder.kernels.policies.lfu import LFU
-from ragorder.kernels.policies.lru import LRU
-from ragorder.kernels.policies.pgdsf import PGDSF
-from ragorder.kernels.policies.tier import Tier
+from ragorder.kernels.policies.base import (
+    GDSF,
+    LFU,
+    LRU,
+    PGDSF,
+    AwaitedNodes,
+    Clocked,
+    Forecast,
+    ReplacementPolicy,
+    TierNode,
+    policies,
+)
+from ragorder.kernels.policies.tier import History, Tier
 from ragorder.trie.tree import Key
 
 __all__ = [
@@ -28,8 +32,6 @@ __all__ = [
     "make_policy",
     "policies",
 ]
-
-policies.load(__name__, __path__)
 
 POLICIES = tuple(policies.names)
 

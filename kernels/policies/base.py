@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
 from typing import Protocol
 
 from ragorder.trie.registry import Registry
 from ragorder.trie.tree import Key
 
-__all__ = ["Clocked", "ReplacementPolicy", "TierNode", "policies"]
+__all__ = [
+    "GDSF",
+    "LFU",
+    "LRU",
+    "PGDSF",
+    "AwaitedNodes",
+    "Clocked",
+    "Forecast",
+    "ReplacementPolicy",
+    "TierNode",
+    "policies",
+]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -56,3 +69,117 @@ class Clocked:
 
 
 policies: Registry[ReplacementPolicy] = Registry("replacement policy")
+
+
+# By simulation: at 0.3 bursts are lost, at 1 what is popular (docs/tiers.md).
+_FORGETTING = 0.5
+_LEAST_COST = 1e-12
+
+
+@policies.register("forecast", "as often as the orderer expects them to be used, else as often as they were")
+class Forecast:
+    """log(Uses x Cost / Size) + 0.5 x Turnovers: uses count less by a constant factor for each time that the tier has
+    been replaced since.
+
+    Uses are those that the last request forecast, otherwise the frequency. Turnovers are measured in evicted sizes by
+    the used one, so tiers of any size and speed forget alike.
+    """
+
+    def __init__(self) -> None:
+        self._turnovers = 0.0
+
+    def priority(self, node: TierNode) -> float:
+        uses = node.expected or max(node.frequency, 1)
+        return log(uses * max(node.cost, _LEAST_COST)) + _FORGETTING * self._turnovers
+
+    def evicted(self, node: TierNode, used: int) -> None:
+        self._turnovers += node.size / max(used, 1)
+
+
+@policies.register("gdsf", "often used nodes last")
+class GDSF(Clocked):
+    """Clock + Frequency: Greedy-Dual-Size-Frequency with a cost proportional to the size, in any unit."""
+
+    def priority(self, node: TierNode) -> float:
+        return self.clock + node.frequency
+
+
+@policies.register("lfu", "least frequently used first")
+class LFU:
+    """Number of uses."""
+
+    def priority(self, node: TierNode) -> float:
+        return float(node.frequency)
+
+    def evicted(self, node: TierNode, used: int) -> None: ...
+
+
+@policies.register("lru", "least recently used first")
+class LRU:
+    """Order of last use; entering the tier counts as one."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+
+    def priority(self, node: TierNode) -> float:
+        self._uses += 1
+        return float(self._uses)
+
+    def evicted(self, node: TierNode, used: int) -> None: ...
+
+
+@policies.register("pgdsf", "often used and expensive nodes last (RAGCache)")
+class PGDSF(Clocked):
+    """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formulas 2 and 4)."""
+
+    def priority(self, node: TierNode) -> float:
+        # At every use, as the paper's text says; Algorithm 1 prints line 9 inside the branch for uncached nodes, where
+        # no hit would ever count.
+        return self.clock + node.frequency * node.cost
+
+
+class AwaitedNodes:
+    """Nodes on the paths of waiting requests, present or not, of `room` in all: those of the requests that came first.
+
+    awaited = AwaitedNodes(room=100)
+    added = awaited.add([("system prompt", 4), ("document", 9)])
+    tier.evict(5, protected=awaited)
+    awaited.remove(added)
+    """
+
+    def __init__(self, room: int) -> None:
+        self._total = self._room = room
+        self._requests: dict[Key, int] = {}
+        self._sizes: dict[Key, int] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def resize(self, room: int) -> None:
+        """What is awaited already stays, beyond a smaller room too."""
+        self._room += room - self._total
+        self._total = room
+
+    def add(self, path: Iterable[tuple[Key, int]]) -> tuple[Key, ...]:
+        """The nodes (key, size) of a request, root first, as far as there is room. Remove what is returned, once."""
+        added = []
+        for key, size in path:
+            if key not in self._requests:
+                if size > self._room:
+                    break
+                self._room -= size
+                self._sizes[key] = size
+            self._requests[key] = self._requests.get(key, 0) + 1
+            added.append(key)
+        return tuple(added)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Raises KeyError for a node that is not awaited."""
+        for key in keys:
+            self._requests[key] -= 1
+            if not self._requests[key]:
+                del self._requests[key]
+                self._room += self._sizes.pop(key)

@@ -9,11 +9,122 @@ from types import MappingProxyType
 from typing import Any
 
 from ragorder.kernels.policies.base import ReplacementPolicy, TierNode
-from ragorder.kernels.policies.heap import Entry, NodeHeap
-from ragorder.kernels.policies.history import History
 from ragorder.trie.tree import Key
 
-__all__ = ["NO_FORECAST", "Tier"]
+__all__ = ["NO_FORECAST", "Entry", "History", "Tier"]
+
+Entry = tuple[float, int, TierNode]
+"""Priority, order of use (unique), node."""
+
+
+class _NodeHeap:
+    """A binary heap whose nodes store their place: no stale entries."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self._entries
+
+    def add(self, node: TierNode) -> None:
+        entry = (node.priority, node.order, node)
+        self._entries.append(entry)
+        self._rise(entry, len(self._entries) - 1)
+
+    def remove(self, node: TierNode) -> None:
+        place, node.place = node.place, -1
+        last = self._entries.pop()
+        if last[2] is not node:
+            self._sift(last, place)
+
+    def replace(self, node: TierNode, other: TierNode) -> None:
+        """`remove` and `add` in one step: cheaper for nodes of similar priority."""
+        place, node.place = node.place, -1
+        self._sift((other.priority, other.order, other), place)
+
+    def update(self, node: TierNode) -> None:
+        self._sift((node.priority, node.order, node), node.place)
+
+    def _sift(self, entry: Entry, place: int) -> None:
+        if place and entry < self._entries[(place - 1) >> 1]:
+            self._rise(entry, place)
+        else:
+            self._sink(entry, place)
+
+    def _rise(self, entry: Entry, place: int) -> None:
+        entries = self._entries
+        while place:
+            above = (place - 1) >> 1
+            parent = entries[above]
+            if parent < entry:
+                break
+            entries[place] = parent
+            parent[2].place = place
+            place = above
+        entries[place] = entry
+        entry[2].place = place
+
+    def _sink(self, entry: Entry, place: int) -> None:
+        entries = self._entries
+        count = len(entries)
+        while (child := 2 * place + 1) < count:
+            below = entries[child]
+            if child + 1 < count and entries[child + 1] < below:
+                child += 1
+                below = entries[child]
+            if entry < below:
+                break
+            entries[place] = below
+            below[2].place = place
+            place = child
+        entries[place] = entry
+        entry[2].place = place
+
+
+class History:
+    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", in uses.
+
+    About 0.4 KB a node. Raises ValueError if `max_nodes` is negative.
+    """
+
+    def __init__(self, max_nodes: int) -> None:
+        if max_nodes < 0:
+            raise ValueError(f"max_nodes is {max_nodes}: give 0 or more")
+        self.max_nodes = max_nodes
+        self.owned = False
+        self._nodes: dict[Key, TierNode] = {}
+        self._by_use = _NodeHeap()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._nodes
+
+    def keep(self, node: TierNode) -> None:
+        # Equal priorities: the heap keeps the order of use.
+        node.priority = 0.0
+        self._nodes[node.key] = node
+        self._by_use.add(node)
+        if len(self._nodes) > self.max_nodes:
+            oldest = self._by_use.entries[0][2]
+            self._by_use.remove(oldest)
+            del self._nodes[oldest.key]
+
+    def take(self, key: Key) -> TierNode | None:
+        node = self._nodes.pop(key, None)
+        if node is not None:
+            self._by_use.remove(node)
+        return node
+
+    def clear(self) -> None:
+        self._nodes.clear()
+        self._by_use = _NodeHeap()
+
 
 NO_FORECAST: Mapping[Any, float] = MappingProxyType({})
 
@@ -42,7 +153,7 @@ class Tier:
         self._history = history
         self._nodes: dict[Key, TierNode] = {}
         # Unpinned leaves.
-        self._candidates = NodeHeap()
+        self._candidates = _NodeHeap()
         # Absent parents, with the number of their children here.
         self._absent_parents: dict[Key, int] = {}
         self._uses = 0
@@ -154,7 +265,7 @@ class Tier:
     def clear(self) -> None:
         self._nodes.clear()
         self._absent_parents.clear()
-        self._candidates = NodeHeap()
+        self._candidates = _NodeHeap()
         self.used = 0
         if self._history is not None:
             self._history.clear()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from ragorder.pipelining.batching.backlog import best_batch
-from ragorder.pipelining.batching.batchers import AllWaiting, Backlog, BacklogAware, Batcher, StaticBatch
-from ragorder.pipelining.batching.budgets import Budgets
+from ragorder.pipelining.batching.batchers import AllWaiting, Backlog, BacklogAware, Batcher, best_batch
 from ragorder.pipelining.batching.degradation import Relief, is_shortage
-from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
-from ragorder.pipelining.batching.footprint import Footprint
 from ragorder.pipelining.batching.kv import Context, KVTokens, TrieKV
-from ragorder.pipelining.batching.placement_profile import PlacementProfile
-from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
-from ragorder.pipelining.batching.power_law import PowerLaw
-from ragorder.pipelining.batching.requests import AnswerChangedError, BatchedAnswer
+from ragorder.pipelining.batching.requests import (
+    AnswerChangedError,
+    BatchedAnswer,
+    BatchedStream,
+    BatchEvent,
+    RequestTrace,
+)
 from ragorder.pipelining.batching.retrieval import (
     BatchRetrieval,
     ConcurrentRetrieval,
@@ -21,10 +20,12 @@ from ragorder.pipelining.batching.retrieval import (
     SearchTask,
 )
 from ragorder.pipelining.batching.server import DecoupledServer, ServingPlacement
-from ragorder.pipelining.batching.shared_tokens import shared_tokens
-from ragorder.pipelining.batching.stream import BatchedStream
-from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
-from ragorder.pipelining.placement import IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.base import IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.costs import EstimatedCosts, Footprint, Rates
+from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.profile import PlacementProfile, shared_tokens
+from ragorder.pipelining.power_law import PowerLaw
 
 __all__ = [
     "AllWaiting",
@@ -58,7 +59,6 @@ __all__ = [
     "SearchTask",
     "ServingPlacement",
     "Spread",
-    "StaticBatch",
     "TrieKV",
     "Workload",
     "best_batch",

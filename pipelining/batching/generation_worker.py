@@ -9,11 +9,10 @@ from contextlib import aclosing
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ragorder.pipelining.attempt import Attempt
-from ragorder.pipelining.batching.batchers.base import Backlog
+from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
-from ragorder.pipelining.batching.occupancy import Occupancy
 from ragorder.pipelining.batching.requests import BatchedRequest
-from ragorder.pipelining.batching.worker import Worker
+from ragorder.pipelining.batching.worker import Occupancy, Worker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 
 __all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]

@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar, cast
 
-from ragorder.pipelining.batching.batchers.base import Backlog
-from ragorder.pipelining.batching.occupancy import Occupancy
+from ragorder.pipelining.batching.batchers import Backlog
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, JoinableRetrieval
-from ragorder.pipelining.batching.worker import Worker, is_being_cancelled
+from ragorder.pipelining.batching.worker import Occupancy, Worker, is_being_cancelled
 from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["RetrievalWorker"]

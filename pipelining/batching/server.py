@@ -18,11 +18,9 @@ from ragorder.pipelining.batching.generation_worker import (
     StaticGenerationWorker,
 )
 from ragorder.pipelining.batching.kv import Context, KVTokens
-from ragorder.pipelining.batching.requests import BatchedAnswer, BatchedRequest
+from ragorder.pipelining.batching.requests import BatchedAnswer, BatchedRequest, BatchedStream, BatchEvent, RequestTrace
 from ragorder.pipelining.batching.retrieval import BatchRetrieval, ConcurrentRetrieval
 from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
-from ragorder.pipelining.batching.stream import BatchedStream
-from ragorder.pipelining.batching.trace import BatchEvent, RequestTrace
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval

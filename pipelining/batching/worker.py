@@ -7,16 +7,15 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar, cast, overload
 
-from ragorder.pipelining.batching.batchers.base import Batcher
+from ragorder.pipelining.batching.batchers import Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
-from ragorder.pipelining.batching.requests import BatchedRequest
-from ragorder.pipelining.batching.trace import BatchEvent, WorkerName
+from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
 
-__all__ = ["Worker", "is_being_cancelled"]
+__all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
@@ -249,3 +248,39 @@ def is_being_cancelled() -> bool:
     """Whether the running task is meant by a CancelledError, and not something that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+R = TypeVar("R", bound=Hashable)
+
+
+class Occupancy(Generic[R]):
+    """Counts the requests that run, over time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counted_s = clock()
+        # Requests that ran, summed up over time.
+        self._area = 0.0
+        self._began: dict[R, tuple[float, float]] = {}
+
+    def begin(self, request: R) -> None:
+        self._count()
+        self._began[request] = self._counted_s, self._area
+
+    def end(self, request: R) -> tuple[int, float] | None:
+        """How many ran at a time, itself included, and for how many seconds. None: it had not begun."""
+        self._count()
+        if (began := self._began.pop(request, None)) is None:
+            return None
+        began_s, area = began
+        seconds = self._counted_s - began_s
+        mean = (self._area - area) / seconds if seconds > 0 else 1.0
+        return max(1, round(mean)), seconds
+
+    def clear(self) -> None:
+        self._began.clear()
+
+    def _count(self) -> None:
+        now_s = self._clock()
+        self._area += len(self._began) * (now_s - self._counted_s)
+        self._counted_s = now_s

@@ -5,30 +5,61 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, get_args
+from itertools import chain
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from ragorder.pipelining.running_mean import RunningMean
-from ragorder.pipelining.search.budget import Budget, PieceLimit
-from ragorder.pipelining.search.costs import ClusterCosts
-from ragorder.pipelining.search.filling import PieceOrder, fill
-from ragorder.pipelining.search.handle import SearchHandle
-from ragorder.pipelining.search.history import History
+from ragorder.pipelining.search.costs import Budget, ClusterCosts, PieceLimit
 from ragorder.pipelining.search.merge import BestResults
-from ragorder.pipelining.search.request import SearchRequest
+from ragorder.pipelining.search.request import History, SearchRequest
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.search.scanner import PieceScanner, one_thread
-from ragorder.pipelining.search.shared import SharedSearch, SubmitOptions
+from ragorder.pipelining.search.shared import SearchHandle, SharedSearch, SubmitOptions
 from ragorder.pipelining.search.tiers import IndexTiers, TierGains
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
 
-__all__ = ["ContinuousIVF"]
+__all__ = ["ContinuousIVF", "PieceOrder", "fill"]
+
+PieceOrder = Literal["oldest", "shortest"]
+
+# A search that has waited for ten seconds goes before one that is shorter by one.
+_AGEING = 0.1
+
+
+def fill(
+    searches: Sequence[RunningSearch],
+    limit: PieceLimit,
+    *,
+    cores: int,
+    code_s: float,
+    order: PieceOrder,
+    now_s: float,
+) -> list[tuple[RunningSearch, int]]:
+    """Searches, oldest first as given, until the cores have work for the piece's time; with the cluster before which
+    each one's part ends. Equal shares of a core would only delay them all. Those not due take what the others leave."""
+    left = limit.seconds * cores / code_s
+    piece: list[tuple[RunningSearch, int]] = []
+    if order == "shortest":
+        searches = sorted(searches, key=lambda each: each.left_codes * code_s - _AGEING * (now_s - each.submitted_s))
+    due = (search for search in searches if search.handle.due)
+    ahead = (search for search in searches if not search.handle.due)
+    for search in chain(due, ahead):
+        if piece and limit.whole and left < search.left_codes / 2:
+            break
+        stop = search.end_of_piece(left, whole=limit.whole)
+        piece.append((search, stop))
+        left -= search.codes[stop] - search.codes[search.done]
+        if left <= 0:
+            break
+    return piece
+
 
 # By measurement: a code of one byte, and of the vector as FAISS compares it.
 _BYTE_S, _DIMENSION_S = 1e-10, 4e-10

@@ -9,10 +9,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.pipelining.search.merge import BestResults
+from ragorder.pipelining.search.merge import BestResults, TieCandidates, decide, find_candidates
 from ragorder.pipelining.search.partition_file import PartitionFile
-from ragorder.pipelining.search.ties import TieCandidates, decide, find_candidates
-from ragorder.pipelining.search.visits import Visits
+from ragorder.pipelining.search.running import Visits
 
 __all__ = ["PassRows"]
 

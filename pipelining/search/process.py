@@ -16,14 +16,11 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from ragorder.pipelining.reordering import QueueFullError
-from ragorder.pipelining.search.filling import PieceOrder
-from ragorder.pipelining.search.handle import SearchHandle
-from ragorder.pipelining.search.history import History
-from ragorder.pipelining.search.request import check_history, read_parameters
-from ragorder.pipelining.search.selectors import pack, selector_of
-from ragorder.pipelining.search.shared import SharedSearch, SubmitOptions
+from ragorder.pipelining.search.continuous import PieceOrder
+from ragorder.pipelining.search.request import History, check_history, read_parameters
+from ragorder.pipelining.search.shared import SearchHandle, SharedSearch, SubmitOptions
 from ragorder.pipelining.search.tiers import IndexTiers, TierGains
-from ragorder.pipelining.search.worker import Asked, serve
+from ragorder.pipelining.search.worker import Asked, pack, selector_of, serve
 from ragorder.pipelining.staged import Stage
 from ragorder.pipelining.staged._faiss import read_k, read_queries
 

@@ -2,17 +2,113 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.pipelining.search.history import History
+from ragorder.pipelining.search.merge import BestResults
 from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries
-from ragorder.pipelining.staged._ivf import ClusterIndex, read_nprobe
+from ragorder.pipelining.staged._ivf import ClusterIndex, Metric, read_nprobe
 
-__all__ = ["SearchRequest", "check_history", "one_row", "read_parameters"]
+__all__ = ["History", "PastSearch", "SearchRequest", "check_history", "one_row", "read_parameters"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PastSearch:
+    """A search that has ended: its query as the index compares it, the scanned `clusters`, its best results, best
+    first, with their `vectors` (None: the index cannot decode them), and the key of its k-th result, `reach`."""
+
+    query: NDArray[np.float32]
+    clusters: NDArray[np.int64]
+    keys: NDArray[np.float32]
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]
+    vectors: NDArray[np.float32] | None
+    reach: float
+    metric: Metric | None
+
+    def order(self, clusters: NDArray[np.int64]) -> NDArray[np.intp]:
+        """A permutation of a new search's clusters: those with this search's results first, then those that it scanned,
+        then the others; within each of the three the nearest first."""
+        found = np.isin(clusters, self.places >> 32)
+        scanned = np.isin(clusters, self.clusters)
+        return np.argsort(np.where(found, 0, np.where(scanned, 1, 2)), kind="stable")
+
+    def key(self, query: NDArray[np.float32]) -> float | None:
+        """Between the two queries; None: not known in this metric."""
+        if self.metric is None:
+            return None
+        return float(_keys(query, self.query[None], self.metric)[0])
+
+    def recall(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
+        """Those of these results that are in some clusters, for another query, best first, by the vectors as the index
+        encodes them."""
+        if self.vectors is None or self.metric is None:
+            return None
+        there = np.flatnonzero(np.isin(self.places >> 32, clusters))
+        keys = _keys(query, self.vectors[there], self.metric)
+        order = np.argsort(keys, kind="stable")
+        chosen = there[order]
+        return BestResults(keys[None, order], self.ids[None, chosen], self.places[None, chosen])
+
+
+class History:
+    """The last searches of one request, from which its next ones take the order of their clusters.
+
+        history = History()
+        search.submit(vector, k=5, history=history).result()
+        search.submit(next_vector, k=5, history=history)
+
+    Results are the same, and are found earlier. A search is taken as similar if its query is as near as its own k-th
+    result (Figure 7a); the nearest of the last `searches` counts. Of each, `kept` results are remembered, 20 in the
+    paper. Not to be shared between requests. Raises ValueError if one of the two is below 1.
+    """
+
+    def __init__(self, kept: int = 20, searches: int = 4) -> None:
+        if kept < 1 or searches < 1:
+            raise ValueError(f"a history keeps at least one result of one search, got kept={kept}, searches={searches}")
+        self.kept = kept
+        self._past: deque[PastSearch] = deque(maxlen=searches)
+
+    def __len__(self) -> int:
+        return len(self._past)
+
+    def branch(self) -> History:
+        """A history that begins with what this one has, for a course that the request may not take."""
+        branch = History(self.kept, self._past.maxlen or 1)
+        branch._past.extend(self._past.copy())
+        return branch
+
+    @property
+    def past(self) -> tuple[PastSearch, ...]:
+        return tuple(self._past)
+
+    def add(self, past: PastSearch) -> None:
+        self._past.append(past)
+
+    def forget(self) -> None:
+        """What was found on a branch that the request has left."""
+        self._past.clear()
+
+    def similar(self, query: NDArray[np.float32]) -> PastSearch | None:
+        best, best_key = None, np.inf
+        for past in self.past:
+            key = past.key(query)
+            if key is not None and key <= past.reach and key < best_key:
+                best, best_key = past, key
+        return best
+
+
+def _keys(query: NDArray[np.float32], vectors: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
+    if metric == "L2":
+        apart = vectors - query
+        squares: NDArray[np.float32] = np.einsum("ij,ij->i", apart, apart)
+        return squares
+    products: NDArray[np.float32] = -(vectors @ query)
+    return products
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import BestResults, ScannedPart
-from ragorder.pipelining.search.running import RunningSearch
+from ragorder.pipelining.search.running import RunningSearch, Visits
 from ragorder.pipelining.search.tiers import IndexTiers
-from ragorder.pipelining.search.visits import Visits
 from ragorder.pipelining.staged._faiss import load_faiss
 from ragorder.pipelining.staged._ivf import ClusterIndex
 

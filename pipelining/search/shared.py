@@ -2,16 +2,154 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
-from ragorder.pipelining.search.handle import SearchHandle
-from ragorder.pipelining.search.history import History
-from ragorder.pipelining.search.request import one_row
+from ragorder.pipelining.search.request import History, one_row
 from ragorder.pipelining.staged import Stage
 
-__all__ = ["SharedSearch", "SubmitOptions"]
+if TYPE_CHECKING:
+    from ragorder.pipelining.staged import Stage
+
+__all__ = ["SearchHandle", "SharedSearch", "SubmitOptions"]
+
+_logger = logging.getLogger("ragorder")
+
+
+class SearchHandle:
+    """A search among others. Every method may be called from any thread.
+
+        handle = search.submit(vector, k=5)
+        for stage in handle.stages(): ...
+        handle.result().ids
+
+    `due`: it is waited for. `whole`: it is not cut into pieces. `fast`: clusters that the fast tier holds may be
+    scanned there; `prefetch`: its clusters are loaded into that. `done`: it has a result, has failed, or was cancelled.
+    Of the stages that came since the last one was taken, the latest is next; the final one is never skipped.
+    """
+
+    def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
+        self.due = due
+        self.whole = whole
+        self.fast = True
+        self.prefetch = False
+        self.done = False
+        self._drive = drive
+        self._changed = threading.Condition()
+        self._stage: Callable[[], Stage] | None = None
+        self._error: BaseException | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self._error, CancelledError)
+
+    @property
+    def stage(self) -> Stage | None:
+        """The latest one, without waiting."""
+        stage = self._stage
+        return None if stage is None else stage()
+
+    def promote(self) -> None:
+        """A search that was submitted ahead of need (`due=False`) is now waited for."""
+        self.due = True
+
+    def cancel(self) -> bool:
+        """End it: its scan stops with the piece that runs now. False: it was done before."""
+        return self.fail(CancelledError("the search was cancelled"))
+
+    def stages(self) -> Iterator[Stage]:
+        """Raises what `result` raises."""
+        seen: object = None
+        while True:
+            with self._changed:
+                while self._drive is None and not self.done and self._stage is seen:
+                    self._changed.wait()
+                news, final = self._news(seen)
+            if news is not None:
+                seen = news
+                yield news()
+                if final:
+                    return
+            elif self._drive is not None:
+                self._drive()
+
+    async def stages_async(self) -> AsyncGenerator[Stage, None]:
+        """The same without a thread that waits."""
+        loop, wake, seen = asyncio.get_running_loop(), asyncio.Event(), None
+
+        def notify() -> None:
+            # A closed loop: no caller waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(wake.set)
+
+        self.subscribe(notify)
+        while True:
+            wake.clear()
+            with self._changed:
+                news, final = self._news(seen)
+            if news is not None:
+                seen = news
+                yield news()
+                if final:
+                    return
+            elif self._drive is not None:
+                await asyncio.to_thread(self._drive)
+            else:
+                await wake.wait()
+
+    def result(self, timeout_s: float | None = None) -> Stage:
+        """The final stage. Raises the search's error, concurrent.futures.CancelledError if it was cancelled, and
+        TimeoutError."""
+        if self._drive is None:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self.done, timeout_s):
+                    raise TimeoutError(f"the search has not ended within {timeout_s} s")
+        *_, stage = self.stages()
+        return stage
+
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call `notify` at each change, in the driver's thread, and now if there was one."""
+        with self._changed:
+            self._listeners.append(notify)
+            if self.done or self._stage is not None:
+                notify()
+
+    def publish(self, stage: Callable[[], Stage], *, final: bool) -> None:
+        """For the search's driver. `stage` is called when a caller takes it."""
+        with self._changed:
+            if not self.done:
+                self._stage, self.done = stage, final
+                self._notify()
+
+    def fail(self, error: BaseException) -> bool:
+        with self._changed:
+            if self.done:
+                return False
+            self._error, self.done = error, True
+            self._notify()
+            return True
+
+    def _news(self, seen: object) -> tuple[Callable[[], Stage] | None, bool]:
+        if self._error is not None:
+            raise self._error
+        return (None if self._stage is seen else self._stage), self.done
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            try:
+                listener()
+            except Exception as error:
+                # In the driver's thread, which has the other callers' searches, too.
+                _logger.warning("a listener to a search failed: %s", type(error).__name__)
+
 
 S = TypeVar("S")
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ragorder.pipelining.running_mean import RunningMean
 from ragorder.pipelining.search.costs import ClusterCosts
 from ragorder.pipelining.search.merge import ScannedPart
-from ragorder.pipelining.search.visits import Visits
+from ragorder.pipelining.search.running import Visits
 from ragorder.pipelining.staged._ivf import ClusterIndex
 
 __all__ = ["ClusterScan", "FastShare", "IndexTiers", "TierGains"]

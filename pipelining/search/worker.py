@@ -12,13 +12,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.pipelining.search.continuous import ContinuousIVF
-from ragorder.pipelining.search.handle import SearchHandle
-from ragorder.pipelining.search.history import History, PastSearch
-from ragorder.pipelining.search.selectors import PackedSelector, unpack
-from ragorder.pipelining.search.shared import SubmitOptions
+from ragorder.pipelining.search.request import History, PastSearch
+from ragorder.pipelining.search.shared import SearchHandle, SubmitOptions
 from ragorder.pipelining.staged._faiss import load_faiss
 
-__all__ = ["Asked", "serve"]
+__all__ = ["Asked", "pack", "selector_of", "serve", "unpack"]
+
+_PackedSelector = tuple[str, tuple[Any, ...]]
+"""Name of a FAISS class, and the arguments of its constructor: numbers, arrays, and other selectors, packed as well."""
+
+_OF_OTHERS = ("IDSelectorNot", "IDSelectorAnd", "IDSelectorOr", "IDSelectorXOr")
+
+
+def selector_of(params: Any) -> Any:
+    """The selector that a faiss.SearchParametersIVF was given. What its attribute returns is of no particular class."""
+    return getattr(params, "_sp_field_refs", {}).get("sel", params.sel)
+
+
+def pack(selector: Any) -> _PackedSelector:
+    """Raises ValueError for a selector that does not give back its ids."""
+    name = type(selector).__name__
+    if name == "IDSelectorAll":
+        return name, ()
+    if name == "IDSelectorRange":
+        return name, (selector.imin, selector.imax, selector.assume_sorted)
+    if name == "IDSelectorArray":
+        # Membership in an array is searched for, in a set it is looked up.
+        return "IDSelectorBatch", (_copied(selector.ids, selector.n, np.int64),)
+    if name == "IDSelectorBitmap":
+        return name, (_copied(selector.bitmap, selector.n, np.uint8),)
+    if name in _OF_OTHERS and hasattr(selector, "referenced_objects"):
+        # FAISS keeps those of one constructor in a list, or in a tuple in a list.
+        kept = selector.referenced_objects
+        return name, tuple(map(pack, kept[0] if isinstance(kept[0], tuple) else kept))
+    raise ValueError(
+        f"{name} does not give back its ids, so it cannot be sent to another process: use faiss.IDSelectorArray(ids), "
+        "which is a batch there, IDSelectorRange, IDSelectorBitmap, or Not, And, Or, XOr of these"
+    )
+
+
+def unpack(packed: _PackedSelector) -> Any:
+    faiss = load_faiss()
+    name, arguments = packed
+    return getattr(faiss, name)(*(unpack(each) if isinstance(each, tuple) else each for each in arguments))
+
+
+def _copied(pointer: Any, count: int, kind: Any) -> Any:
+    return load_faiss().rev_swig_ptr(pointer, count).copy() if count else np.empty(0, kind)
 
 
 class Asked(NamedTuple):
@@ -26,7 +66,7 @@ class Asked(NamedTuple):
 
     queries: NDArray[np.float32]
     k: int
-    params: tuple[int, PackedSelector | None] | None
+    params: tuple[int, _PackedSelector | None] | None
     past: Sequence[PastSearch] | None
     kept: int
 
@@ -131,7 +171,7 @@ class _Answers:
             self._connection.send((what, number, content))
 
 
-def _parameters(nprobe: int, selector: PackedSelector | None) -> Any:
+def _parameters(nprobe: int, selector: _PackedSelector | None) -> Any:
     selected = {} if selector is None else {"sel": unpack(selector)}
     return load_faiss().SearchParametersIVF(nprobe=nprobe, **selected)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from ragorder.pipelining.workflow.errors import GraphError, NodeError, WorkflowError
 from ragorder.pipelining.workflow.graph import CompiledGraph, RAGraph
 from ragorder.pipelining.workflow.interpreter import interpret
 from ragorder.pipelining.workflow.library import hyde, irg, multistep, one_shot, recomp
-from ragorder.pipelining.workflow.nodes import END, START, Generation, NodeQuestion, Retrieval, Step
-from ragorder.pipelining.workflow.options import RunOptions
-from ragorder.pipelining.workflow.result import WorkflowResult
-from ragorder.pipelining.workflow.server import WorkflowServer
-from ragorder.pipelining.workflow.state import State
-from ragorder.pipelining.workflow.stream import WorkflowStream
-from ragorder.pipelining.workflow.trace import WorkflowTrace
+from ragorder.pipelining.workflow.nodes import (
+    END,
+    START,
+    Generation,
+    GraphError,
+    NodeError,
+    NodeQuestion,
+    Retrieval,
+    State,
+    Step,
+    WorkflowError,
+)
+from ragorder.pipelining.workflow.result import WorkflowResult, WorkflowStream, WorkflowTrace
+from ragorder.pipelining.workflow.server import RunOptions, WorkflowServer
 
 __all__ = [
     "END",

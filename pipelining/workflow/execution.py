@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from string import Formatter
 from typing import Any
 
-from ragorder.pipelining.workflow.errors import UnusableValueError
-from ragorder.pipelining.workflow.nodes import Generation, Retrieval, Step
-from ragorder.pipelining.workflow.state import State
+from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
-__all__ = ["answered", "call_step", "found"]
+__all__ = [
+    "answered",
+    "call_step",
+    "documents_of",
+    "fields",
+    "found",
+    "query_fields",
+    "query_of",
+    "question_of",
+]
 
 
 def answered(node: Generation, text: str, state: State) -> dict[str, Any]:
@@ -38,3 +46,69 @@ async def call_step(node: Step, state: State) -> Mapping[str, Any]:
     if unknown := [name for name in values if name not in node.writes]:
         raise UnusableValueError(f"the step returned {', '.join(map(repr, unknown))}: name them in `writes`")
     return values
+
+
+_DOCUMENTS_ABOVE = "the documents above"
+
+
+def fields(template: str | Callable[[State], str]) -> frozenset[str]:
+    """The names that a template reads; a function's are not known. Raises ValueError for a field that is no plain
+    name."""
+    if callable(template):
+        return frozenset()
+    names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    for name in sorted(names):
+        if not name.isidentifier():
+            raise ValueError(f"{{{name}}} is not a plain name: use a function of the state, or write a brace twice")
+    return frozenset(names)
+
+
+def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
+    """As `fields`; a query without braces is one name."""
+    if callable(query) or "{" in query or "}" in query:
+        return fields(query)
+    if not query.isidentifier():
+        raise ValueError(f"query={query!r} is neither a name of the state nor a template with {{names}}")
+    return frozenset((query,))
+
+
+def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuestion:
+    """Raises what a prompt's function raises, UnusableValueError for a prompt that is no string."""
+    shown = state.updated(dict.fromkeys(node.documents, _DOCUMENTS_ABOVE))
+    options = dict(node.options)
+    temperature = options.pop("temperature", 0.0)
+    return NodeQuestion(_text(node.prompt, shown), scope, node.max_tokens, temperature, options)
+
+
+def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
+    """The documents that the prompt shows, each once. Raises UnusableValueError for a value of another kind."""
+    found = [document for name in node.documents for document in _documents(state[name])]
+    if len(node.documents) < 2:
+        return tuple(found)
+    once: dict[Any, Any] = {}
+    for document in found:
+        once.setdefault(getattr(document, "key", id(document)), document)
+    return tuple(once.values())
+
+
+def query_of(node: Retrieval, state: State) -> str:
+    """Raises what a query's function raises, UnusableValueError for a query that is no string."""
+    if isinstance(node.query, str) and "{" not in node.query:
+        return _checked(state[node.query])
+    return _text(node.query, state)
+
+
+def _documents(value: Any) -> Iterable[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UnusableValueError(f"documents must be a sequence of them, got {type(value).__name__}")
+    return value
+
+
+def _text(template: str | Callable[[State], str], state: State) -> str:
+    return _checked(template(state)) if callable(template) else template.format_map(state)
+
+
+def _checked(text: Any) -> str:
+    if not isinstance(text, str):
+        raise UnusableValueError(f"a prompt or query must be a string, got {type(text).__name__}")
+    return text

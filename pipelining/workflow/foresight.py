@@ -8,11 +8,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Retrieval, Step
 from ragorder.pipelining.workflow.searching import Handle, Searcher
-from ragorder.pipelining.workflow.wavefront import Piece
+from ragorder.pipelining.workflow.wavefront import Facts, Piece
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History

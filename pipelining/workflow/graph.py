@@ -7,12 +7,28 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
 
-from ragorder.pipelining.workflow import mermaid, validation
-from ragorder.pipelining.workflow.edges import Choice, Edge
-from ragorder.pipelining.workflow.errors import GraphError
-from ragorder.pipelining.workflow.nodes import END, START, Generation, Node, NodeId, Retrieval, Step, Terminal
-from ragorder.pipelining.workflow.state import State
-from ragorder.pipelining.workflow.topology import Topology
+from ragorder.pipelining.workflow.nodes import (
+    END,
+    START,
+    Choice,
+    Edge,
+    Generation,
+    GraphError,
+    Node,
+    NodeId,
+    Retrieval,
+    State,
+    Step,
+    Terminal,
+)
+from ragorder.pipelining.workflow.topology import (
+    Topology,
+    answer_name,
+    edge_problem,
+    node_problem,
+    problems,
+    with_documents,
+)
 
 __all__ = ["CompiledGraph", "RAGraph", "checked_graph"]
 
@@ -88,7 +104,7 @@ class RAGraph:
         (default: any node, or END). It should be quick: it runs on the event loop."""
         to = _places(to)
         edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
-        problem = validation.edge_problem(edge, to)
+        problem = edge_problem(edge, to)
         if problem is not None:
             raise GraphError(f"workflow {self.name!r}: {problem}")
         self._edges.append(edge)
@@ -104,13 +120,12 @@ class RAGraph:
         everywhere = (*self._nodes, END)
         for edge in self._edges:
             edges[edge.source] = (*edges.get(edge.source, ()), edge.resolved(everywhere))
-        nodes = validation.with_documents(self._nodes)
+        nodes = with_documents(self._nodes)
         topology = Topology({source: [edge.targets for edge in out] for source, out in edges.items()})
-        problems = validation.problems(nodes, edges, topology, self.inputs, max_rounds)
-        for problem in problems:
+        for problem in problems(nodes, edges, topology, self.inputs, max_rounds):
             raise GraphError(f"workflow {self.name!r}: {problem}")
         try:
-            result = validation.answer_name(nodes, edges, answer)
+            result = answer_name(nodes, edges, answer)
         except ValueError as error:
             raise GraphError(f"workflow {self.name!r}: {error}") from None
         return CompiledGraph(
@@ -118,7 +133,7 @@ class RAGraph:
         )
 
     def _add(self, node: Node) -> Self:
-        problem = f"two nodes {node.id!r}" if node.id in self._nodes else validation.node_problem(node)
+        problem = f"two nodes {node.id!r}" if node.id in self._nodes else node_problem(node)
         if problem is not None:
             raise GraphError(f"workflow {self.name!r}: {problem}")
         self._nodes[node.id] = node
@@ -173,7 +188,7 @@ class CompiledGraph:
 
     def to_mermaid(self) -> str:
         """A flowchart; conditional edges are dotted."""
-        return mermaid.flowchart(self.nodes, self.edges)
+        return _flowchart(self.nodes, self.edges)
 
 
 def checked_graph(graph: CompiledGraph | RAGraph) -> CompiledGraph:
@@ -194,3 +209,26 @@ def _places(places: Any) -> tuple[NodeId | Terminal, ...]:
 
 def _names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def _flowchart(nodes: Mapping[NodeId, Node], edges: Mapping[NodeId | Terminal, Sequence[Edge]]) -> str:
+    names: dict[NodeId | Terminal, str] = {START: "START", END: "END_"}
+    names |= {id: f"n{number}" for number, id in enumerate(nodes)}
+    lines = ["flowchart TD", "    START((START))", "    END_((END))"]
+    lines += [f"    {names[id]}{_shape(node)}" for id, node in nodes.items()]
+    for source, out in edges.items():
+        for edge in out:
+            arrow = "-->" if edge.choose is None else "-.->"
+            lines += [f"    {names[source]} {arrow} {names[target]}" for target in edge.targets]
+    return "\n".join(lines) + "\n"
+
+
+def _shape(node: Node) -> str:
+    label = f'"{_escaped(str(node.id))}: {", ".join(node.writes)}"'
+    if isinstance(node, Generation):
+        return f"[{label}]"
+    return f"[({label})]" if isinstance(node, Retrieval) else f"[/{label}/]"
+
+
+def _escaped(text: str) -> str:
+    return "".join(char if char.isalnum() or char in " _-." else f"#{ord(char)};" for char in text)

@@ -7,13 +7,11 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
-from ragorder.pipelining.workflow.errors import NodeError
-from ragorder.pipelining.workflow.execution import answered, call_step, found
+from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval
+from ragorder.pipelining.workflow.nodes import Generation, NodeError, NodeQuestion, Retrieval
 from ragorder.pipelining.workflow.result import WorkflowResult
-from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
 
 __all__ = ["interpret"]
 

@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragorder.pipelining.workflow.errors import GraphError, NodeError, WorkflowError
 from ragorder.pipelining.workflow.graph import CompiledGraph
-from ragorder.pipelining.workflow.nodes import END, START, Node, NodeId, Terminal
-from ragorder.pipelining.workflow.state import State
+from ragorder.pipelining.workflow.nodes import (
+    END,
+    START,
+    GraphError,
+    Node,
+    NodeError,
+    NodeId,
+    State,
+    Terminal,
+    WorkflowError,
+)
 from ragorder.pipelining.workflow.topology import Position
 
 __all__ = ["NodeRun", "Tokens"]

@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from ragorder.pipelining.workflow.graph import RAGraph
-from ragorder.pipelining.workflow.nodes import END, START, NodeId, Terminal
-from ragorder.pipelining.workflow.state import State
+from ragorder.pipelining.workflow.nodes import END, START, NodeId, State, Terminal
 
 __all__ = ["hyde", "irg", "multistep", "one_shot", "recomp"]
 

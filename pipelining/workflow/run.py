@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
 from ragorder.pipelining.reordering import CachedLengths
-from ragorder.pipelining.workflow.errors import NodeError
-from ragorder.pipelining.workflow.execution import answered, call_step, found
-from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
+from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
-from ragorder.pipelining.workflow.nodes import END, Generation, Retrieval
+from ragorder.pipelining.workflow.nodes import END, Generation, NodeError, Retrieval, State
+from ragorder.pipelining.workflow.result import Outcome, PieceTrace, WorkflowTrace
 from ragorder.pipelining.workflow.searching import Handle
-from ragorder.pipelining.workflow.speculations import Speculations, Workers, question_for
-from ragorder.pipelining.workflow.state import State
-from ragorder.pipelining.workflow.templates import documents_of, query_of
-from ragorder.pipelining.workflow.trace import Outcome, PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.speculations import GenerationAhead, Speculations, Workers, question_for
 from ragorder.pipelining.workflow.wavefront import Piece, worker_of
 
 if TYPE_CHECKING:

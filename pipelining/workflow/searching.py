@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ragorder.pipelining.workflow.errors import RefusedSearchError, UnusableValueError
+from ragorder.pipelining.workflow.nodes import RefusedSearchError, UnusableValueError
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History

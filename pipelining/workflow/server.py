@@ -5,31 +5,56 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Sequence
-from typing import Any, Generic, Self, TypeVar, Unpack
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from ragorder.pipelining.load import EngineLoad
-from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
-from ragorder.pipelining.workflow.bounded_engine import BoundedEngine
-from ragorder.pipelining.workflow.engine_queue import EngineQueue
-from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
-from ragorder.pipelining.workflow.options import RunOptions, checked_options
-from ragorder.pipelining.workflow.result import WorkflowResult
+from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
 from ragorder.pipelining.workflow.run import WorkflowRun
 from ragorder.pipelining.workflow.searching import Searcher
 from ragorder.pipelining.workflow.speculations import Workers
-from ragorder.pipelining.workflow.stream import AnswerText, WorkflowStream
-from ragorder.pipelining.workflow.trace import WorkflowTrace
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
-from ragorder.pipelining.workflow.wavefront import Wavefront
+from ragorder.pipelining.workflow.wavefront import EngineQueue, Facts, Wavefront
 
-__all__ = ["WorkflowServer"]
+__all__ = ["RunOptions", "WorkflowServer", "checked_options"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
+
+
+class _BoundedEngine(Generic[R]):
+    """At most `limit` requests are on the engine, those that it aborts until they have ended; another waits that long.
+    Raises ValueError for a limit below 1."""
+
+    def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
+        self._engine = engine
+        self._places: ConcurrencyLimiter[None] = ConcurrencyLimiter(limit, CacheAwareQueue(window=0))
+
+    async def stream(self, request: R, /) -> AsyncGenerator[AnswerChunk, None]:
+        async with self._places.slot(None), aclosing(self._engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+class RunOptions(TypedDict, total=False):
+    """`state`: values for the graph's `inputs`; `scope`: the tenant, whose cached prefixes are its own."""
+
+    state: Mapping[str, Any] | None
+    scope: Hashable
+
+
+def checked_options(options: RunOptions) -> RunOptions:
+    """Raises TypeError for others: without its scope a request would share the prefixes of those that have none."""
+    unknown = options.keys() - RunOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
+    return options
+
 
 _logger = logging.getLogger("ragorder")
 
@@ -77,7 +102,7 @@ class WorkflowServer(Generic[D, R]):
         self.cycles = 0
         searcher = Searcher(search, embed, document)
         if max_generations is not None:
-            engine = BoundedEngine(engine, max_generations)
+            engine = _BoundedEngine(engine, max_generations)
         self._workers = Workers(engine, prompts, searcher, self.facts, self.wavefront, clock)
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
             max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting

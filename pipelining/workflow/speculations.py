@@ -3,30 +3,114 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ragorder.pipelining.attempt import Attempt
+from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
-from ragorder.pipelining.workflow.execution import answered, found
-from ragorder.pipelining.workflow.facts import Facts
+from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.foresight import SearchAhead, foresee
-from ragorder.pipelining.workflow.generation_ahead import GenerationAhead
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.result import Outcome
 from ragorder.pipelining.workflow.searching import Handle, Searcher
-from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
-from ragorder.pipelining.workflow.trace import Outcome
-from ragorder.pipelining.workflow.wavefront import ANY_PART, Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import ANY_PART, Facts, Piece, Wavefront
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["Place", "Speculations", "Workers", "place_of", "question_for"]
+__all__ = ["GenerationAhead", "Place", "Speculations", "Workers", "question_for"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
+
+
+class GenerationAhead(Generic[D, R]):
+    """Speculations on one run of a generation, one at a time. `begun` and `ended` are called for their pieces, and
+    `off_engine` once the engine is done with one that is still of use."""
+
+    def __init__(
+        self,
+        attempt: Attempt[NodeQuestion, D, R],
+        trace: PipelineTrace,
+        begun: Callable[[Piece], None],
+        ended: Callable[[Piece, Outcome], None],
+        off_engine: Callable[[Piece], None],
+    ) -> None:
+        self.attempt = attempt
+        self._trace = trace
+        self._begun = begun
+        self._ended = ended
+        self._off_engine = off_engine
+        self._piece: Piece | None = None
+        self._next: Piece | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def right(self) -> bool:
+        """The answer is that of a speculation."""
+        return self._trace.right
+
+    @property
+    def idle(self) -> bool:
+        """There has been none."""
+        return self._task is None
+
+    @property
+    def beginning(self) -> bool:
+        """A speculation waits for the abort of the last one."""
+        return self._next is not None
+
+    def has_place(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
+        """A speculation is on the engine, or has been answered and is right."""
+        piece = self._piece
+        return piece is not None and (not piece.released or self.attempt.foresaw(question, documents))
+
+    def begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
+        self._next = piece
+        self._task = asyncio.create_task(self._begin(piece, question, documents, load))
+
+    def due(self) -> None:
+        """The generation is due: a speculation that runs stays, none begins."""
+        if self._next is not None:
+            self._ended(self._next, "cancelled")
+            self._next = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def used(self, *, right: bool) -> None:
+        self._replace(None, "used" if right else "rolled back")
+
+    async def leave(self, outcome: Outcome) -> None:
+        """Returns when the engine is done with it."""
+        self.due()
+        self._replace(None, outcome)
+        await self.attempt.abort()
+
+    async def _begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
+        began = self._trace.speculations
+        kept = await self.attempt.speculate(
+            question, documents, load, lambda: True, lambda: piece.admission, lambda: self._off_engine(piece)
+        )
+        self._next = None
+        if self._trace.speculations > began:
+            self._replace(piece, "rolled back")
+            self._begun(piece)
+        else:
+            # The request is the last one's, or there is no room.
+            self._ended(piece, "cancelled")
+        if not kept:
+            self._replace(None, "rolled back")
+            if piece.after is not None:
+                piece.after.speculated = None
+
+    def _replace(self, piece: Piece | None, outcome: Outcome) -> None:
+        if self._piece is not None:
+            self._ended(self._piece, outcome)
+        self._piece = piece
+
 
 Place = tuple[NodeId, int]
 
@@ -43,7 +127,7 @@ class Workers(Generic[D, R]):
     clock: Callable[[], float]
 
 
-def place_of(run: NodeRun) -> Place:
+def _place_of(run: NodeRun) -> Place:
     return run.id, run.round
 
 
@@ -95,7 +179,7 @@ class Speculations(Generic[D, R]):
     def begin(self, piece: Piece, source: Piece, history: Callable[[], History | None]) -> None:
         """A piece ahead of need, because of another one's progress. Raises what the prompt's or query's function
         raises."""
-        place, node = place_of(piece.run), piece.node
+        place, node = _place_of(piece.run), piece.node
         self._sources[place] = source
         if isinstance(node, Generation):
             question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
@@ -121,7 +205,7 @@ class Speculations(Generic[D, R]):
 
     def has_place(self, piece: Piece) -> bool:
         """See `Request.has_place`."""
-        generation, node = self._generations.get(place_of(piece.run)), piece.node
+        generation, node = self._generations.get(_place_of(piece.run)), piece.node
         if generation is None or not isinstance(node, Generation):
             return False
         generation.due()
@@ -134,7 +218,7 @@ class Speculations(Generic[D, R]):
 
     def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
         """The run is due. Its caller must leave what this returns."""
-        place = place_of(run)
+        place = _place_of(run)
         self._learn_guesses(run)
         generation = self._generation(place)
         del self._generations[place]
@@ -144,7 +228,7 @@ class Speculations(Generic[D, R]):
 
     async def search(self, piece: Piece, query: str) -> tuple[Handle | None, History | None]:
         """The piece is due: its search, if one for this query has begun, and the history in which it is."""
-        place = place_of(piece.run)
+        place = _place_of(piece.run)
         self._learn(place, query)
         ahead, _ = self._searches.pop(place, None), self._sources.pop(place, None)
         if ahead is None:
@@ -166,7 +250,7 @@ class Speculations(Generic[D, R]):
         if any(isinstance(run.node, Step) for run in tokens.running):
             # What was foreseen may lie behind it.
             return []
-        running = {place_of(run) for run in tokens.running}
+        running = {_place_of(run) for run in tokens.running}
         dropped: list[GenerationAhead[D, R]] = []
         while places := [place for place, source in self._sources.items() if source.ended and place not in running]:
             dropped += [generation for place in places for generation in self._drop(place, "wasted")]
@@ -206,7 +290,7 @@ class Speculations(Generic[D, R]):
         raise TypeError(f"nothing can be foreseen from a {type(node).__name__}")
 
     def _is_new(self, piece: Piece, run: NodeRun) -> bool:
-        place, node = place_of(run), run.node
+        place, node = _place_of(run), run.node
         if isinstance(node, Generation) and not piece.due:
             guesses = self._guesses.setdefault(place, _Guesses(piece, {}))
             guesses.by_part[piece.part] = self._input(node, run), self._elapsed_s()
@@ -235,7 +319,7 @@ class Speculations(Generic[D, R]):
 
     def _learn_guesses(self, run: NodeRun) -> None:
         """A search ahead of need was right if it led to the prompt that is due."""
-        guesses, node = self._guesses.pop(place_of(run), None), run.node
+        guesses, node = self._guesses.pop(_place_of(run), None), run.node
         if guesses is None or not isinstance(node, Generation):
             return
         now_s = self._elapsed_s()

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ragorder.pipelining.load import Admission
-from ragorder.pipelining.reordering import CachedLengths
-from ragorder.pipelining.workflow.engine_queue import EngineQueue
+from ragorder.pipelining.load import Admission, EngineLoad
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
+from ragorder.pipelining.running_mean import RunningMean
+from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
-from ragorder.pipelining.workflow.trace import Outcome, PieceTrace, Worker, WorkflowTrace
+from ragorder.pipelining.workflow.result import Outcome, PieceTrace, Worker, WorkflowTrace
 
 if TYPE_CHECKING:
+    from ragorder.pipelining.search.tiers import TierGains
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["ANY_PART", "Piece", "Request", "Wavefront", "worker_of"]
+__all__ = ["ANY_PART", "EngineQueue", "Facts", "Piece", "Request", "Wavefront", "worker_of"]
+
+T = TypeVar("T")
+
+
+class EngineQueue(Generic[T]):
+    """Generations that wait while `limit` are on the engine (None: none waits).
+
+    Next is the one with the largest cached / computed length of its prompt; one that `window` later ones have overtaken
+    goes first. Raises ValueError for a limit below 1 or a negative window.
+    """
+
+    def __init__(self, limit: int | None = None, window: int = 32) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_generations must be at least 1, or None, got {limit}")
+        self.limit = limit
+        self._waiting: CacheAwareQueue[T] = CacheAwareQueue(window)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def largest_overtaking(self) -> int:
+        """Later generations that have overtaken one, at most so far."""
+        return self._waiting.largest_overtaking
+
+    def has_room(self, running: int) -> bool:
+        return self.limit is None or running < self.limit
+
+    def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
+        """Returns a function that takes it out again."""
+        return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
+
+    def take(self) -> T:
+        """Raises IndexError if none waits."""
+        return self._waiting.take().item
+
 
 ANY_PART = -1
 
@@ -221,3 +260,66 @@ class Wavefront:
             return False
         piece.at_end.append(self.queue.enter(piece, piece.request.lengths(piece)))
         return True
+
+
+_MAX_EDGES = 1024
+
+
+class Facts:
+    """Learnt from all requests; a mean is None before the first value.
+
+    - `load` of the engine; `wavefront`: its counts
+    - seconds of a whole `search_s`, `embed_s`, `generation_s`
+    - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
+      searches of its request
+    - `cached_share` of the prompt tokens of generations that show documents
+    - `search`: as given to the server; `embedding_ahead`: queries that are embedded ahead of need
+    """
+
+    def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any) -> None:
+        self.load = load
+        self.wavefront = wavefront
+        self.search = search
+        self.embedding_ahead = 0
+        self.search_s = RunningMean(arithmetic_start=True)
+        self.embed_s = RunningMean(arithmetic_start=True)
+        self.generation_s = RunningMean(arithmetic_start=True)
+        self.settled = RunningMean(arithmetic_start=True)
+        self.settled_near = RunningMean(arithmetic_start=True)
+        self.cached_share = RunningMean(arithmetic_start=True)
+        self._odds: OrderedDict[Hashable, SpeculationGain] = OrderedDict()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether searches advance in pieces that others share."""
+        return hasattr(self.search, "submit")
+
+    @property
+    def tier_gains(self) -> TierGains | None:
+        """Of a search by the index's fast tier (None: it has none)."""
+        gains: TierGains | None = getattr(self.search, "tier_gains", None)
+        return gains
+
+    @property
+    def prefill_s(self) -> float | None:
+        return self.load.prefill_s
+
+    def odds(self, source: Piece) -> SpeculationGain:
+        """Of speculations on what a node has so far, due or ahead of need."""
+        origin = None if source.after is None else source.after.run.id
+        edge = (source.request.graph.name, source.run.id, origin)
+        odds = self._odds.get(edge)
+        if odds is None:
+            odds = self._odds[edge] = SpeculationGain()
+            if len(self._odds) > _MAX_EDGES:
+                self._odds.popitem(last=False)
+        else:
+            self._odds.move_to_end(edge)
+        return odds
+
+    @property
+    def hint(self) -> float:
+        """Share of a search that its request's earlier ones save it, as far as known."""
+        if self.settled.value is None or self.settled_near.value is None:
+            return 0.1
+        return self.settled.value - self.settled_near.value

@@ -77,7 +77,7 @@ def memory_options() -> Decorator:
 def show_memory(model: str | None, as_json: bool, given: dict[str, Any]) -> bool:
     """Print the report; False if no placement is within the budgets. `given`: values of MEMORY_OPTIONS, or None."""
     from ragorder.adapters.doctor.memory import choose_budgets, estimated_costs, examine_memory
-    from ragorder.pipelining.placement import Workload
+    from ragorder.pipelining.placement.base import Workload
 
     profile: Path | None = given["profile"]
     if (profile is None) == (model is None):

@@ -20,7 +20,7 @@ from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.batching import BatchingMetrics, ordered_batches
 from ragorder.adapters.openai.prompts import PromptRequest, Question
 from ragorder.pipelining import AnswerChunk, PartitionedSearch, Usage, plain_retrieval
-from ragorder.pipelining.batching import AllWaiting, PartitionedRetrieval, StaticBatch
+from ragorder.pipelining.batching import AllWaiting, PartitionedRetrieval
 
 DOCUMENTS = [Document(f"d{number}", f"text of document {number} " * 6) for number in range(40)]
 
@@ -57,7 +57,7 @@ def order_of(request: PromptRequest) -> list[str]:
 async def test_documents_are_ordered_for_those_that_wait_and_nothing_else_changes() -> None:
     engine, orderer, builder = NotedEngine(), Orderer(capacity_tokens=100_000), PromptBuilder()
     async with ordered_batches(
-        engine, plain_retrieval(retrieve), orderer=orderer, builder=builder, batching=StaticBatch(1)
+        engine, plain_retrieval(retrieve), orderer=orderer, builder=builder, batching=AllWaiting(1)
     ) as server:
         answers = await asyncio.gather(*(server.run(question) for question in asked(16)))
         for question, answer in zip(asked(16), answers, strict=True):
@@ -108,7 +108,7 @@ async def test_a_batch_s_kv_is_counted_once_per_shared_document() -> None:
 async def test_tenants_share_nothing() -> None:
     engine, orderer = NotedEngine(), Orderer(capacity_tokens=100_000)
     async with ordered_batches(
-        engine, plain_retrieval(retrieve), orderer=orderer, builder=PromptBuilder(), batching=StaticBatch(1)
+        engine, plain_retrieval(retrieve), orderer=orderer, builder=PromptBuilder(), batching=AllWaiting(1)
     ) as server:
         questions = [Question(f"What of {number}", scope=f"tenant {number % 2}") for number in range(12)]
         await asyncio.gather(*(server.run(question) for question in questions))
@@ -129,7 +129,7 @@ async def test_metrics_count_batches_and_requests_and_name_no_text() -> None:
         orderer=Orderer(capacity_tokens=100_000),
         builder=PromptBuilder(),
         joins=False,
-        batching=StaticBatch(4),
+        batching=AllWaiting(4),
         kv_limit=100_000,
         observers=[broken, metrics],
     ) as server:
@@ -260,7 +260,7 @@ class TestAModelThatStreams:
             orderer=Orderer(capacity_tokens=2048, prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens),
             builder=builder,
             prompts="token_ids",
-            batching=StaticBatch(4),
+            batching=AllWaiting(4),
             observers=[observe],
         ) as server:
             return list(await asyncio.gather(*(server.run(question) for question in asked(8, max_tokens=3))))

@@ -13,9 +13,9 @@ from support.commands import run_command
 
 from ragorder.adapters.doctor.memory import choose_budgets
 from ragorder.cli import main
-from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.batching.placement_profile import GenerationSample, PlacementProfile
-from ragorder.pipelining.placement import ModelSizes
+from ragorder.pipelining.placement.base import ModelSizes
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile
 
 doctor = partial(run_command, main, "doctor", "--memory")
 

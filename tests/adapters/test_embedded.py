@@ -1054,7 +1054,7 @@ class TestWorker:
 
         async with reaching(make_engine_app(worker)) as client:
             with monkeypatch.context() as patch:
-                patch.setattr("ragorder.kernels.engine.forward.Forward.__call__", fail)
+                patch.setattr("ragorder.kernels.engine.batch.Forward.__call__", fail)
                 error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=500)
             assert error["code"] == "engine_error"
             assert await complete(client)
@@ -1063,7 +1063,7 @@ class TestWorker:
                 lines = response.aiter_lines()
                 await anext(lines)
                 with monkeypatch.context() as patch:
-                    patch.setattr("ragorder.kernels.engine.forward.Forward.__call__", fail)
+                    patch.setattr("ragorder.kernels.engine.batch.Forward.__call__", fail)
                     *_, last = [line async for line in lines if line]
             assert json.loads(last.removeprefix("data: "))["error"] == error
             assert await complete(client)
@@ -1072,7 +1072,7 @@ class TestWorker:
     async def test_a_device_that_recovers_is_not_seen_by_clients(
         self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from ragorder.kernels.engine.forward import Forward
+        from ragorder.kernels.engine.batch import Forward
 
         forward, calls = Forward.__call__, iter(range(1000))
 

@@ -15,8 +15,7 @@ from ragorder.cli import main
 from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
 from ragorder.eval.experiments.profiling.placement_engine import MemoryPeak
 from ragorder.kernels.model_sizes import model_sizes
-from ragorder.pipelining.batching.index_sizes import index_sizes
-from ragorder.pipelining.batching.placement_profile import PlacementProfile
+from ragorder.pipelining.placement.profile import PlacementProfile, index_sizes
 
 GRID = PlacementGrid.spread(4, 8, from_host=True, batches=[1, 2], repeats=2)
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.kernels.engine.build_queue import BuildQueue
+from ragorder.kernels.engine.idle import BuildQueue
 
 
 def drained(queue: BuildQueue) -> list[bytes]:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ragorder.kernels.engine import Completion, DeviceLostError, Fusion, Request, RequestRefusedError, TieredEngine
-from ragorder.kernels.engine.recovery import fault_of
+from ragorder.kernels.engine.request import fault_of
 
 WORD = "Zanzibar"
 

@@ -141,7 +141,7 @@ class TestLoads:
         def full(*_: Any) -> None:
             raise StoreRefusedError("full", "no store")
 
-        monkeypatch.setattr("ragorder.kernels.engine.load_times.ChunkStore", full)
+        monkeypatch.setattr("ragorder.kernels.engine.prefill_times.ChunkStore", full)
         profile = profile_of(make(disk_path=tmp_path / "disk", disk_bytes=1 << 24, profile_budget_s=60))
         assert set(profile.loads) == {"host"}
         assert len(profile.new_tokens) > 1

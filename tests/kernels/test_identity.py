@@ -256,7 +256,7 @@ class TestTheSameModelIsTheSame:
         def never(*_: object) -> str:
             raise AssertionError("the weights are read for nothing")
 
-        monkeypatch.setattr("ragorder.kernels.engine.pools.identity", never)
+        monkeypatch.setattr("ragorder.kernels.engine.model.identity", never)
         TieredEngine(copy.deepcopy(model), settings=EngineSettings(device_tokens=256, host_bytes=0)).close()
 
 

@@ -16,7 +16,7 @@ from support.fused_reference import Taken, fused_logits, prompt_of
 
 from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError, Rank
 from ragorder.kernels.engine import Fusion, TieredEngine
-from ragorder.kernels.engine.forward import Forward
+from ragorder.kernels.engine.batch import Forward
 from ragorder.kernels.engine.idle import IdleBuilder
 
 SYSTEM = tokens(21, 100)

@@ -16,8 +16,8 @@ from support.fused_reference import prompt_of
 
 from ragorder.kernels.engine import Completion, Fusion, Request, TieredEngine
 from ragorder.kernels.engine import sequence as requests_under_way
-from ragorder.kernels.engine.kept_questions import KeptQuestions
 from ragorder.kernels.engine.scoring import Scorer
+from ragorder.kernels.engine.selecting import KeptQuestions
 
 SYSTEM = tokens(21, 100)
 A, B, NEW = (tokens(length, seed) for length, seed in ((37, 1), (30, 2), (16, 3)))

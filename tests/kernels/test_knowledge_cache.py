@@ -29,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, KVLease, Segment, TierTokens, segments_of
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
-from ragorder.kernels.paging.base import runs
+from ragorder.kernels.paging.transfers import runs
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import PrefillProfile
 

@@ -26,7 +26,7 @@ from ragorder.kernels.paging import (
     Transfers,
     make_transfers,
 )
-from ragorder.kernels.paging.base import runs
+from ragorder.kernels.paging.transfers import runs
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
 

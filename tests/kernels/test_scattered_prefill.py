@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ragorder.kernels.engine.scattered import ScatteredPrefill
+from ragorder.kernels.engine.sequence import ScatteredPrefill
 
 # Ten tokens are an exact prefix; documents end at 14, 18, 22 and 26, and four of a question follow.
 TOKENS, COMPUTED, PATH = 30, 10, 26

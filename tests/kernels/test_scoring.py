@@ -20,10 +20,8 @@ from transformers import DynamicCache
 from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
-from ragorder.kernels.engine.deviation import kv_deviation
 from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.engine.question import Question, read_question
-from ragorder.kernels.engine.scoring import Scene, Scorer
+from ragorder.kernels.engine.scoring import Question, Scene, Scorer, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
 from ragorder.kernels.paging import BlockPool

@@ -44,7 +44,7 @@ from ragorder.kernels.engine import (
 )
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.sampling import choose
-from ragorder.kernels.paging import thread
+from ragorder.kernels.paging.transfers import ThreadTransfers
 
 
 def used_blocks(engine: TieredEngine) -> int:
@@ -56,7 +56,7 @@ def used_blocks(engine: TieredEngine) -> int:
 def hold_loads(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until the event is set, nothing arrives on the device."""
     gate = threading.Event()
-    start = thread.ThreadTransfers.start
+    start = ThreadTransfers.start
 
     def held(transfers: Any, source: Any, source_blocks: Any, target: Any, target_blocks: Any) -> Any:
         transfer = start(transfers, source, source_blocks, target, target_blocks)
@@ -64,7 +64,7 @@ def hold_loads(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> threadi
             return transfer
         return Held(transfer, gate)
 
-    monkeypatch.setattr(thread.ThreadTransfers, "start", held)
+    monkeypatch.setattr(ThreadTransfers, "start", held)
     return gate
 
 

@@ -27,7 +27,6 @@ from ragorder.pipelining.batching import (
     Context,
     DecoupledServer,
     PowerLaw,
-    StaticBatch,
     TrieKV,
     best_batch,
 )
@@ -42,7 +41,7 @@ class TestPolicies:
         assert AllWaiting(64).size(Backlog(3)) == 3
 
     def test_a_fixed_size(self) -> None:
-        assert [StaticBatch(32).size(Backlog(waiting)) for waiting in (1, 31, 32, 500)] == [1, 31, 32, 32]
+        assert [AllWaiting(32).size(Backlog(waiting)) for waiting in (1, 31, 32, 500)] == [1, 31, 32, 32]
 
     @given(waiting=st.integers(1, 200), running=st.integers(0, 50), c=st.floats(0, 1.5), most=st.integers(1, 40))
     def test_by_backlog_it_is_the_best_batch(self, waiting: int, running: int, c: float, most: int) -> None:
@@ -84,7 +83,7 @@ class TestPolicies:
         "make",
         [
             lambda: AllWaiting(0),
-            lambda: StaticBatch(0),
+            lambda: AllWaiting(0),
             lambda: BacklogAware(most=0),
             lambda: BacklogAware(sizes=[]),
             lambda: BacklogAware(sizes=[4, -1]),
@@ -288,7 +287,7 @@ class TestBatchesFollowTheBacklog:
         assert events[-1].running == events[-1].waiting == 0
 
     def test_a_static_batch_does_not(self) -> None:
-        events = run_virtual(served([0.0] * 40 + [50.0], joins=False, batching=StaticBatch(16)))
+        events = run_virtual(served([0.0] * 40 + [50.0], joins=False, batching=AllWaiting(16)))
         assert [event.running for event in events if event.event == "began"] == [16, 16, 8, 1]
 
     def test_the_kv_limit_holds_for_tries(self) -> None:

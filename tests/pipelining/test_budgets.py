@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from ragorder.pipelining.batching.budgets import Budgets, format_bytes
-from ragorder.pipelining.batching.machine import cgroup_headroom, device_memory, disk_memory, host_memory
+from ragorder.pipelining.placement.budgets import (
+    Budgets,
+    cgroup_headroom,
+    device_memory,
+    disk_memory,
+    format_bytes,
+    host_memory,
+)
 
 
 def group(folder: Path, limit: str, used: int, reclaimable: int, *, version: int = 2) -> None:
@@ -71,7 +77,7 @@ class TestThisMachine:
     def test_the_limit_of_the_process_counts(self) -> None:
         script = (
             "import resource\n"
-            "from ragorder.pipelining.batching.machine import host_memory\n"
+            "from ragorder.pipelining.placement.budgets import host_memory\n"
             "import psutil\n"
             "limit = psutil.Process().memory_info().vms + (64 << 20)\n"
             "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

@@ -23,11 +23,9 @@ np = pytest.importorskip("numpy")
 from ragorder.eval.experiments.staging.measuring import clustered
 from ragorder.pipelining import ContinuousIVF, Stage, staged_retrieval
 from ragorder.pipelining.search import Budget, History, SearchHandle
-from ragorder.pipelining.search.budget import PieceLimit
-from ragorder.pipelining.search.costs import ClusterCosts
-from ragorder.pipelining.search.filling import fill
-from ragorder.pipelining.search.history import PastSearch
-from ragorder.pipelining.search.request import SearchRequest
+from ragorder.pipelining.search.continuous import fill
+from ragorder.pipelining.search.costs import ClusterCosts, PieceLimit
+from ragorder.pipelining.search.request import PastSearch, SearchRequest
 from ragorder.pipelining.search.running import RunningSearch
 from ragorder.pipelining.staged._ivf import ClusterIndex
 

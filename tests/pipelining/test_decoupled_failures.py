@@ -21,12 +21,12 @@ from support.workflows import Asked, Committed, PlainPrompts
 
 from ragorder.pipelining import AnswerChunk, PartitionedSearch
 from ragorder.pipelining.batching import (
+    AllWaiting,
     BacklogAware,
     BatchEvent,
     DecoupledServer,
     PartitionedRetrieval,
     RequestTrace,
-    StaticBatch,
     TrieKV,
 )
 from ragorder.pipelining.workflow import NodeQuestion
@@ -236,7 +236,7 @@ async def test_ten_thousand_failures(joins: bool, passes: bool, path: Path, inde
             engine,
             joins=joins,
             batching=Policy(most=16),
-            searching=StaticBatch(12),
+            searching=AllWaiting(12),
             kv=kv,
             kv_limit=1500,
             max_contexts=20,

@@ -28,7 +28,6 @@ from ragorder.pipelining.batching import (
     Placement,
     RequestTrace,
     Spread,
-    StaticBatch,
     is_shortage,
 )
 from ragorder.pipelining.batching.degradation import _causes
@@ -143,7 +142,7 @@ class TestAnswers:
 
         for turns in range(1000):
             prompts, engine = PlainPrompts(), SlowEngine()
-            async with DecoupledServer(InTheLoop(), prompts, engine, joins=joins, batching=StaticBatch(2)) as server:
+            async with DecoupledServer(InTheLoop(), prompts, engine, joins=joins, batching=AllWaiting(2)) as server:
                 run, other = (asyncio.create_task(server.run(question(number))) for number in (0, 1))
                 for _ in range(turns):
                     await asyncio.sleep(0)
@@ -162,7 +161,7 @@ class TestAnswers:
         for turns in (0, 1, 3, 10, 40):
             prompts, engine = PlainPrompts(), SlowEngine(pause_s=0.001)
             server: DecoupledServer[Any, Any, Any] = DecoupledServer(
-                retrieval_of(search), prompts, engine, joins=joins, batching=StaticBatch(3)
+                retrieval_of(search), prompts, engine, joins=joins, batching=AllWaiting(3)
             )
             runs = [asyncio.create_task(server.run(question(number))) for number in range(8)]
             for _ in range(turns):
@@ -242,7 +241,7 @@ class TestWorkers:
                     yield chunk
 
         engine = Held()
-        async with plain_server(engine, batching=StaticBatch(2), max_contexts=3) as server:
+        async with plain_server(engine, batching=AllWaiting(2), max_contexts=3) as server:
             runs = [asyncio.create_task(server.run(question(number))) for number in range(12)]
             for _ in range(200):
                 await asyncio.sleep(0)
@@ -254,7 +253,7 @@ class TestWorkers:
     @pytest.mark.parametrize("joins", [True, False])
     async def test_a_hook_runs_between_two_batches_and_never_within_one(self, joins: bool) -> None:
         engine, seen = SlowEngine(), []
-        async with plain_server(engine, joins=joins, batching=StaticBatch(4)) as server:
+        async with plain_server(engine, joins=joins, batching=AllWaiting(4)) as server:
 
             def reorganise() -> str:
                 seen.append((engine.running, len(server.generating.running)))
@@ -289,7 +288,7 @@ class TestWorkers:
 
     async def test_a_hook_whose_caller_is_gone_holds_up_no_request(self) -> None:
         go_on = asyncio.Event()
-        async with plain_server(Busy(go_on), batching=StaticBatch(2)) as server:
+        async with plain_server(Busy(go_on), batching=AllWaiting(2)) as server:
             runs = [asyncio.create_task(server.run(question(0)))]
             while not server.generating.running:
                 await asyncio.sleep(0)
@@ -362,7 +361,7 @@ class TestWorkers:
         def lengths(asked: NodeQuestion, documents: Sequence[str]) -> CachedLengths:
             return CachedLengths(100.0 if asked.text[-1] in "37" else 0.0, 10)
 
-        async with plain_server(engine, batching=StaticBatch(1), lengths=lengths) as server:
+        async with plain_server(engine, batching=AllWaiting(1), lengths=lengths) as server:
             await asyncio.gather(*(server.run(question(number)) for number in range(10)))
         order = [int(request.question.text[-1]) for request in engine.sent]
         assert order == [3, 7, 0, 1, 2, 4, 5, 6, 8, 9] or order == [0, 3, 7, 1, 2, 4, 5, 6, 8, 9]
@@ -376,7 +375,7 @@ class TestWorkers:
             read.append(asked.text)
             return CachedLengths(0.0, 1.0)
 
-        async with plain_server(Busy(go_on), batching=StaticBatch(1), lengths=lengths) as server:
+        async with plain_server(Busy(go_on), batching=AllWaiting(1), lengths=lengths) as server:
             runs = []
             for number in range(10):
                 runs.append(asyncio.create_task(server.run(question(number))))
@@ -398,7 +397,7 @@ class TestWorkers:
             PlainPrompts(),
             SlowEngine(),
             joins=False,
-            batching=StaticBatch(4),
+            batching=AllWaiting(4),
             observer=seen.append,
         ) as server:
             await asyncio.gather(*(server.run(question(number)) for number in range(10)))
@@ -538,7 +537,7 @@ class TestDegradation:
     @pytest.mark.parametrize("joins", [True, False])
     async def test_batches_get_smaller_until_they_fit(self, joins: bool) -> None:
         engine = OneFailure(MemoryError(), 3)
-        async with plain_server(engine, joins=joins, batching=StaticBatch(16)) as server:
+        async with plain_server(engine, joins=joins, batching=AllWaiting(16)) as server:
             answers = await asyncio.gather(*(server.run(question(number)) for number in range(40)))
             assert len({answer.text for answer in answers}) == 40 and engine.failures
             assert max(answer.trace.failures for answer in answers) <= 4
@@ -592,7 +591,7 @@ class TestDegradation:
                         self.most = 0
 
         engine = Batches()
-        async with plain_server(engine, joins=False, batching=StaticBatch(8)) as server:
+        async with plain_server(engine, joins=False, batching=AllWaiting(8)) as server:
             await asyncio.gather(*(server.run(question(number)) for number in range(8)))
         assert len(engine.sent) > 8
         last_try = {request.question.text: place for place, request in enumerate(engine.sent)}

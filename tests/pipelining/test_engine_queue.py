@@ -20,11 +20,10 @@ from support.workflows import Asked, PlainPrompts
 
 from ragorder.pipelining import AnswerChunk, CachedLengths, EngineLoad
 from ragorder.pipelining.workflow import END, START, Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
-from ragorder.pipelining.workflow.engine_queue import EngineQueue
 from ragorder.pipelining.workflow.join import NodeRun
-from ragorder.pipelining.workflow.trace import PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.result import PieceTrace, WorkflowTrace
 from ragorder.pipelining.workflow.transformations import SpeculateGeneration, Split
-from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import EngineQueue, Piece, Wavefront
 
 CACHED = {"cold": 0, "warm": 50, "hot": 100}
 

@@ -24,7 +24,7 @@ from support.workflow_server import SlowEngine, document, long_answer, small_ind
 from support.workflows import Asked, PlainPrompts
 
 from ragorder.pipelining import PartitionedSearch
-from ragorder.pipelining.batching import DecoupledServer, PartitionedRetrieval, StaticBatch
+from ragorder.pipelining.batching import AllWaiting, DecoupledServer, PartitionedRetrieval
 from ragorder.pipelining.batching.retrieval_worker import _Batch
 from ragorder.pipelining.workflow import NodeQuestion
 
@@ -286,7 +286,7 @@ class TestServer:
             assert not server.retrieving.running and server.unfinished == 0
 
     async def test_a_batch_is_no_larger_than_its_policy_says(self, path: Path, index: Any) -> None:
-        async with gated_server(path, searching=StaticBatch(2)) as (server, gate):
+        async with gated_server(path, searching=AllWaiting(2)) as (server, gate):
             runs = [asyncio.create_task(server.run(question(number))) for number in range(5)]
             gate.let_through(100)
             answers = await asyncio.gather(*runs)

@@ -9,14 +9,12 @@ from random import Random
 import pytest
 from support.placements import TableCosts, all_placements, drawn_budgets, drawn_costs
 
-from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.batching.costs import mean_latency_s
-from ragorder.pipelining.batching.estimate import EstimatedCosts, Rates
-from ragorder.pipelining.batching.footprint import Footprint
 from ragorder.pipelining.batching.kv import Context, TrieKV
-from ragorder.pipelining.batching.plan import PlacementError, PlannedPlacement, plan_placement
-from ragorder.pipelining.batching.shared_tokens import shared_tokens
-from ragorder.pipelining.placement import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.costs import EstimatedCosts, Footprint, Rates, mean_latency_s
+from ragorder.pipelining.placement.plan import PlacementError, PlannedPlacement, plan_placement
+from ragorder.pipelining.placement.profile import shared_tokens
 
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30), (512, 100)), block_tokens=16)
 INDEX = IndexSizes(fixed=20, partitions=(40, 60, 50, 50))

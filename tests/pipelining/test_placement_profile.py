@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.batching.placement_profile import GenerationSample, PlacementProfile, RetrievalSample
-from ragorder.pipelining.batching.plan import plan_placement
-from ragorder.pipelining.placement import IndexSizes, ModelSizes, Spread
+from ragorder.pipelining.placement.base import IndexSizes, ModelSizes, Spread
+from ragorder.pipelining.placement.budgets import Budgets
+from ragorder.pipelining.placement.plan import plan_placement
+from ragorder.pipelining.placement.profile import GenerationSample, PlacementProfile, RetrievalSample
 
 MODEL = ModelSizes(layers=(100,) * 8, outside=50, kv_token=1, step_bytes=((64, 30),))
 INDEX = IndexSizes(partitions=(10,) * 4)

@@ -10,8 +10,8 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("faiss")
 
 from ragorder.pipelining.search.costs import ClusterCosts
+from ragorder.pipelining.search.running import Visits
 from ragorder.pipelining.search.scanner import shares_of
-from ragorder.pipelining.search.visits import Visits
 
 
 def visits(rows: list[int], codes: list[int]) -> Visits:

@@ -44,10 +44,9 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.facts import Facts
 from ragorder.pipelining.workflow.join import Tokens
-from ragorder.pipelining.workflow.trace import PieceTrace
-from ragorder.pipelining.workflow.wavefront import Piece, Wavefront
+from ragorder.pipelining.workflow.result import PieceTrace
+from ragorder.pipelining.workflow.wavefront import Facts, Piece, Wavefront
 
 GRAPHS = [graph.compile() for graph in (one_shot(), multistep(rounds=2), irg(rounds=2), hyde(), recomp(each=True))]
 _OF_A_REQUEST = frozenset(

@@ -31,9 +31,8 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.execution import answered, call_step, found
+from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of, question_of
 from ragorder.pipelining.workflow.join import Tokens
-from ragorder.pipelining.workflow.templates import documents_of, query_of, question_of
 
 QUESTION = "Which drawer holds the key?"
 

@@ -58,7 +58,7 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.trace import PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.result import PieceTrace, WorkflowTrace
 from ragorder.pipelining.workflow.transformations import (
     FastIndex,
     OrderDocuments,

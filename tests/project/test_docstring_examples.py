@@ -35,7 +35,7 @@ PACKAGES = (
     "ragorder.pipelining",
     "ragorder.trie.registry",
     "ragorder.trie.residency.blocks",
-    "ragorder.trie.tail.base",
+    "ragorder.trie.tail",
     "ragorder.trie.tree",
 )
 

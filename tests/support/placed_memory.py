@@ -110,7 +110,7 @@ def main(folder: Path, host_bytes: int) -> None:
     from ragorder.eval.experiments.profiling.placement_engine import MemoryPeak
     from ragorder.kernels.model_sizes import model_sizes
     from ragorder.pipelining.batching import Budgets, EstimatedCosts, ModelSizes, Rates, Workload, plan_placement
-    from ragorder.pipelining.batching.index_sizes import index_sizes
+    from ragorder.pipelining.placement.profile import index_sizes
 
     def planned(model: Path, index: Path, size: int) -> Any:
         measured = model.with_suffix(".json")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
 
-from ragorder.pipelining.batching.budgets import Budgets
-from ragorder.pipelining.placement import IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.base import IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.budgets import Budgets
 
 STEP = 64
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 TAIL = """
-from ragorder.trie.tail.base import Tail, tails
+from ragorder.trie.tail import Tail, tails
 
 @tails.register("reversed", "the least relevant document first")
 class ReversedTail(Tail):

@@ -23,8 +23,8 @@ from ragorder.eval.experiments.streaming.source import ThrottledSource
 from ragorder.eval.experiments.workflows.lockstep import stage_by_stage
 from ragorder.eval.experiments.workflows.prompts import RankedPrompts
 from ragorder.kernels.engine import EngineSettings, TieredEngine
+from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine.loading import load_tokenizer
-from ragorder.kernels.engine.streamed import load_streamed
 from ragorder.pipelining import ContinuousIVF, EngineLoad, prefill_batch
 from ragorder.pipelining.search.scanner import one_thread
 from ragorder.pipelining.workflow import WorkflowServer

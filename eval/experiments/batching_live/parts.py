@@ -23,9 +23,8 @@ from ragorder.eval.experiments.streaming.record import StreamingCell
 from ragorder.eval.experiments.streaming.source import ThrottledSource, TokenBucket
 from ragorder.eval.experiments.workflows_live.parts import ScriptedEngine
 from ragorder.kernels.engine import TieredEngine
-from ragorder.kernels.engine.budgeted import StreamedModel
+from ragorder.kernels.engine.budgeted import StreamedModel, load_streamed
 from ragorder.kernels.engine.request import Update
-from ragorder.kernels.engine.streamed import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
 from ragorder.pipelining import PartitionedSearch

@@ -12,12 +12,11 @@ from ragorder.eval.experiments.partition.playing import VirtualClock
 from ragorder.eval.experiments.partition.sharing import share_equally
 from ragorder.eval.virtual.costs import ScanCosts
 from ragorder.pipelining.search import Budget, SearchHandle
+from ragorder.pipelining.search.continuous import fill
 from ragorder.pipelining.search.costs import ClusterCosts
-from ragorder.pipelining.search.filling import fill
 from ragorder.pipelining.search.request import SearchRequest
-from ragorder.pipelining.search.running import RunningSearch
+from ragorder.pipelining.search.running import RunningSearch, Visits
 from ragorder.pipelining.search.scanner import shares_of
-from ragorder.pipelining.search.visits import Visits
 
 __all__ = ["PAPER_DIMENSIONS", "PAPER_NPROBE", "VirtualBatches", "VirtualIndex", "VirtualPieces", "paper_sizes"]
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Protocol, Self
 
 from ragorder.eval.running.progress import Progress, silent
-from ragorder.pipelining.batching.placement_profile import GenerationSample, RetrievalSample
+from ragorder.pipelining.placement.profile import GenerationSample, RetrievalSample
 
 __all__ = ["Journal", "Measured", "PlacementGrid", "measure_placement"]
 

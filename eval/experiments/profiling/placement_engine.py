@@ -15,9 +15,9 @@ from typing import Any, Self
 from ragorder.eval.data.machine import describe_environment
 from ragorder.extras import needs
 from ragorder.kernels.model_sizes import model_sizes
-from ragorder.pipelining.batching.budgets import Budgets, format_bytes
-from ragorder.pipelining.batching.index_sizes import index_sizes
-from ragorder.pipelining.placement import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement.base import NO_INDEX, Curve, IndexSizes, ModelSizes, Workload
+from ragorder.pipelining.placement.budgets import Budgets, format_bytes
+from ragorder.pipelining.placement.profile import index_sizes
 
 __all__ = ["MemoryPeak", "PlacedEngine", "PlacedIndex", "PlacedSystem"]
 

@@ -15,7 +15,7 @@ import torch
 from ragorder.eval.experiments.streaming.model import VOCABULARY
 from ragorder.eval.experiments.streaming.record import SLOTS, StreamingCell
 from ragorder.eval.experiments.streaming.source import ThrottledSource
-from ragorder.kernels.engine.streamed import load_streamed
+from ragorder.kernels.engine.budgeted import load_streamed
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.offload import Residency
 from ragorder.kernels.offload.buffers import allocate

@@ -1,0 +1,186 @@
+"""Copies of KV blocks between pools, beside computation."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from ragorder.kernels.paging.pool import BlockPool
+
+__all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_transfers", "runs"]
+
+
+class Transfer(Protocol):
+    """A copy under way: its source must not be written, nor either side reused."""
+
+    @property
+    def done(self) -> bool:
+        """Ended: the target may be read."""
+
+    @property
+    def failed(self) -> bool:
+        """Ended without copying: the target may hold anything."""
+
+    def wait(self) -> None:
+        """Block until it has ended; any thread may call."""
+
+    def fence(self) -> None:
+        """Order later computations behind the copy. Blocks on a CPU only."""
+
+
+class Transfers(Protocol):
+    """Copies in the order of their starts, each behind all computations queued before."""
+
+    def start(
+        self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
+    ) -> Transfer:
+        """Copy blocks to those at the same places of the other list; the pools have one shape."""
+
+    def close(self) -> None:
+        """Wait for copies under way, and stop."""
+
+
+def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Blocks that are adjacent in both pools, as (first source, first target, count).
+
+    Raises ValueError for lists of different lengths.
+    """
+    if len(source_blocks) != len(target_blocks):
+        raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")
+    begin = 0
+    for end in range(1, len(source_blocks) + 1):
+        count = end - begin
+        if (
+            end == len(source_blocks)
+            or source_blocks[end] != source_blocks[begin] + count
+            or target_blocks[end] != target_blocks[begin] + count
+        ):
+            yield source_blocks[begin], target_blocks[begin], count
+            begin = end
+
+
+_logger = logging.getLogger("ragorder.kernels")
+
+
+class ThreadTransfers:
+    def __init__(self) -> None:
+        # NumPy copies on this thread alone and without Python's lock; PyTorch would start a second set of threads,
+        # which would compete with those that compute.
+        self._waiting: SimpleQueue[_ThreadTransfer | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="ragorder-kv-copies", daemon=True)
+        self._thread.start()
+
+    def start(
+        self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
+    ) -> _ThreadTransfer:
+        transfer = _ThreadTransfer(source, target, list(runs(source_blocks, target_blocks)))
+        self._waiting.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (transfer := self._waiting.get()) is not None:
+            transfer.copy()
+
+
+class _ThreadTransfer:
+    def __init__(self, source: BlockPool, target: BlockPool, pieces: list[tuple[int, int, int]]) -> None:
+        self.failed = False
+        self._source = source
+        self._target = target
+        self._pieces = pieces
+        self._ended = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+
+    def fence(self) -> None:
+        self._ended.wait()
+
+    def copy(self) -> None:
+        try:
+            source, target = self._source.rows(), self._target.rows()
+            for first, into, count in self._pieces:
+                target[into : into + count] = source[first : first + count]
+        except Exception:
+            self.failed = True
+            _logger.exception("copying %d pieces of KV failed", len(self._pieces))
+        finally:
+            self._ended.set()
+
+
+class StreamTransfers:
+    """A stream for each direction; copies within the host use a thread.
+
+    A copy waits for the caller's stream, not for the other direction: do not start from blocks still being written. The
+    host's pool must be pinned.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._into = torch.cuda.Stream(self._device)
+        self._out_of = torch.cuda.Stream(self._device)
+        self._within_host = ThreadTransfers()
+
+    def start(
+        self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
+    ) -> Transfer:
+        if source.device.type == target.device.type == "cpu":
+            return self._within_host.start(source, source_blocks, target, target_blocks)
+        stream = self._out_of if target.device.type == "cpu" else self._into
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for first, into, count in runs(source_blocks, target_blocks):
+                target.kv[into : into + count].copy_(source.kv[first : first + count], non_blocking=True)
+            # Blocking: a waiting thread sleeps.
+            ended = torch.cuda.Event(blocking=True)
+            ended.record(stream)
+        return _StreamTransfer(ended, self._device, source, target)
+
+    def close(self) -> None:
+        self._into.synchronize()
+        self._out_of.synchronize()
+        self._within_host.close()
+
+
+class _StreamTransfer:
+    # A copy that fails on a GPU is an error of the whole context, which the next call raises.
+    failed = False
+
+    def __init__(self, ended: torch.cuda.Event, device: torch.device, *pools: BlockPool) -> None:
+        self._ended = ended
+        self._device = device
+        # Keeps a staging pool alive while it is read.
+        self._pools = pools
+
+    @property
+    def done(self) -> bool:
+        return bool(self._ended.query())
+
+    def wait(self) -> None:
+        self._ended.synchronize()
+
+    def fence(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+
+def make_transfers(device: torch.device | str) -> Transfers:
+    """Raises ValueError for devices other than CUDA and CPU."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return StreamTransfers(device)
+    if kind == "cpu":
+        return ThreadTransfers()
+    raise ValueError(f"KV cannot be moved to and from {kind!r}: take cuda or cpu")

@@ -1,0 +1,176 @@
+"""Policies that choose how many requests run at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ragorder.pipelining.power_law import PowerLaw
+
+__all__ = ["AllWaiting", "Backlog", "BacklogAware", "Batcher", "best_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Requests `waiting` for a worker, those `running` on it already, and when others are expected, in seconds from
+    now."""
+
+    waiting: int
+    running: int = 0
+    arrivals_s: Sequence[float] = ()
+
+    @property
+    def unfinished(self) -> int:
+        return self.waiting + self.running
+
+
+class Batcher(Protocol):
+    def size(self, backlog: Backlog) -> int:
+        """How many requests may run at once now, at least 1, for a backlog of at least one unfinished request. Chosen
+        before each batch, or at each step where requests join."""
+
+    def learn(self, size: int, seconds: float) -> None:
+        """A batch that has ended; where requests join, one request, and how many ran beside it on average, itself
+        included."""
+
+
+def best_batch(
+    waiting: int, seconds: Callable[[int], float], sizes: Sequence[int], arrivals_s: Sequence[float] = ()
+) -> int:
+    """How many of the waiting requests to serve next, so that mean latency is lowest.
+
+    - `seconds`: of a batch by its size, such as a `PowerLaw`
+    - `sizes`: to choose from, in any order; fewer are taken where fewer wait
+    - `arrivals_s`: when further requests are expected, in seconds from now
+
+    The paper compares equal batches (Eq. 6). Here later batches may be of other sizes, the last one is of what is left,
+    and called before each batch this gives the lowest sum of all. With `arrivals_s` each size is tried for the next
+    batch, followed by the best sizes for what waits then. Among equals the largest. Since when requests have waited
+    changes nothing: it is a constant of the sum. Takes time by backlog times sizes. Raises ValueError for no requests,
+    no sizes, and sizes, times or arrivals out of range.
+    """
+    if waiting < 1:
+        raise ValueError(f"a batch takes at least one waiting request, got {waiting}")
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes must be at least 1, and there must be one, got {list(sizes)}")
+    if not all(0 <= at_s < math.inf for at_s in arrivals_s):
+        raise ValueError("arrivals_s must be seconds from now")
+    backlog = _Backlog(waiting + len(arrivals_s), seconds, sorted(set(sizes), reverse=True))
+    arrivals = sorted(arrivals_s)
+    return min(backlog.choices(waiting), key=lambda first: backlog.sum_s(waiting, first, arrivals))
+
+
+class _Backlog:
+    """The best batch for each number of waiting requests up to `most`, if no other comes."""
+
+    def __init__(self, most: int, seconds: Callable[[int], float], sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._seconds = [0.0, *(seconds(size) for size in range(1, min(most, sizes[0]) + 1))]
+        if not all(0 < each < math.inf for each in self._seconds[1:]):
+            raise ValueError("seconds must be positive and finite for every size up to the largest")
+        self._best = [0]
+        rest_s = [0.0]
+        for count in range(1, most + 1):
+            # Everything that waits, waits for this batch.
+            sum_s, best = min(
+                (count * self._seconds[size] + rest_s[count - size], -size) for size in self.choices(count)
+            )
+            self._best.append(-best)
+            rest_s.append(sum_s)
+
+    def choices(self, waiting: int) -> list[int]:
+        """The largest first."""
+        return list(dict.fromkeys(min(size, waiting) for size in self._sizes))
+
+    def sum_s(self, waiting: int, first: int, arrivals_s: Sequence[float]) -> float:
+        """Times from now at which all are answered, added up."""
+        now_s = sum_s = 0.0
+        arrived, size = 0, first
+        while True:
+            now_s += self._seconds[size]
+            sum_s += size * now_s
+            waiting -= size
+            if not waiting and arrived < len(arrivals_s):
+                now_s = max(now_s, arrivals_s[arrived])
+            while arrived < len(arrivals_s) and arrivals_s[arrived] <= now_s:
+                arrived += 1
+                waiting += 1
+            if not waiting:
+                return sum_s
+            size = self._best[waiting]
+
+
+class AllWaiting:
+    """Batches of all waiting requests, at most `most`: for retrieval, where a pass over the partitions costs the same
+    for any number of queries (RAGDoll section 4.4); with `most` the static batches of its Table 2. Raises ValueError
+    for a `most` below 1."""
+
+    def __init__(self, most: int | None = None) -> None:
+        if most is not None and most < 1:
+            raise ValueError(f"most must be at least 1, or None, got {most}")
+        self.most = most
+
+    def size(self, backlog: Backlog) -> int:
+        return backlog.unfinished if self.most is None else min(self.most, backlog.unfinished)
+
+    def learn(self, size: int, seconds: float) -> None:
+        """Nothing depends on times."""
+
+
+# Where weights or partitions are read for each batch, its time grows slower than the threshold of Eq. 8.
+_PRIOR = 1.0, 0.5
+# The choice for a longer backlog is that for so many batches of the largest size: it takes bounded time.
+_BATCHES = 4
+_ARRIVALS = 32
+# Choices are kept until `c` has changed by as much.
+_DIGITS = 2
+
+
+class BacklogAware:
+    """Batches by the backlog: `best_batch` with a `PowerLaw` that is learnt while they run.
+
+        BacklogAware(PowerLaw.fit(profiled), most=64)
+
+    - `seconds`: of a batch by its size; a `PowerLaw` goes on learning, another function stays as it is
+    - `most`: the largest batch, chosen from powers of two and this; or `sizes` to choose from
+
+    Raises ValueError for sizes below 1.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[int], float] | None = None,
+        *,
+        most: int = 64,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        if most < 1:
+            raise ValueError(f"most must be at least 1, got {most}")
+        if sizes is None:
+            sizes = (*(1 << power for power in range(most.bit_length())), most)
+        elif not sizes or min(sizes) < 1:
+            raise ValueError(f"sizes must be at least 1, and there must be one, got {list(sizes)}")
+        self.seconds = PowerLaw(*_PRIOR) if seconds is None else seconds
+        self.most = max(sizes)
+        self._sizes = sorted(set(sizes))
+        self._chosen: dict[int, int] = {}
+
+    def size(self, backlog: Backlog) -> int:
+        waiting = max(1, min(backlog.unfinished, _BATCHES * self.most))
+        if backlog.arrivals_s:
+            return best_batch(waiting, self.seconds, self._sizes, sorted(backlog.arrivals_s)[:_ARRIVALS])
+        if waiting not in self._chosen:
+            self._chosen[waiting] = best_batch(waiting, self.seconds, self._sizes)
+        return self._chosen[waiting]
+
+    def learn(self, size: int, seconds: float) -> None:
+        law = self.seconds
+        if not isinstance(law, PowerLaw) or size < 1 or not 0 < seconds < math.inf:
+            return
+        before = round(law.c, _DIGITS)
+        law.learn(size, seconds)
+        # `a` multiplies the times of all splits alike.
+        if round(law.c, _DIGITS) != before:
+            self._chosen.clear()

@@ -1,0 +1,166 @@
+"""Budgets of memory that a placement must stay within (RAGDoll Eq. 1)."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ragorder.counts import parse_size
+from ragorder.extras import needs
+
+__all__ = ["Budgets", "cgroup_headroom", "device_memory", "disk_memory", "format_bytes", "host_memory"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_GPU_TIMEOUT_S = 10.0
+# Limit, use, and what of the use the kernel gives back when memory is short: file pages not lately used.
+_FILES = {
+    "v2": ("memory.max", "memory.current", "inactive_file"),
+    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def device_memory() -> int | None:
+    """Free bytes of the first GPU that CUDA_VISIBLE_DEVICES leaves, by nvidia-smi, which comes with the driver; None
+    without a GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
+        return None
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if visible is not None:
+        query += ["-i", visible.split(",")[0].strip()]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True).stdout  # noqa: S603
+        return int(answer.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def host_memory() -> int:
+    """Bytes of RAM that can be taken without swapping: what the machine, the control group and RLIMIT_AS leave, the
+    least of them. Raises ImportError without psutil."""
+    with needs("memory", "reading this machine's memory"):
+        import psutil
+
+    free = [int(psutil.virtual_memory().available)]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free.append(limit - int(psutil.Process().memory_info().vms))
+    headroom = cgroup_headroom()
+    if headroom is not None:
+        free.append(headroom)
+    return max(0, min(free))
+
+
+def disk_memory(folder: Path | str) -> int:
+    """Free bytes of the file system of `folder`, or of its first parent that exists."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def cgroup_headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """Bytes that the process's control groups (version 2 or 1) and all above them leave; None without a limit."""
+    try:
+        lines = membership.read_text("utf-8").splitlines()
+    except OSError:
+        return None
+    left = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version, top = ("v1", root / "memory") if controllers else ("v2", root)
+        # Inside a container the path may be the host's, and its own group is at the top.
+        parts = Path(path.lstrip("/")).parts
+        groups = [top.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
+        left += [free for group in groups if (free := _free_of(group, *_FILES[version])) is not None]
+    return max(0, min(left)) if left else None
+
+
+def _free_of(group: Path, limit_file: str, use_file: str, reclaimable: str) -> int | None:
+    try:
+        limit = (group / limit_file).read_text("utf-8").strip()
+        if limit == "max":
+            return None
+        used = int((group / use_file).read_text("utf-8"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
+        return int(limit) - used + int(statistics.get(reclaimable, 0))
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Budgets:
+    """Bytes that may be taken on the device, in host memory and on the disk, the latter for KV alone: weights and index
+    are read from their own files, and never written.
+
+        Budgets("6GiB", "24GiB", disk_bytes="100GiB")
+
+    `unified`: the device computes in host memory, as a CPU does; all that lies on either is within `host_bytes`. Raises
+    ValueError for sizes that are negative or unreadable.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    unified: bool
+
+    def __init__(
+        self, device_bytes: int | str, host_bytes: int | str, disk_bytes: int | str = 0, *, unified: bool = False
+    ) -> None:
+        sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+        for name, size in sizes.items():
+            object.__setattr__(self, name, _parsed(name, size))
+        object.__setattr__(self, "unified", unified)
+
+    @classmethod
+    def of_this_machine(cls, folder: Path | str = ".", share: float = 0.9) -> Self:
+        """`share` of what is free: the first GPU's memory, RAM within the limits of the control group and RLIMIT_AS,
+        and the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share is above 0 and at most 1, got {share}")
+        host, gpu = host_memory(), device_memory()
+        sizes = [math.floor(share * size) for size in (host if gpu is None else gpu, host, disk_memory(folder))]
+        return cls(*sizes, unified=gpu is None)
+
+    def changed(
+        self, *, device_bytes: int | None = None, host_bytes: int | None = None, disk_bytes: int | None = None
+    ) -> Self:
+        """The same with other sizes."""
+        return type(self)(
+            self.device_bytes if device_bytes is None else device_bytes,
+            self.host_bytes if host_bytes is None else host_bytes,
+            self.disk_bytes if disk_bytes is None else disk_bytes,
+            unified=self.unified,
+        )
+
+
+def format_bytes(size: int) -> str:
+    """A size for reading: 5.8 GiB."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size} B"
+
+
+def _parsed(name: str, size: int | str) -> int:
+    if isinstance(size, str):
+        try:
+            return parse_size(size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"{name} is {size!r}: give 0 or more bytes, as a whole number or as text such as 6GiB")
+    return size

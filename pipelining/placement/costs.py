@@ -1,0 +1,178 @@
+"""Costs of a placement: what `plan_placement` compares placements by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from ragorder.pipelining.placement.base import NO_INDEX, IndexSizes, ModelSizes, Placement, Spread, Workload
+from ragorder.pipelining.placement.budgets import Budgets
+
+__all__ = ["EstimatedCosts", "Footprint", "PlacementCosts", "Rates", "mean_latency_s"]
+
+
+class PlacementCosts(Protocol):
+    """Sizes and times of one model and index on one machine; `PlacementProfile` has measured ones, `EstimatedCosts`
+    others."""
+
+    @property
+    def model(self) -> ModelSizes: ...
+
+    @property
+    def index(self) -> IndexSizes: ...
+
+    @property
+    def workload(self) -> Workload: ...
+
+    @property
+    def estimated(self) -> bool:
+        """Nothing of it was measured."""
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Sizes to choose from."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Of the largest step; fewer where memory is short."""
+
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
+        """Of a batch from its first step to its last token, with so many layers in each place."""
+
+    def retrieval_s(self, partitions: int) -> float:
+        """Of a batch of any size that passes over all partitions, so many of them resident."""
+
+
+def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:
+    """Mean seconds until `backlog` waiting requests are answered, in batches of `batch`, the last one of what is left.
+
+    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll; with many
+    batches it grows by max(t_retrieval, t_generation) for each, which is what section 4.4 balances.
+    """
+    retrieved_s = answered_s = sum_s = 0.0
+    left, size, seconds = backlog, min(batch, backlog), generation_s(min(batch, backlog))
+    while left:
+        if left < size:
+            size, seconds = left, generation_s(left)
+        retrieved_s += retrieval_s
+        answered_s = max(retrieved_s, answered_s) + seconds
+        sum_s += size * answered_s
+        left -= size
+    return sum_s / backlog
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes by place under any placement of this model and index.
+
+    Beside Eq. 2 and 3: weights outside the layers, the buffers that layers and partitions pass through, and what of the
+    index is no partition. Layers count as the largest one, whose buffers they are in. Layers and partitions that are on
+    the disk alone take nothing of its budget: they are read from the files of model and index.
+    """
+
+    model: ModelSizes
+    index: IndexSizes
+
+    def parts(self, placement: Placement) -> Iterator[tuple[str, Spread]]:
+        """Each part by name; those without a byte included."""
+        model, index, slot = self.model, self.index, self.model.slot
+        yield "weights outside the layers", Spread(device=model.outside)
+        yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
+        yield (
+            "layers that pass through",
+            Spread(placement.slots * slot, model.staging if placement.streamed else 0),
+        )
+        yield "KV", placement.kv
+        yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens))
+        yield "index without partitions", Spread(host=index.fixed)
+        yield "partitions", Spread(host=index.resident(placement.partitions))
+        yield "partitions that pass through", Spread(host=index.reading(placement.partitions))
+
+    def total(self, placement: Placement) -> Spread:
+        spreads = [spread for _, spread in self.parts(placement)]
+        return Spread(
+            sum(each.device for each in spreads), sum(each.host for each in spreads), sum(each.disk for each in spreads)
+        )
+
+    def device(self, placement: Placement) -> int:
+        """Eq. 2."""
+        return self.total(placement).device
+
+    def host(self, placement: Placement) -> int:
+        """Eq. 3."""
+        return self.total(placement).host
+
+    def disk(self, placement: Placement) -> int:
+        return self.total(placement).disk
+
+    def fits(self, placement: Placement, budgets: Budgets) -> bool:
+        used = self.total(placement)
+        host = used.host + (used.device if budgets.unified else 0)
+        return used.device <= budgets.device_bytes and host <= budgets.host_bytes and used.disk <= budgets.disk_bytes
+
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_STEP_TOKENS = 8192
+_WORKLOAD = Workload()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speed of a machine: floating-point operations a second, and bytes a second of the device's memory, from host
+    memory to the device, from the disk, and of a scan of an index in memory. Raises ValueError unless all are above
+    0."""
+
+    flops: float
+    device: float
+    host: float
+    disk: float
+    scan: float
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.device, self.host, self.disk, self.scan) <= 0:
+            raise ValueError(f"rates are above 0, got {self}")
+
+    @classmethod
+    def of_a_gpu(cls) -> Self:
+        """A consumer's card on PCIe 4.0 beside an NVMe disk."""
+        return cls(flops=40e12, device=500e9, host=12e9, disk=2e9, scan=8e9)
+
+    @classmethod
+    def of_a_cpu(cls) -> Self:
+        """A desktop processor and an NVMe disk. "To the device" is a copy in memory."""
+        return cls(flops=400e9, device=20e9, host=8e9, disk=2e9, scan=4e9)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedCosts:
+    """Times from sizes and rates: a step takes as long as the slower of its computation and of the stream of its
+    layers; a retrieval as long as the partitions that are read, and the scan of all."""
+
+    model: ModelSizes
+    rates: Rates
+    index: IndexSizes = NO_INDEX
+    workload: Workload = _WORKLOAD
+    batches: Sequence[int] = _BATCHES
+    step_tokens: int = _STEP_TOKENS
+    estimated: bool = True
+
+    def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
+        slot = self.model.slot
+        stream_s = slot * (weights.host / self.rates.host + weights.disk / self.rates.disk)
+        shared = self.workload.kv_tokens(batch) - batch * self.workload.answer_tokens
+        prompts = max(batch, shared)
+        whole, rest = divmod(prompts, step_tokens)
+        prefill_s = whole * max(stream_s, self._compute_s(step_tokens))
+        prefill_s += max(stream_s, self._compute_s(rest)) if rest else 0.0
+        return prefill_s + (self.workload.answer_tokens - 1) * max(stream_s, self._compute_s(batch))
+
+    def retrieval_s(self, partitions: int) -> float:
+        total = sum(self.index.partitions)
+        read = total - sum(sorted(self.index.partitions, reverse=True)[:partitions])
+        return read / self.rates.disk + total / self.rates.scan
+
+    def _compute_s(self, tokens: int) -> float:
+        # A multiplication and an addition for each weight and token; each step reads all weights once.
+        parameters = self.model.weights / self.model.itemsize
+        return max(2 * parameters * tokens / self.rates.flops, self.model.weights / self.rates.device)

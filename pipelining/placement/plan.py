@@ -1,0 +1,328 @@
+"""Plan of a placement: layers, KV, partitions and batch together, within a memory budget (RAGDoll Eq. 1, 4.2, 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ragorder.pipelining.placement.base import Placement, Spread
+from ragorder.pipelining.placement.budgets import Budgets, format_bytes
+from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_latency_s
+
+__all__ = ["PlacementError", "PlannedPlacement", "bottleneck", "explanation", "plan_placement"]
+
+# A gain below this share of the latency is none.
+_WORTHWHILE = 0.01
+
+
+def explanation(
+    placement: Placement,
+    budgets: Budgets,
+    costs: PlacementCosts,
+    backlog: int,
+    latency_s: float,
+    larger: Sequence[tuple[str, int, float]],
+) -> str:
+    """`larger`: budgets by name with more bytes, and the latency with each."""
+    generation_s = costs.generation_s(placement.batch, placement.weights, placement.step_tokens)
+    retrieval_s = costs.retrieval_s(placement.partitions)
+    weights, partitions = placement.weights, len(costs.index.partitions)
+    lines = [
+        f"Batches of {placement.batch} requests, in steps of up to {placement.step_tokens:,} tokens. "
+        f"Of {weights.total} layers {weights.device} stay on the device, {weights.host} in host memory, "
+        f"{weights.disk} on the disk"
+        + (
+            f"; of {partitions} partitions of the index {placement.partitions} stay in host memory."
+            if partitions
+            else "."
+        ),
+        "",
+        *_table(placement, budgets, costs),
+        "",
+        f"Expected: {backlog} waiting requests are answered after {_seconds(latency_s)} in the mean; a batch takes "
+        f"{_seconds(retrieval_s)} of retrieval beside {_seconds(generation_s)} of generation.",
+    ]
+    if costs.estimated:
+        lines.append(
+            "These times are estimates from sizes and usual rates, not measurements: `ragorder profile --placement` "
+            "measures."
+        )
+    elif placement.step_tokens < min(costs.step_tokens, placement.batch * costs.workload.prompt_tokens):
+        lines.append(
+            f"Times were measured with steps of {costs.step_tokens:,} tokens: with shorter ones prefill takes longer."
+        )
+    lines += [
+        f"Bottleneck: {bottleneck(placement, retrieval_s, generation_s, partitions)}.",
+        _what_helps(latency_s, larger),
+    ]
+    return "\n".join(lines)
+
+
+def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, partitions: int) -> str:
+    """The resource that the slower half of the pipeline waits for."""
+    if retrieval_s > generation_s:
+        absent = partitions - placement.partitions
+        if absent:
+            return f"the disk, from which retrieval reads {absent} partitions for each batch"
+        return "the processor, on which retrieval scans the index"
+    if placement.weights.disk:
+        return f"the disk, from which generation reads {placement.weights.disk} layers in each step"
+    if placement.weights.host:
+        return f"the way from host memory, on which {placement.weights.host} layers come to the device in each step"
+    return "the device's computation: all layers are there"
+
+
+def _table(placement: Placement, budgets: Budgets, costs: PlacementCosts) -> list[str]:
+    footprint = Footprint(costs.model, costs.index)
+    parts = [(name, spread) for name, spread in footprint.parts(placement) if spread.total]
+    used = footprint.total(placement)
+    rows = [("", "device", "host", "disk"), *((name, *_cells(spread)) for name, spread in parts)]
+    rows.append(("used", *_cells(used)))
+    rows.append(("budget", *_cells(Spread(budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes))))
+    if budgets.unified:
+        rows.append(("device and host are one", "", format_bytes(used.device + used.host), ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in (1, 2, 3))]).rstrip()
+        for row in rows
+    ]
+
+
+def _cells(spread: Spread) -> tuple[str, str, str]:
+    device, host, disk = (format_bytes(size) if size else "-" for size in (spread.device, spread.host, spread.disk))
+    return device, host, disk
+
+
+def _what_helps(latency_s: float, larger: Sequence[tuple[str, int, float]]) -> str:
+    name, size, shorter_s = min(larger, key=lambda each: each[2])
+    if latency_s - shorter_s < _WORTHWHILE * latency_s:
+        return "More memory would not help."
+    return f"What would help: {name} of {format_bytes(size)} instead, with which it is {_seconds(shorter_s)}."
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+# Tokens of the smallest step that is planned.
+_LEAST_STEP = 64
+# Of the device, for the workspace while layers stream: a larger step costs layers, which all steps then stream.
+_WORKSPACE_SHARE = 0.125
+# Buffers of streamed layers: one is computed, the next is ready, one more is read.
+_SLOTS = 3
+# More memory by which `explain` says what would help.
+_MORE = 0.25
+
+
+class PlacementError(ValueError):
+    """A budget below one layer and one request; the message says what is missing, in bytes, and what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPlacement(Placement):
+    """A placement with what it was planned from; `backlog`: waiting requests whose mean latency was minimised."""
+
+    budgets: Budgets
+    costs: PlacementCosts
+    backlog: int
+
+    @property
+    def footprint(self) -> Footprint:
+        return Footprint(self.costs.model, self.costs.index)
+
+    @property
+    def generation_s(self) -> float:
+        """Of a batch."""
+        return self.costs.generation_s(self.batch, self.weights, self.step_tokens)
+
+    @property
+    def retrieval_s(self) -> float:
+        """Of a batch."""
+        return self.costs.retrieval_s(self.partitions)
+
+    @property
+    def latency_s(self) -> float:
+        """Mean over the backlog, see `mean_latency_s`."""
+        return _latency_s(self, self.costs, self.backlog)
+
+    @property
+    def engine_settings(self) -> Mapping[str, int]:
+        """Of a `TieredEngine` that is placed like this."""
+        model, total = self.costs.model, self.footprint.total(self)
+        staging = model.staging if self.streamed else 0
+        settings = {
+            "device_bytes": total.device,
+            "host_bytes": self.weights.host * model.slot + self.kv.host + staging,
+            "device_tokens": self.kv.device // model.kv_token,
+            "max_requests": self.batch,
+            "max_batch_tokens": self.step_tokens,
+        }
+        return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
+
+    def explain(self) -> str:
+        """What lies where, in bytes; the expected latency, its bottleneck, and what would help."""
+        return explanation(self, self.budgets, self.costs, self.backlog, self.latency_s, list(self._with_more()))
+
+    def _with_more(self) -> Iterator[tuple[str, int, float]]:
+        """Larger budgets, one at a time, and the latency with each."""
+        budgets = self.budgets
+        names = ["host_bytes"] if budgets.unified else ["device_bytes", "host_bytes"]
+        for name in names:
+            size = int(getattr(budgets, name) * (1 + _MORE))
+            # One memory: what the host has, the device may take.
+            sizes = {"device_bytes": size, "host_bytes": size} if budgets.unified else {name: size}
+            larger = budgets.changed(**sizes)
+            yield name, size, plan_placement(larger, self.costs, backlog=self.backlog).latency_s
+
+
+def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None) -> PlannedPlacement:
+    """The placement within the budgets by which `backlog` waiting requests are answered soonest, in the mean.
+
+    - `costs`: a `PlacementProfile`, or `EstimatedCosts` without one
+    - `backlog`: the largest measured batch, unless given
+
+    A batch takes KV and workspace from the device, and what is left is for layers; in host memory each resident
+    partition takes the place of layers. For each batch the walk starts with no partition resident, adds one after the
+    other, and moves the layers in their way down a place. The paper's walk ends where retrieval and generation take
+    equally long (4.4): each of its steps is a measurement. Here each is a lookup in the profile, and the walk goes on
+    until all are resident: times that are not convex, and backlogs of one batch, which balance does not help, have
+    their optimum elsewhere. What remains in each place is for the KV of documents. Raises PlacementError, and
+    ValueError for no backlog.
+    """
+    backlog = max(costs.batches) if backlog is None else backlog
+    if backlog < 1:
+        raise ValueError(f"backlog is 1 or more waiting requests, got {backlog}")
+    best: tuple[float, Placement] | None = None
+    for batch in sorted({min(size, backlog) for size in costs.batches}):
+        for placement in _walk(budgets, costs, batch):
+            latency_s = _latency_s(placement, costs, backlog)
+            # Among equals the smaller batch with fewer partitions: it leaves most room for the KV of documents.
+            if best is None or latency_s < best[0]:
+                best = latency_s, placement
+    if best is None:
+        raise PlacementError(_missing(budgets, costs))
+    found = best[1]
+    return PlannedPlacement(
+        found.weights,
+        found.kv,
+        found.partitions,
+        found.batch,
+        found.step_tokens,
+        found.slots,
+        budgets=budgets,
+        costs=costs,
+        backlog=backlog,
+    )
+
+
+def _latency_s(placement: Placement, costs: PlacementCosts, backlog: int) -> float:
+    seconds = partial(costs.generation_s, weights=placement.weights, step_tokens=placement.step_tokens)
+    return mean_latency_s(backlog, placement.batch, costs.retrieval_s(placement.partitions), seconds)
+
+
+def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Placement]:
+    """The largest placements of a batch, by resident partitions."""
+    model, index = costs.model, costs.index
+    for partitions in range(len(index.partitions) + 1):
+        host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
+        if host < 0:
+            return
+        device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
+        found = _on_device(device, costs, batch)
+        if budgets.unified and found is not None and found[0] < len(model.layers):
+            # In one memory what layers pass through is taken from them.
+            found = _on_device(min(device, host - model.staging), costs, batch)
+        if found is None:
+            return
+        layers, slots, step_tokens, free = found
+        streamed = len(model.layers) - layers
+        if budgets.unified:
+            # Layers and KV beside the device would lie in the same memory.
+            in_host, host_free = 0, 0
+        else:
+            host_free = host - (model.staging if streamed else 0)
+            in_host = min(streamed, max(0, host_free) // model.slot)
+            host_free -= in_host * model.slot
+        if host_free < 0:
+            return
+        block = model.kv(1)
+        yield Placement(
+            weights=Spread(layers, in_host, streamed - in_host),
+            kv=Spread(
+                model.kv(costs.workload.kv_tokens(batch), batch) + free // block * block,
+                host_free // block * block,
+                budgets.disk_bytes // block * block,
+            ),
+            partitions=partitions,
+            batch=batch,
+            step_tokens=step_tokens,
+            slots=slots,
+        )
+
+
+def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[int, int, int, int] | None:
+    """Layers that stay, buffers of the others, tokens of a step, and bytes that are left; None if nothing fits."""
+    model, count = costs.model, len(costs.model.layers)
+    left = device_bytes - model.outside - model.kv(costs.workload.kv_tokens(batch), batch)
+    # The whole model with the largest step that leaves room for it; else the largest step of a moderate workspace.
+    best: tuple[bool, bool, int] | None = None
+    for step in _steps(costs, batch):
+        workspace = model.workspace(step)
+        fitting = (left - workspace) // model.slot
+        if fitting >= 1:
+            rank = fitting >= count, workspace <= _WORKSPACE_SHARE * device_bytes, step
+            best = rank if best is None else max(best, rank)
+    if best is None:
+        return None
+    step_tokens = best[2]
+    left -= model.workspace(step_tokens)
+    fitting = left // model.slot
+    slots = 0 if fitting >= count else min(_SLOTS, fitting)
+    layers = count if fitting >= count else fitting - slots
+    return layers, slots, step_tokens, left - (layers + slots) * model.slot
+
+
+def _steps(costs: PlacementCosts, batch: int) -> Iterator[int]:
+    """Each half the one before it, from that of all prompts down to the least in which each request has a token."""
+    most = min(costs.step_tokens, batch * costs.workload.prompt_tokens)
+    step, least = most, max(batch, min(_LEAST_STEP, most))
+    while step > least:
+        yield step
+        step //= 2
+    yield least
+
+
+def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
+    model, index = costs.model, costs.index
+    batch = min(costs.batches)
+    tokens, step = costs.workload.kv_tokens(batch), min(_steps(costs, batch))
+    kv, workspace = model.kv(tokens, batch), model.workspace(step)
+    device = model.outside + model.slot + kv + workspace
+    host = index.fixed + index.reading(0) + (model.staging if len(model.layers) > 1 else 0)
+    on_device = (
+        f"the weights outside the layers take {model.outside} bytes, one layer {model.slot}, the KV of a batch "
+        f"of {batch} ({tokens} tokens) {kv}, a step of {step} tokens {workspace}"
+    )
+    in_host = (
+        f"the index takes {index.fixed} bytes beside its partitions, partitions that pass through memory "
+        f"{index.reading(0)}, layers that do {host - index.fixed - index.reading(0)}"
+    )
+    shorter = "or shorter prompts and answers"
+    if budgets.unified and budgets.device_bytes >= device:
+        least = device + host
+        return (
+            f"host_bytes is {budgets.host_bytes}, and {least - budgets.host_bytes} bytes are missing: {on_device}; "
+            f"{in_host}. Give host_bytes {least} or more, {shorter}"
+        )
+    if budgets.device_bytes < device:
+        return (
+            f"device_bytes is {budgets.device_bytes}, and {device - budgets.device_bytes} bytes are missing: "
+            f"{on_device}. Give device_bytes {device} or more, {shorter}"
+        )
+    return (
+        f"host_bytes is {budgets.host_bytes}, and {host - budgets.host_bytes} bytes are missing: {in_host}. Give "
+        f"host_bytes {host} or more, or cut the index into more partitions"
+    )

@@ -1,0 +1,304 @@
+"""Tail policies: the order of the documents after the cached prefix."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy as shallow_copy
+from math import inf
+from typing import Any, Literal, Self
+
+from ragorder.trie.expected_uses import ExpectedUses
+from ragorder.trie.registry import Registry
+from ragorder.trie.tree import Key, Node, RequestedDocuments
+
+__all__ = [
+    "MIN_GAIN",
+    "CohortTail",
+    "EarnedTail",
+    "FreeTail",
+    "QueueTail",
+    "RankTail",
+    "Tail",
+    "TailName",
+    "Waiting",
+    "tails",
+]
+
+Waiting = Sequence[frozenset[Key]]
+"""The document keys of each request that already waits, next first."""
+
+
+class Tail(ABC):
+    """Orders the documents after the cached prefix for the requests to come; a document is named by its rank.
+
+        @tails.register("reversed", "the least relevant document first")
+        class ReversedTail(Tail):
+            def arrange(self, request, prefix, rest, waiting):
+                return rest[::-1]
+
+    The defaults are those of a policy without memory: others override `observe`, `observing` and `copy`.
+    """
+
+    @classmethod
+    def from_settings(cls, settings: Any) -> Self:
+        """The policy for an orderer with these `ragorder.Settings`."""
+        return cls()
+
+    def observe(self, request: RequestedDocuments) -> None:  # noqa: B027
+        """A request is about to be arranged."""
+
+    def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
+        """A block within which the request counts as observed."""
+        return nullcontext()
+
+    def served(self, path: Sequence[Node]) -> None:  # noqa: B027
+        """The engine has computed a request's path, from the root."""
+
+    def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
+        """Requests to come that will contain the first document, the first two, …; empty without a forecast."""
+        return ()
+
+    def coming_uses(
+        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
+    ) -> Sequence[float]:
+        """For each of `candidates`, how many of the next `expected_uses.HORIZON` requests will contain it and all
+        documents `placed`, all given by rank; empty without a forecast."""
+        return ()
+
+    def copy(self) -> Self:
+        """An independent policy with the same memory."""
+        return self
+
+    @abstractmethod
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        """The ranks in `rest` (in rank order) in the order in which they follow `prefix`."""
+
+
+tails: Registry[Tail] = Registry("tail")
+
+
+@tails.register("prefix", "only the cached prefix moves, all other documents stay as ranked (RAGCache++)")
+class RankTail(Tail):
+    """The most relevant document first."""
+
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        return rest
+
+
+@tails.register("queue", "for the waiting requests, and without any as ranked")
+class QueueTail(Tail):
+    """Next come the documents of most waiting requests, among those that can still share the prefix.
+
+    Once none can, the fallback policy (by default rank order) arranges the rest.
+    """
+
+    def __init__(self, fallback: Tail | None = None) -> None:
+        self.fallback = RankTail() if fallback is None else fallback
+
+    def observe(self, request: RequestedDocuments) -> None:
+        self.fallback.observe(request)
+
+    def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
+        return self.fallback.observing(request)
+
+    def served(self, path: Sequence[Node]) -> None:
+        self.fallback.served(path)
+
+    def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
+        return self.fallback.expected_uses(keys)
+
+    def coming_uses(
+        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
+    ) -> Sequence[float]:
+        return self.fallback.coming_uses(request, placed, candidates)
+
+    def copy(self) -> Self:
+        copy = shallow_copy(self)
+        copy.fallback = self.fallback.copy()
+        return copy
+
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        keys = request.keys
+        rest = self.fallback.arrange(request, prefix, rest, waiting)
+        placed = [keys[rank] for rank in prefix]
+        sharing = [wanted for wanted in waiting if wanted.issuperset(placed)]
+        arranged: list[int] = []
+        while sharing and rest:
+            wanted_by = [sum([keys[rank] in wanted for wanted in sharing]) for rank in rest]
+            most = max(wanted_by)
+            if not most:
+                break
+            if most == len(sharing):
+                arranged += [rank for rank, count in zip(rest, wanted_by, strict=True) if count == most]
+                rest = [rank for rank, count in zip(rest, wanted_by, strict=True) if count < most]
+            else:
+                key = keys[rest[wanted_by.index(most)]]
+                sharing = [wanted for wanted in sharing if key in wanted]
+        return arranged + rest
+
+
+MIN_GAIN = 10.0
+
+# Documents among which the next one is chosen: those behind them keep their order.
+_CHOICES = 64
+
+
+@tails.register("cohort", "documents first that later requests are expected to share")
+class CohortTail(Tail):
+    """Next comes the document that saves most tokens, if the requests to come contain it and all documents before it.
+
+    A document moves ahead only where that is expected to save `min_gain` tokens for each place, in the next
+    `expected_uses.HORIZON` requests: 0 moves for any gain, infinity keeps rank order.
+    """
+
+    def __init__(self, min_gain: float = MIN_GAIN) -> None:
+        self.min_gain = min_gain
+        self.uses = ExpectedUses()
+
+    @classmethod
+    def from_settings(cls, settings: Any) -> Self:
+        return cls(settings.min_gain)
+
+    def observe(self, request: RequestedDocuments) -> None:
+        self.uses.observe(request.keys)
+
+    def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
+        # A request counts only from the next one on.
+        self.uses.learn()
+        return nullcontext()
+
+    def served(self, path: Sequence[Node]) -> None:
+        # Off the path of the next request.
+        self.uses.learn()
+
+    def expected_uses(self, keys: Sequence[Key]) -> Sequence[float]:
+        return self.uses.in_the_long_run(keys)
+
+    def coming_uses(
+        self, request: RequestedDocuments, placed: Sequence[int], candidates: Sequence[int]
+    ) -> Sequence[float]:
+        return self.uses.joined(request.keys, placed, candidates)
+
+    def copy(self) -> Self:
+        copy = shallow_copy(self)
+        copy.uses = self.uses.copy()
+        return copy
+
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        if len(rest) < 2:
+            return rest
+        tokens, uses = request.tokens, self.uses
+        per_vote, min_gain, mask_of = uses.per_vote, self.min_gain, uses.cohorts.masks.get
+        masks = [mask_of(key, 0) for key in request.keys]
+        kept = uses.kept
+        if len(masks) > len(kept):
+            kept = [*kept, *[kept[-1]] * (len(masks) - len(kept))]
+        votes, burst = uses.voters, uses.burst
+        for rank in prefix:
+            votes &= masks[rank]
+            burst *= kept[rank]
+        left, arranged = rest[:_CHOICES], []
+        longest = max(tokens)
+        # They only decrease, so former numbers of votes are bounds.
+        count = votes.bit_count() if prefix else len(uses.cohorts)
+        counts = [count] * len(masks)
+        # Until no document can save enough for a single place.
+        while len(left) > 1 and (per_vote * count + burst) * longest > min_gain:
+            best, price = -inf, 0.0
+            for rank in left:
+                length, in_burst = tokens[rank], burst * kept[rank]
+                if (per_vote * counts[rank] + in_burst) * length - price > best:
+                    shared = votes & masks[rank]
+                    counts[rank] = shared.bit_count()
+                    gain = (per_vote * counts[rank] + in_burst) * length - price
+                    if gain > best:
+                        best, chosen, sharing = gain, rank, shared
+                price += min_gain
+            left.remove(chosen)
+            arranged.append(chosen)
+            votes, count = sharing, counts[chosen]
+            burst *= kept[chosen]
+        return [*arranged, *left, *rest[_CHOICES:]]
+
+
+@tails.register("free", "documents move for the waiting requests, and without any for those expected, as cohort")
+class FreeTail(QueueTail):
+    """`QueueTail` while requests wait, else `CohortTail`."""
+
+    fallback: CohortTail
+
+    def __init__(self, min_gain: float = MIN_GAIN) -> None:
+        super().__init__(CohortTail(min_gain))
+
+    @classmethod
+    def from_settings(cls, settings: Any) -> Self:
+        return cls(settings.min_gain)
+
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        if not waiting:
+            return self.fallback.arrange(request, prefix, rest, waiting)
+        return super().arrange(request, prefix, rest, waiting)
+
+
+@tails.register("earned", "as free, but without waiting requests only while that has paid, else as prefix")
+class EarnedTail(FreeTail):
+    """`FreeTail` for waiting requests and while `pays`, else rank order. Whoever measures what moves gain sets `pays`
+    (`ragorder._earned.EarnedMoves`); it begins as False."""
+
+    def __init__(self, min_gain: float = MIN_GAIN) -> None:
+        super().__init__(min_gain)
+        self.fallback = _GatedTail(min_gain)
+
+    @property
+    def pays(self) -> bool:
+        return self._gate.pays
+
+    @pays.setter
+    def pays(self, pays: bool) -> None:
+        self._gate.pays = pays
+
+    def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
+        """The order of `rest` after `prefix` for the expected requests, whether that pays or not."""
+        return self._gate.forecast(request, prefix, rest)
+
+    @property
+    def _gate(self) -> _GatedTail:
+        assert isinstance(self.fallback, _GatedTail)
+        return self.fallback
+
+
+class _GatedTail(CohortTail):
+    pays = False
+    # The last forecast: it is asked for twice, for what is served and for what is measured.
+    _known: tuple[RequestedDocuments | None, Sequence[int], list[int]] = None, (), []
+
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        if not self.pays:
+            return rest
+        arranged = super().arrange(request, prefix, rest, waiting)
+        self._known = request, prefix, arranged
+        return arranged
+
+    def forecast(self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int]) -> list[int]:
+        known, self._known = self._known, (None, (), [])
+        if known[0] is request and known[1] == prefix:
+            return known[2]
+        return super().arrange(request, prefix, rest, ())
+
+
+TailName = Literal["cohort", "earned", "free", "prefix", "queue"] | str
+"""The registered names, of which type checkers see these."""
