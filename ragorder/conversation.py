@@ -9,10 +9,11 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
+from ragorder._request import USUAL, Lengths
 from ragorder.clouds import TurnMarks, TurnParts
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
-from ragorder.trie.histories import Question, Segment
+from ragorder.trie.histories import History, Segment
 
 __all__ = [
     "REFERENCE",
@@ -47,9 +48,8 @@ class OrdersTurns(Protocol):
         *,
         waiting: Sequence[Iterable[Document]] = (),
         scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
+        lengths: Lengths = USUAL,
+        history: History | None = None,
     ) -> Ordering[Document]: ...
 
     def predict_cached_tokens(
@@ -57,11 +57,10 @@ class OrdersTurns(Protocol):
         documents: Iterable[Document],
         *,
         scope: Hashable = None,
-        behind: Iterable[Segment] | None = None,
-        question: Question | None = None,
+        history: History | None = None,
     ) -> tuple[int, int]: ...
 
-    def has_lost(self, behind: Iterable[Segment], *, scope: Hashable = None) -> bool: ...
+    def has_lost(self, history: History, *, scope: Hashable = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +197,7 @@ def read_history(history: Iterable[Message], form: MessageFormat) -> tuple[list[
 
 
 def segments_of(messages: Sequence[Message], form: MessageFormat) -> list[Segment]:
-    """A history for `Orderer.order(behind=…)`."""
+    """Return the segments of a `History`."""
     segments = []
     for message in messages:
         key = message_key(message)

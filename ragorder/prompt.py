@@ -10,6 +10,7 @@ from operator import itemgetter
 from string import Formatter
 from typing import Any, NamedTuple
 
+from ragorder._request import USUAL, Lengths
 from ragorder._turn_maker import make_turn
 from ragorder.citations import number_label
 from ragorder.clouds import PromptParts
@@ -220,7 +221,7 @@ class PromptBuilder:
         reference: str = REFERENCE,
         tool_call_id: str | None = None,
         waiting: Sequence[Iterable[Document]] = (),
-        suffix_tokens: int | None = None,
+        lengths: Lengths = USUAL,
         rebase: Iterable[Document] | None = None,
     ) -> Turn:
         """The next turn of a conversation, whose messages are sent as they are; the new one stands behind them.
@@ -241,7 +242,7 @@ class PromptBuilder:
         Raises TypeError and ValueError for a history that is none, or begins with another system prompt, and for wrong
         options.
         """
-        options: dict[str, Any] = {"scope": scope, "waiting": waiting, "suffix_tokens": suffix_tokens}
+        options: dict[str, Any] = {"scope": scope, "waiting": waiting, "lengths": lengths}
         naming: dict[str, Any] = {
             "repeat": repeat,
             "reference": reference,
@@ -251,7 +252,7 @@ class PromptBuilder:
         return make_turn(self.message_format, question, documents, history, orderer, **naming, **options)
 
     def segments(self, history: Iterable[Message]) -> list[Segment]:
-        """A history for `Orderer.order(behind=…)`. Raises as `turn` does."""
+        """Return the segments of a `History`. Raises as `turn` does."""
         return segments_of(read_history(history, self.message_format)[0], self.message_format)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from random import Random
 from time import perf_counter
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from ragorder.kernels.policies import Key
 __all__ = ["Positions", "ScatteredPrefill", "Selecting", "Sequence", "Spans"]
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
-Spans = Sequence[tuple[int, int]]
+Spans = abc.Sequence[tuple[int, int]]
 """Begins and ends, ascending."""
 
 

@@ -64,7 +64,7 @@ class CloudRequest:
             marks = self._plan.breakpoints
             return TurnMarks(system=0 in marks, documents=tuple(mark for mark in marks if mark))
         turn = self._turn
-        return TurnMarks.of(self._plan.breakpoints, turn.sizes, turn.documents - turn.history)
+        return TurnMarks.of(self._plan.breakpoints, turn.sizes, turn.documents - turn.history_nodes)
 
     @property
     def resumed(self) -> int:

@@ -123,9 +123,9 @@ def _ends_in_documents(lease: Lease) -> bool:
     """What is held ends with a document, not the last one, and no history is in front of it."""
     if lease.turn is None:
         return lease.path[lease.cached_documents] is not lease.path[-1]
-    return not lease.turn.history and lease.cached_documents < lease.turn.documents
+    return not lease.turn.history_nodes and lease.cached_documents < lease.turn.documents
 
 
 def _history_sent(lease: Lease) -> float:
     """Where the prompt ended whose answer is the last of the history."""
-    return lease.path[lease.turn.history - 1].end if lease.turn is not None and lease.turn.history else inf
+    return lease.path[lease.turn.history_nodes - 1].end if lease.turn is not None and lease.turn.history_nodes else inf

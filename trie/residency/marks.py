@@ -195,7 +195,7 @@ class MarksResidency(LRUResidency):
         if turn is None:
             marks = self.choice.choose(keys, ends, held, live, prompt_tokens, now)
             return MarkPlan(marks, live, ends, rules.lookback_parts, prompt_tokens, now)
-        place = turn.history, turn.documents
+        place = turn.history_nodes, turn.documents
         marks = self.choice.choose_turn(keys, ends, *place, held, live, prompt_tokens, now)
         return MarkPlan(marks, live, ends, 1, prompt_tokens, now)
 
@@ -251,7 +251,7 @@ class MarkedFeedback(FeedbackResidency):
         super().__init__(mirror, lengths)
 
     def _learn(self, lease: Lease, cached_tokens: float) -> None:
-        predicted, history = lease.cached_tokens, lease.turn.history if lease.turn is not None else 0
+        predicted, history = lease.cached_tokens, lease.turn.history_nodes if lease.turn is not None else 0
         # Far off it is another entry that was found.
         if not history and abs(cached_tokens - predicted) < _LIKE * predicted:
             start = self.tree.root.end
