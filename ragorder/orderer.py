@@ -30,6 +30,7 @@ from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
 __all__ = ["USUAL", "Lengths", "Orderer", "OrdererLike"]
 
 D = TypeVar("D")
+H = TypeVar("H")
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
@@ -291,7 +292,7 @@ class Orderer:
         - `history`: of a conversation (docs/conversations.md); `History()` is its first turn
         """
         given = list(documents)
-        if history is not None and history.segments and self.settings.reuse == "fused":
+        if history is not None and _checked(history).segments and self.settings.reuse == "fused":
             self.degrade(_FUSED_HISTORY)
         if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
             self.degrade(_UNSALTED)
@@ -320,7 +321,7 @@ class Orderer:
         history: History | None = None,
     ) -> list[D]:
         """Return the documents as `order` would order them now. Nothing is recorded."""
-        given = list(documents)
+        given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
             backlog = self._reader.read_waiting(waiting)
@@ -340,7 +341,7 @@ class Orderer:
     ) -> tuple[int, int]:
         """Return the cached tokens that `order` would predict now, and the tokens up to the end of the question of
         `history`, or of the documents without one. Nothing is recorded."""
-        given = list(documents)
+        given, history = list(documents), _checked(history)
         try:
             request = self._reader.read(given)
             prefix, _ = _read_lengths(lengths)
@@ -574,6 +575,12 @@ class Orderer:
                 f"ordering failed with {type(error).__name__}: retrieval order is kept, and counted in `fallbacks` "
                 "(Orderer(strict=True) raises the error)"
             )
+
+
+def _checked(history: H) -> H:
+    if history is not None and not isinstance(history, History):
+        raise TypeError(f"history is a {type(history).__name__}: give ragorder.History(segments)")
+    return history
 
 
 def _read_lengths(lengths: Lengths) -> Lengths:

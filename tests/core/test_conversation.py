@@ -325,9 +325,8 @@ class TestPredictions:
         for _ in range(4):
             documents, question = server.pick(), server.tokens(20)
             named = Segment(f"q{hash(tuple(question))}", 20)
-            where: dict[str, Any] = {"behind": told.segments, "question": named}
             size = server.orderer.tree_size
-            predicted, end = server.orderer.predict_cached_tokens(documents, **where)
+            predicted, end = server.orderer.predict_cached_tokens(documents, history=History(told.segments, named))
             assert server.orderer.preview(documents, history=History(told.segments)) is not None
             assert server.orderer.tree_size == size
             lengths = sum(len(server.texts[name]) for name in documents)
@@ -428,10 +427,14 @@ class TestSegments:
         with pytest.raises(error, match="Segment"):
             Segment(key, tokens)
 
-    @pytest.mark.parametrize("method", ["order", "preview", "predict_cached_tokens"])
-    def test_a_history_holds_nothing_else(self, method: str) -> None:
+    def test_a_history_holds_nothing_else(self) -> None:
         with pytest.raises(TypeError, match="Segment"):
-            getattr(strict(), method)([A], behind=["text"])
+            History(["text"])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("method", ["order", "preview", "predict_cached_tokens"])
+    def test_segments_alone_are_no_history(self, method: str) -> None:
+        with pytest.raises(TypeError, match=r"ragorder\.History"):
+            getattr(strict(), method)([A], history=[Segment("a", 1)])
 
     def test_a_builders_segments_have_the_lengths_of_its_template(self, tokenizers: Any) -> None:
         tokenizer = tokenizers["chatml"]

@@ -29,7 +29,7 @@ from ragorder.trie.histories import Segment
 
 BLOCK = 16
 SEARCHES = ["best", "greedy"]
-MOVES = ["earned", "free", "prefix", "frequency", "queue"]
+MOVES = ["earned", "free", "prefix", "cohort", "queue"]
 CORPUS = {id: Document(id, f"text of {id}", tokens=32) for id in "abcdefghijklmnopqrstuvwxyz"}
 
 REQUESTS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6)
@@ -530,7 +530,7 @@ class TestPreview:
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
     def test_preview_does_not_count_as_popularity(self) -> None:
-        orderer = strict(moves="frequency")
+        orderer = strict(moves="free")
         for _ in range(9):
             orderer.preview(documents("xb"))
         assert [each.id for each in orderer.preview(documents("ab"))] == ["a", "b"]
@@ -716,7 +716,7 @@ from ragorder import Orderer
 from ragorder.eval.data.workloads import make_workload
 orders = []
 for search in ("best", "greedy"):
-    for moves in ("earned", "free", "prefix", "frequency", "queue"):
+    for moves in ("earned", "free", "prefix", "cohort", "queue"):
         for name in ("mix8",):
             workload = make_workload(name, 3, requests=120)
             requests = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
