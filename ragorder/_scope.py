@@ -6,11 +6,10 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from copy import copy as shallow_copy
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ragorder._best import BestPlace
 from ragorder._earned import EarnedMoves
-from ragorder._fused import FusedPlaces, FusedReuse
 from ragorder._request import OrderRequest
 from ragorder._tiers import EngineTiers
 from ragorder.document import Estimate
@@ -18,12 +17,8 @@ from ragorder.guards import RequestGuards
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
 from ragorder.trie.histories import Histories, History, KnownSegments, TurnEnd, find_below, held_tokens
-from ragorder.trie.plan import CachedPath
 from ragorder.trie.residency import (
-    EngineBlocks,
-    EventsResidency,
     FeedbackResidency,
-    FollowedPool,
     LearnedLengths,
     Lease,
     LRUResidency,
@@ -33,10 +28,14 @@ from ragorder.trie.residency import (
     ScopeLengths,
     TokenIds,
 )
-from ragorder.trie.search import PrefixSearch, Rest, ranks_on_path, searches
-from ragorder.trie.search.base import Permits
+from ragorder.trie.search import Permits, PrefixSearch, Rest, ranks_on_path, searches
 from ragorder.trie.tail import EarnedTail, Tail, Waiting, tails
 from ragorder.trie.tree import KnowledgeTree, Node
+
+if TYPE_CHECKING:
+    from ragorder._fused import FusedPlaces, FusedReuse
+    from ragorder.trie.plan import CachedPath
+    from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["EngineContents", "Route", "Scope", "ScopeOwner"]
 
@@ -97,7 +96,7 @@ class Scope:
         self.search: PrefixSearch = searches[settings.search](settings.search_budget)
         self.tail: Tail = tails[settings.moves].from_settings(settings)
         self.earned = EarnedMoves(settings, self.search, self.tail) if isinstance(self.tail, EarnedTail) else None
-        self.fused = FusedReuse(settings, self.tree, self.tail) if fuses else None
+        self.fused = _fused_reuse(settings, self.tree, self.tail) if fuses else None
 
     @property
     def whole(self) -> bool:
@@ -173,6 +172,8 @@ class Scope:
         return self.mirror.holds(self.tree.root)
 
     def cached_path(self, request: OrderRequest[D]) -> CachedPath:
+        from ragorder.trie.plan import CachedPath
+
         tree = self.tree
         self.residency.refresh(request)
         node = self._find(request)
@@ -436,10 +437,20 @@ def _at_once(outcome: Callable[[], None]) -> None:
     outcome()
 
 
+def _fused_reuse(settings: Settings, tree: KnowledgeTree, tail: Tail) -> FusedReuse:
+    from ragorder._fused import FusedReuse
+
+    return FusedReuse(settings, tree, tail)
+
+
 def _make_mirror(
     name: Hashable, tree: KnowledgeTree, pool: Pool, contents: EngineContents | None, tiers: EngineTiers
 ) -> LRUResidency:
-    # The salt of a scope that is no string is unknown: its blocks cannot be identified.
-    if contents is not None and isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
-        return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
+    if contents is not None:
+        from ragorder.trie.residency.events import EventsResidency
+        from ragorder.trie.residency.followed import FollowedPool
+
+        # The salt of a scope that is no string is unknown: its blocks cannot be identified.
+        if isinstance(pool, FollowedPool) and (name is None or (isinstance(name, str) and name)):
+            return EventsResidency(tree, pool, prefix_ids=contents.prefix_ids, salt=name)
     return tiers.residency(name, tree, pool)

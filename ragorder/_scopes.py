@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
 from ragorder._scope import Scope, ScopeOwner
 from ragorder._tiers import EngineTiers
 from ragorder.settings import Settings
 from ragorder.trie.histories import KnownSegments
-from ragorder.trie.residency import EngineBlocks, FollowedPool, Pool
+from ragorder.trie.residency import Pool
+
+if TYPE_CHECKING:
+    from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["Scopes"]
 
@@ -39,6 +43,8 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             return Pool(None, settings.block_size, settings.max_nodes)
         if self.blocks is None:
             return self.tiers.make_pool()
+        from ragorder.trie.residency.followed import FollowedPool
+
         options = settings.held_tokens, settings.block_size, settings.max_nodes, settings.partial_blocks_first
         return FollowedPool(*options, blocks=self.blocks)
 

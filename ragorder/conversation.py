@@ -7,13 +7,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ragorder._request import USUAL, Lengths
-from ragorder.clouds import TurnMarks, TurnParts
 from ragorder.document import Document, Estimate
 from ragorder.ordering import Ordering
 from ragorder.trie.histories import History, Segment
+
+if TYPE_CHECKING:
+    from ragorder.clouds.turns import TurnParts
 
 __all__ = [
     "REFERENCE",
@@ -167,6 +169,8 @@ class Turn:
         self.ordering.discard()
 
     def _parts(self) -> TurnParts:
+        from ragorder.clouds.turns import TurnMarks, TurnParts
+
         cloud = self.ordering.cloud
         if cloud is None:
             return TurnParts(self.messages, self._front, TurnMarks())

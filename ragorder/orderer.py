@@ -7,25 +7,27 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
 
 from ragorder import _deferred, _fork
-from ragorder._batch_plan import plan_batch
-from ragorder._cloud_scope import CloudCache, CloudScopes, cloud_settings
 from ragorder._deferred import DeferringLock
 from ragorder._request import USUAL, Lengths, OrderRequest, RequestReader, read_length
 from ragorder._scope import EngineContents, Scope
 from ragorder._scopes import Scopes
 from ragorder._tiers import EngineTiers
 from ragorder.batch import Batch
-from ragorder.clouds import CacheRules, Prices, Provider
 from ragorder.degraded import Degradations
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.topic import Topics
 from ragorder.trie.histories import History
-from ragorder.trie.residency import EngineBlocks, LearnedLengths, Pool
+from ragorder.trie.residency import LearnedLengths, Pool
+
+if TYPE_CHECKING:
+    from ragorder.clouds import CacheRules, Prices, Provider
+    from ragorder.clouds.scope import CloudCache, CloudScopes
+    from ragorder.topic import Topics
+    from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["USUAL", "Lengths", "Orderer", "OrdererLike"]
 
@@ -155,7 +157,7 @@ class Orderer:
         self._topics = topics
         self._lengths = LearnedLengths()
         self._tiers = EngineTiers(self.settings)
-        self._clouds = CloudScopes(cloud) if cloud is not None else None
+        self._clouds = None if cloud is None else _cloud_scopes(cloud)
         self._scopes = Scopes(self.settings, self._tiers, self._lock.defer, blocks)
         if self._tiers.unpriced:
             self.degrade(
@@ -216,6 +218,8 @@ class Orderer:
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
+        from ragorder.clouds.scope import CloudCache, cloud_settings
+
         cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
         if tokens is None and builder is not None:
             tokens = builder.document_tokens
@@ -376,6 +380,8 @@ class Orderer:
         given = list(documents)
         try:
             if self._topics is None:
+                from ragorder.topic import Topics
+
                 self._topics = Topics()
             return self._topics.of(self._reader.read_keys(given), scope)
         except Exception as error:
@@ -418,6 +424,8 @@ class Orderer:
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
             raise ValueError(f"max_wait must not be negative, got {max_wait}")
+        from ragorder._batch_plan import plan_batch
+
         try:
             read = [self._reader.read(documents) for documents in given]
             prefix, suffix = _read_lengths(lengths)
@@ -575,6 +583,12 @@ class Orderer:
                 f"ordering failed with {type(error).__name__}: retrieval order is kept, and counted in `fallbacks` "
                 "(Orderer(strict=True) raises the error)"
             )
+
+
+def _cloud_scopes(cloud: CloudCache) -> CloudScopes:
+    from ragorder.clouds.scope import CloudScopes
+
+    return CloudScopes(cloud)
 
 
 def _checked(history: H) -> H:

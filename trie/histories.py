@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import NamedTuple
 
-from ragorder.trie.search.base import Permits
+from ragorder.trie.search import Permits
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = [

@@ -20,7 +20,7 @@ from ragorder.orderer import USUAL, Lengths, Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 __all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy", "parse_guards"]
 

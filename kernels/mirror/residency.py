@@ -26,7 +26,6 @@ class TieredResidency(LRUResidency):
 
     def __init__(self, tree: KnowledgeTree, pool: TieredPool, scope: Hashable) -> None:
         super().__init__(tree, pool)
-        self._remove = self._evict = self._leave
         self._scope = hash((scope,))
         self._keys: dict[Node, int] = {}
         # Of the last node that each request in flight should find, before that used it.
@@ -119,7 +118,7 @@ class TieredResidency(LRUResidency):
                 self.pool.drop(self, node, self)
                 return
 
-    def _leave(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         self.tree.remove(node)
         node.stamp = 0
         if node in self._keys:

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from ragorder.clouds.cost import Cost
 from ragorder.clouds.prices import Prices
+from ragorder.clouds.residency import CacheReport, MarkPlan
+from ragorder.clouds.rules import CacheRules
 from ragorder.clouds.turns import TurnMarks
-from ragorder.trie.cache_rules import CacheRules
 from ragorder.trie.histories import TurnEnd
-from ragorder.trie.residency import CacheReport, MarkPlan
 
 __all__ = ["CloudModel", "CloudRequest", "RequestMirror"]
 

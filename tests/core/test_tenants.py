@@ -14,7 +14,7 @@ from support.rings import examples, length
 from support.tenants import BLOCK, Served, Tenants
 
 from ragorder import Document, Lengths
-from ragorder.trie.residency import FollowedPool
+from ragorder.trie.residency.followed import FollowedPool
 from ragorder.trie.tree import Node
 
 TENANTS = 50

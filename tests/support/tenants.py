@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ragorder import Document, Lengths, Orderer
 from ragorder.eval.engines.sim import Like, SimEngine
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import EngineBlocks
 
 BLOCK = 16
 PREFIX = 100

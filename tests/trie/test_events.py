@@ -17,7 +17,8 @@ from support.rings import examples, grid
 from ragorder import Document, Lengths, Orderer
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.trie.residency import EngineBlocks, EventsResidency
+from ragorder.trie.residency.blocks import EngineBlocks
+from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.tree import Node
 
 BLOCK = 4

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import inf
 
 from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
-from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node
@@ -30,8 +29,7 @@ class FeedbackResidency:
         self.tree = mirror.tree
         self.corrections = 0
         self.lengths = LearnedLengths().of(None) if lengths is None else lengths
-        # With events the tokens themselves are known.
-        self._learns = not isinstance(mirror, EventsResidency)
+        self._learns = not mirror.knows_tokens
         self._ratio = self.lengths.ratio
         self._version = -1
         self._confirmed = False

@@ -10,20 +10,12 @@ from typing import Any
 
 from ragorder._scope import Route, Scope, ScopeOwner
 from ragorder.clouds import CacheRules, CloudModel, CloudRequest, Prices, cache_rules
+from ragorder.clouds.marks import MarkChoice, MarkRates, WriteBudget
+from ragorder.clouds.residency import JunctionsResidency, MarkedFeedback, MarksResidency
+from ragorder.clouds.tree import MarkedPathSearch, MarkedTree
 from ragorder.ordering import Ordering
 from ragorder.settings import OrdererOptions, Settings
-from ragorder.trie.mark_choice import MarkChoice
-from ragorder.trie.mark_rates import MarkRates, WriteBudget
-from ragorder.trie.marked_tree import MarkedTree
-from ragorder.trie.residency import (
-    JunctionsResidency,
-    Lease,
-    MarkedFeedback,
-    MarksResidency,
-    Pool,
-    ScopeLengths,
-)
-from ragorder.trie.search.marked import MarkedPathSearch
+from ragorder.trie.residency import Lease, Pool, ScopeLengths
 
 __all__ = ["CloudCache", "CloudScopes", "cloud_settings"]
 
