@@ -24,8 +24,8 @@ from ragorder.trie.histories import History
 from ragorder.trie.residency import LearnedLengths, Pool
 
 if TYPE_CHECKING:
+    from ragorder._cloud_scope import CloudCache, CloudScopes
     from ragorder.clouds import CacheRules, Prices, Provider
-    from ragorder.clouds.scope import CloudCache, CloudScopes
     from ragorder.topic import Topics
     from ragorder.trie.residency.blocks import EngineBlocks
 
@@ -218,7 +218,7 @@ class Orderer:
         """
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-        from ragorder.clouds.scope import CloudCache, cloud_settings
+        from ragorder._cloud_scope import CloudCache, cloud_settings
 
         cache = CloudCache.of(provider, model, ttl, rules, prices, clock)
         if tokens is None and builder is not None:
@@ -586,7 +586,7 @@ class Orderer:
 
 
 def _cloud_scopes(cloud: CloudCache) -> CloudScopes:
-    from ragorder.clouds.scope import CloudScopes
+    from ragorder._cloud_scope import CloudScopes
 
     return CloudScopes(cloud)
 

@@ -15,7 +15,7 @@ from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, Fault, FinishReason, Request, TokenLogprobs, Update
 from ragorder.kernels.fusion.settings import Fusion
-from ragorder.kernels.policies import Key
+from ragorder.trie.policies import Key
 
 __all__ = ["Positions", "ScatteredPrefill", "Selecting", "Sequence", "Spans"]
 

@@ -44,7 +44,7 @@ from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.trie.profile import LINEAR, PrefillProfile
 
 pytestmark = pytest.mark.merge
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from ragorder.kernels.mirror.pool import TieredPool
-from ragorder.kernels.mirror.tiers import Arrival, Rank
 from ragorder.trie.histories import TurnEnd
+from ragorder.trie.mirror.pool import TieredPool
+from ragorder.trie.mirror.tiers import Arrival, Rank
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.tree import KnowledgeTree, Node
 
