@@ -45,9 +45,7 @@ def test_docstrings_are_plain(folder: str) -> None:
     assert not said
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_are_plain(page: Path) -> None:
     """Quotations and code are others' words."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
