@@ -1,4 +1,4 @@
-"""Room of all scopes in an engine's tiers."""
+"""Capacity of an engine's tiers, shared by all scopes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["TieredHolder", "TieredPool"]
 
 
 class TieredHolder(Holder, Protocol):
-    """A residency whose nodes the tiers hold."""
+    """A residency whose nodes are in the tiers."""
 
     def truncate(self, node: Node, kept_blocks: int) -> None: ...
 
 
 class TieredPool(Pool):
-    """A pool whose nodes stay until no tier of `mirror` has them; `nodes_by_key` are those of all scopes' trees.
+    """A pool that keeps a node while a tier of `mirror` has it; `nodes_by_key` has the nodes of all scopes' trees.
 
-    In a dry run (`copy`) the tiers' room of `held_tokens` is one, and evicts the least recently used first.
+    A dry run (`copy`) treats the tiers as one LRU tier of `held_tokens`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TieredPool(Pool):
         return pool
 
     def refresh(self, current: TieredHolder) -> None:
-        """After an interrupt between two changes of the tiers nothing is held."""
+        """Drop everything if an interrupt has left the tiers half changed."""
         if self._whole:
             return
         self.mirror.clear()
@@ -89,8 +89,8 @@ class TieredPool(Pool):
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Others have displaced what goes before nodes of these ranks, but for what is `kept` (of `only` these keys),
-        and have its room; returns the remaining blocks."""
+        """Evict all nodes with lower priority than `ranks` except `kept` (with `only`, just these keys), and charge
+        their room to other clients. Return the remaining blocks."""
         self._whole = False
         self._drop(self.mirror.displace(ranks, kept, only), current)
         self._whole = True
@@ -104,7 +104,7 @@ class TieredPool(Pool):
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """No tier has this node, and no request in flight uses it."""
+        """Drop a node that is in no tier and that no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks
@@ -114,7 +114,7 @@ class TieredPool(Pool):
     def _drop(self, keys: Iterable[Hashable], current: Holder) -> None:
         for key in keys:
             if key not in self.nodes_by_key:
-                # A suffix, others' room, or below a node that went before.
+                # A suffix, room of other clients, or a descendant of a node dropped before.
                 continue
             holder, node = self.nodes_by_key[key]
             if holder.closed:

@@ -89,7 +89,7 @@ class TestAPool:
     def test_too_many_are_refused_and_nothing_changes(self) -> None:
         pool = BlockPool(SHAPE, 4)
         pool.allocate(2)
-        with pytest.raises(OutOfBlocksError, match="3 blocks are needed, and 2 of 4"):
+        with pytest.raises(OutOfBlocksError, match="3 blocks are needed, but only 2 of 4"):
             pool.allocate(3)
         assert pool.free_blocks == 2
 
