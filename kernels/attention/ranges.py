@@ -46,7 +46,7 @@ class Ranges:
         )
 
     def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
-        """Return each request's chunks of at most `rows` rows with similar ranges. Waits for the device once per step."""
+        """Return each request's chunks, up to `rows` rows with similar ranges. Waits for the device once a step."""
         return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
 
     def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:

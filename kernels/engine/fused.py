@@ -48,9 +48,9 @@ class Fuser:
         prefix = sequence.tokens[: sum(segment.tokens for segment in front)]
         helpers, start = [], 0
         # What has KV, but no room for a copy, is computed in place.
-        for segment, rank in zip(path, self._cache.ranks_elsewhere(path), strict=True):
+        for segment, kind in zip(path, self._cache.copy_kinds(path), strict=True):
             end = start + segment.tokens
-            if start > first and rank is None:
+            if start > first and kind is None:
                 request = Request([*prefix, *sequence.tokens[start:end]])
                 alone = (*front, segment._replace(key=segment.content))
                 helpers.append(Sequence(-1, request, alone, None, frozenset(), owner=sequence))

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ragorder.kernels.cache import KnowledgeCache, KVLease, OutOfBlocksError, Rank, Segment, Whereabouts, segments_of
+from ragorder.kernels.cache import (
+    CopyKind,
+    CopyLocation,
+    KnowledgeCache,
+    KVLease,
+    OutOfBlocksError,
+    Segment,
+    segments_of,
+)
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.model import PatchedModel
@@ -233,8 +241,8 @@ class IdleBuilder:
             if content is None:
                 return None
             document = self._documents[content]
-            [_, rank] = self._cache.ranks_elsewhere([document.prompt.segment, document.segment])
-            if rank is Rank.PREPROCESSED:
+            [_, kind] = self._cache.copy_kinds([document.prompt.segment, document.segment])
+            if kind is CopyKind.PREPROCESSED:
                 continue
             if len(document.token_ids) > left:
                 # The budget grows with requests alone.
@@ -272,11 +280,11 @@ class IdleBuilder:
 
     def _neighbours(self, document: _Document) -> list[_Document]:
         known = [self._documents[each] for each, _ in document.companions.most_common() if each in self._documents]
-        ranks = self._cache.ranks_elsewhere([document.prompt.segment, *(each.segment for each in known)])[1:]
+        kinds = self._cache.copy_kinds([document.prompt.segment, *(each.segment for each in known)])[1:]
         left = self._longest - document.prompt.segment.tokens - len(document.token_ids)
         chosen: list[_Document] = []
-        for each, rank in zip(known, ranks, strict=True):
-            if rank is not None and len(each.token_ids) <= left and len(chosen) < _NEIGHBOURS:
+        for each, kind in zip(known, kinds, strict=True):
+            if kind is not None and len(each.token_ids) <= left and len(chosen) < _NEIGHBOURS:
                 left -= len(each.token_ids)
                 chosen.append(each)
         return chosen
@@ -299,16 +307,16 @@ class IdleBuilder:
         document, front = build.document, build.document.prompt.segment
         with torch.inference_mode():
             own = read_rows(self._cache.pool, build.lease.block_table, build.start, len(build.token_ids))
-            in_front = read_rows(self._cache.pool, build.lease.block_table, 0, front.tokens)
+            preceding = read_rows(self._cache.pool, build.lease.block_table, 0, front.tokens)
             own = moved_rows(own, build.start, front.tokens, self._rotation)
-            blocks = as_blocks(own, front.tokens, in_front, self._cache.shape)
+            blocks = as_blocks(own, front.tokens, preceding, self._cache.shape)
         self._end(build)
         if not bool(own.isfinite().all()):
             # Requests would fail with it.
             self._forget(document.segment.content)
             return
         key = variant_key(document.segment.content, b"".join(build.neighbours))
-        copy = Whereabouts(key, front.key, front.tokens, len(own))
+        copy = CopyLocation(key, front.key, front.tokens, len(own))
         if self._cache.adopt(document.segment.content, copy, blocks):
             self._counters.idle_documents += 1
             self._step_tokens = min(2 * self._step_tokens, self._most_step_tokens)

@@ -16,10 +16,10 @@ from ragorder.kernels.engine.attention import PagedLayers, PagedStep, StepAttent
 from ragorder.kernels.engine.batch import Forward, ForwardEnded, Piece, pack
 from ragorder.kernels.engine.sequence import Positions
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.fusion.selection import Needs, SelectionFacts
+from ragorder.kernels.fusion.selection import Measurements, Needs
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Question", "Scene", "Scorer", "attended", "kv_deviation", "read_question"]
+__all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "read_question"]
 
 
 def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
@@ -192,7 +192,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ScoringInput:
     """A prompt before its first step, and its blocks.
 
     - `prefix_tokens`: the system prompt; `question`: what is behind the documents.
@@ -238,32 +238,32 @@ class Scorer:
         self._device = device
         self.most_tokens = most_tokens
 
-    def measure(self, needs: Needs, scene: Scene) -> SelectionFacts:
+    def measure(self, needs: Needs, scene: ScoringInput) -> Measurements:
         """What `needs` names. `two layers` writes the first layer's KV behind the exact prefix, which is exact."""
         steps = self.measuring(needs, scene, self.most_tokens)
         while True:
             try:
                 next(steps)
             except StopIteration as ended:
-                facts: SelectionFacts = ended.value
-                return facts
+                measurements: Measurements = ended.value
+                return measurements
 
-    def measuring(self, needs: Needs, scene: Scene, most_tokens: int) -> Generator[int, None, SelectionFacts]:
+    def measuring(self, needs: Needs, scene: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
         """`measure` in steps: each tells the tokens of the next forward, at most `most_tokens`."""
         reused = torch.cat([torch.arange(start, end) for start, end in scene.spans or [(0, 0)]]).to(self._device)
-        facts = SelectionFacts(reused, scene.spans, seed=scene.seed)
+        measurements = Measurements(reused, scene.spans, seed=scene.seed)
         if not len(reused) or needs == "nothing":
-            return facts
+            return measurements
         if needs == "question":
             begin, end = scene.question
             most_tokens = min(most_tokens, end - begin)
             # A question that was computed already waits for the keys of this step.
             yield most_tokens if scene.asked is None else 1
-            return replace(facts, attention=self.attention(scene, most_tokens=most_tokens)[reused])
+            return replace(measurements, attention=self.attention(scene, most_tokens=most_tokens)[reused])
         deviation = yield from self._deviation(scene, most_tokens)
-        return replace(facts, deviation=deviation[reused])
+        return replace(measurements, deviation=deviation[reused])
 
-    def attending(self, scene: Scene, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
+    def attending(self, scene: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
         """fp32, in steps: attention of the `chosen` tokens to each before the question, summed over them, mean over
         heads and layers. They are recomputed, which is written."""
         found = torch.zeros(scene.question[0], device=self._device)
@@ -276,12 +276,12 @@ class Scorer:
             found[: len(received)] += received
         return found
 
-    def attention(self, scene: Scene, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
+    def attention(self, scene: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
         """fp32: the question's attention to each token in front of it.
 
         Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
         prompt, and moved behind the documents: all that this needs is there before the documents are, so that a warm-up
-        may have computed it (`Scene.asked`).
+        may have computed it (`ScoringInput.asked`).
         """
         held = scene.held(self._device)
         if scene.asked is not None:
@@ -294,13 +294,13 @@ class Scorer:
         table = torch.as_tensor(scene.table, dtype=torch.int64, device=self._device)
         return question.attention(self._layers, table, held)
 
-    def read(self, scene: Scene, start: int, most_tokens: int | None = None) -> Question:
+    def read(self, scene: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
         """The question behind the first `start` tokens of its prompt, which have KV; its last `most_tokens`."""
         begin, end = scene.question
         ids = scene.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
         return read_question(self._forward, self._layers, Piece(ids, start, scene.table, False), self._device)
 
-    def _deviation(self, scene: Scene, most_tokens: int) -> Generator[int, None, Tensor]:
+    def _deviation(self, scene: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
         """fp32: of each token up to the last document taken over; 0 in the exact prefix."""
         parts = [torch.zeros(scene.exact_tokens, device=self._device)]
         for begin in range(scene.exact_tokens, scene.spans[-1][1], most_tokens):

@@ -11,7 +11,7 @@ import torch
 
 from ragorder.kernels.cache import KnowledgeCache, content_of
 from ragorder.kernels.engine.request import fault_of
-from ragorder.kernels.engine.scoring import Question, Scene, Scorer
+from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput
 from ragorder.kernels.engine.sequence import Positions, Sequence, Spans
 from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.fusion.selection import make_selection, top
@@ -52,7 +52,7 @@ class KeptQuestions:
         start, end = sequence.path_tokens, sequence.prompt_tokens
         if not 0 < sequence.request.prefix_tokens == start < end:
             return
-        scene = Scene(sequence.tokens, sequence.table(self._block_size), start, start, (), (start, end))
+        scene = ScoringInput(sequence.tokens, sequence.table(self._block_size), start, start, (), (start, end))
         try:
             question = self._scorer.read(scene, start)
         except Exception as error:
@@ -169,9 +169,9 @@ class TokenSelecting:
         assert scattered is not None
         return scattered.exact_tokens
 
-    def _scene(self, asked: Question | None = None) -> Scene:
+    def _scene(self, asked: Question | None = None) -> ScoringInput:
         sequence = self._sequence
         question = sequence.path_tokens, sequence.prompt_tokens
         table = sequence.table(self._cache.shape.block_size)
         prefix, exact = sequence.request.prefix_tokens, self._exact_tokens
-        return Scene(sequence.tokens, table, prefix, exact, self._spans, question, asked=asked)
+        return ScoringInput(sequence.tokens, table, prefix, exact, self._spans, question, asked=asked)

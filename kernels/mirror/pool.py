@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ragorder.kernels.mirror.tiers import Arrival, Rank, TierMirror
+from ragorder.kernels.mirror.tiers import Arrival, TierMirror, TierPriority
 from ragorder.trie.residency import Lease, Pool
 from ragorder.trie.residency.pool import Holder
 from ragorder.trie.tree import Node
@@ -84,15 +84,15 @@ class TieredPool(Pool):
 
     def displace(
         self,
-        ranks: Sequence[Rank],
+        priorities: Sequence[TierPriority],
         current: TieredHolder,
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Evict all nodes with lower priority than `ranks` except `kept` (with `only`, just these keys), and charge
+        """Evict all nodes with lower priority than `priorities` except `kept` (with `only`, just these keys), and charge
         their room to other clients. Return the remaining blocks."""
         self._whole = False
-        self._drop(self.mirror.displace(ranks, kept, only), current)
+        self._drop(self.mirror.displace(priorities, kept, only), current)
         self._whole = True
         return self.used_blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from ragorder.kernels.mirror.pool import TieredPool
-from ragorder.kernels.mirror.tiers import Arrival, Rank
+from ragorder.kernels.mirror.tiers import Arrival, TierPriority
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.tree import KnowledgeTree, Node
@@ -30,7 +30,7 @@ class TieredResidency(LRUResidency):
         self._scope = hash((scope,))
         self._keys: dict[Node, int] = {}
         # By request in flight, the priorities of the last node that it should find cached, as they were before it.
-        self._ranks: dict[Lease, Sequence[Rank]] = {}
+        self._priorities: dict[Lease, Sequence[TierPriority]] = {}
 
     def refresh(self, requested: object = None) -> None:
         self.pool.refresh(self)
@@ -51,7 +51,7 @@ class TieredResidency(LRUResidency):
             parent, start = key, node.end
         in_order = [arrival.key for arrival in arrivals]
         held = lease.cached_documents + 1 if lease.cached_tokens else 0
-        self._ranks[lease] = pool.mirror.ranks(in_order[held - 1]) if held else ()
+        self._priorities[lease] = pool.mirror.priorities(in_order[held - 1]) if held else ()
         pool.serve(
             lease,
             arrivals,
@@ -84,7 +84,7 @@ class TieredResidency(LRUResidency):
         """Also drop everything that the tiers evict before the last node that should have been cached."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
-        return self.pool.displace(self._ranks.get(lease, ()), self, kept, only)
+        return self.pool.displace(self._priorities.get(lease, ()), self, kept, only)
 
     def loads(self, node: Node) -> Loads:
         place = self.pool.mirror.place(self._key(node))
@@ -95,9 +95,9 @@ class TieredResidency(LRUResidency):
 
     def close(self) -> None:
         super().close()
-        for lease in self._ranks:
+        for lease in self._priorities:
             self.pool.mirror.settle(lease)
-        self._ranks.clear()
+        self._priorities.clear()
         for node in list(self._keys):
             self._forget(node)
 
@@ -107,7 +107,7 @@ class TieredResidency(LRUResidency):
         return hash((self._scope if node.parent is None else self._key(node.parent), node.key))
 
     def _settle(self, lease: Lease, path: Sequence[Node]) -> None:
-        if self._ranks.pop(lease, None) is not None:
+        if self._priorities.pop(lease, None) is not None:
             self.pool.mirror.settle(lease)
             self._drop_absent(path)
 

@@ -10,7 +10,7 @@ from ragorder.kernels.policies import AwaitedNodes, Tier
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 from ragorder.trie.residency import Place
 
-__all__ = ["Arrival", "MirroredTier", "Rank", "TierMirror"]
+__all__ = ["Arrival", "MirroredTier", "TierMirror", "TierPriority"]
 
 
 class Arrival(NamedTuple):
@@ -88,7 +88,7 @@ class MirroredTier:
         self._held.clear()
 
 
-class Rank(NamedTuple):
+class TierPriority(NamedTuple):
     """The priority of a node in a tier."""
 
     tier: MirroredTier
@@ -122,10 +122,10 @@ class TierMirror:
                 return tier.place
         return self.tiers[-1].place
 
-    def ranks(self, key: Hashable) -> tuple[Rank, ...]:
+    def priorities(self, key: Hashable) -> tuple[TierPriority, ...]:
         """Return the node's priority in each tier that has it."""
         found = ((tier, tier.tier.get(key)) for tier in self.tiers)
-        return tuple(Rank(tier, node.priority) for tier, node in found if node is not None)
+        return tuple(TierPriority(tier, node.priority) for tier, node in found if node is not None)
 
     def serve(
         self,
@@ -173,12 +173,15 @@ class TierMirror:
                 tier.remove(key)
 
     def displace(
-        self, ranks: Iterable[Rank], kept: Container[Hashable] = (), only: Container[Hashable] | None = None
+        self,
+        priorities: Iterable[TierPriority],
+        kept: Container[Hashable] = (),
+        only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Evict all nodes with lower priority than `ranks` except `kept` (with `only`, just these keys), and charge
+        """Evict all nodes with lower priority than `priorities` except `kept` (with `only`, just these keys), and charge
         their room to other clients. Return the nodes that are now in no tier."""
         gone: dict[Hashable, None] = {}
-        for tier, priority in ranks:
+        for tier, priority in priorities:
             going = [key for key in tier.going_before(priority) if key not in kept and (only is None or key in only)]
             self._give_away(tier, going)
             gone.update(dict.fromkeys(going))

@@ -772,6 +772,6 @@ class TestExactDocuments:
         engine = fusing()
         warm(engine, [A, B])
         path = engine._validator.admit(0, replace(prompt_of(SYSTEM, [B, A], QUESTION), exact_documents=1)).path
-        assert engine._cache.find_elsewhere(path).total == len(A)
+        assert engine._cache.find_copies(path).total == len(A)
         path = engine._validator.admit(0, prompt_of(SYSTEM, [B, A], QUESTION)).path
-        assert engine._cache.find_elsewhere(path).total == len(A) + len(B)
+        assert engine._cache.find_copies(path).total == len(A) + len(B)

@@ -21,7 +21,7 @@ from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.engine.scoring import Question, Scene, Scorer, kv_deviation, read_question
+from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
 from ragorder.kernels.paging import BlockPool
@@ -290,9 +290,9 @@ def assemble(engine: Engine, prompt: list[int]) -> None:
 class TestScorer:
     ASKED = 11
 
-    def scene(self, engine: Engine, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> Scene:
+    def scene(self, engine: Engine, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> ScoringInput:
         table = np.asarray(engine.table, dtype=np.int32)
-        return Scene(prompt, table, SYSTEM, exact, spans, (END, END + self.ASKED))
+        return ScoringInput(prompt, table, SYSTEM, exact, spans, (END, END + self.ASKED))
 
     def scorer(self, engine: Engine, most_tokens: int = 64) -> Scorer:
         rotation = Rotation.of(engine.plain)
@@ -412,9 +412,9 @@ class TestAttending:
 
     ROWS = np.array([25, 26, 60, 61, 62, 100, 129])
 
-    def scene(self, engine: Engine, prompt: list[int]) -> Scene:
+    def scene(self, engine: Engine, prompt: list[int]) -> ScoringInput:
         table = np.asarray(engine.table, dtype=np.int32)
-        return Scene(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
+        return ScoringInput(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
 
     def scorer(self, engine: Engine) -> Scorer:
         return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain), "cpu")
