@@ -1,4 +1,4 @@
-"""Probes of what a configuration does not say: shapes, windows, agreement with eager attention."""
+"""Probes of a model: shapes, windows, agreement with eager attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AttentionFacts", "observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Relative difference of the logits' norms. Wrong masks, biases or positions are far above, rounding is far below.
+# Relative difference of the logits' norms: far below that of wrong masks, biases or positions, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -59,8 +59,10 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionFacts:
-    """Facts from a run of two tokens. Raises UnsupportedModelError if layers differ, do not attend, or contradict the
-    configured windows."""
+    """Measure the shapes in a run of two tokens.
+
+    Raises UnsupportedModelError if layers differ, do not attend, or contradict the configured windows.
+    """
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)
@@ -94,21 +96,23 @@ def observe(model: Any, forward: Forward) -> AttentionFacts:
 
 
 def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> None:
-    # transformers passes windows in masks, of which there are none here, and to the attention.
+    # transformers passes windows in masks, which are not used here, and to the attention.
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     for layer, told in windows.items():
         sliding = types[layer] == "sliding_attention" if types else window is not None
         if told != (window if sliding else None):
             raise UnsupportedModelError(
-                f"{name} cannot be served exactly: layer {layer} asks for a window of {told} tokens, its configuration "
-                f"for {window if sliding else None}"
+                f"{name} cannot be served exactly: layer {layer} uses a window of {told} tokens, its configuration "
+                f"{window if sliding else None}"
             )
 
 
 def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int, longest: int | None) -> None:
-    """Compare with eager attention on a prompt split inside a block. Raises UnsupportedModelError for differences
-    beyond rounding."""
+    """Compare with eager attention on a prompt split inside a block.
+
+    Raises UnsupportedModelError for differences beyond rounding.
+    """
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)

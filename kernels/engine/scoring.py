@@ -1,4 +1,4 @@
-"""Facts for selections of critical tokens, measured on the engine's model and pool."""
+"""Measurements for selections of critical tokens, on the engine's model and pool."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "re
 
 
 def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
-    """fp32 (keys,): attention that each key in the piece's context receives from its rows at `positions`, summed over
-    the rows, mean over heads and layers. Their KV is written."""
+    """Return fp32 (keys,): attention that each key in the piece's context receives from its rows at `positions`, summed
+    over rows, mean over heads and layers. Writes the rows' KV."""
     step = pack([piece], layers, device)
     attention = _AllLayers(step.attention, layers, step.positions, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
@@ -32,7 +32,7 @@ def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.
 
 
 class _AllLayers:
-    """A step's attention (`inner`) that also sums what its rows attend to, and ends in the last layer."""
+    """A step's attention (`inner`) that also sums the attention of its rows, and ends in the last layer."""
 
     def __init__(self, inner: PagedStep, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
         self._inner = inner
@@ -63,10 +63,11 @@ class _AllLayers:
 def kv_deviation(
     forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str, most_tokens: int
 ) -> Tensor:
-    """fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool in the second layer.
+    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in the second
+    layer.
 
-    The `start` tokens in front of it have exact KV. That of its own tokens in the first layer is written, so they may
-    have none: there it depends on no other token, and so is also what was taken over. At most `most_tokens` at a time.
+    The `start` tokens before it have exact KV. Writes the KV of its own tokens in the first layer, so they may have
+    none: this KV depends on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
     """
     if len(layers.key_caches) < 2:
         return torch.zeros(len(piece.token_ids), device=device)
@@ -81,7 +82,7 @@ def kv_deviation(
 
 
 class _SecondLayer:
-    """Attention of the first layer, that ends in the second with the distance of its KV from the pool's."""
+    """First-layer attention; ends in the second layer with the distance of its KV from the pool's."""
 
     deviation: Tensor
 
@@ -117,23 +118,23 @@ def _distance(new: Tensor, old: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """Its n tokens in the last layer, behind `start` tokens: `queries`, and `keys` (n, HKV, D), rotated."""
+    """A question's n tokens in the last layer, after `start` tokens: `queries`, and `keys` (n, HKV, D), rotated."""
 
     queries: Queries
     keys: Tensor
     start: int
 
     def moved(self, start: int, rotation: Rotation) -> Question:
-        """The same vectors behind another number of tokens."""
+        """Return the same vectors, moved to another start."""
         old, last = self.queries.positions, len(rotation.ropes) - 1
         turn = rotation.turn(start - self.start, old)
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
         return Question(queries, turn.apply(self.keys, last), start)
 
     def attention(self, layers: PagedLayers, table: Tensor, held: Tensor | None = None) -> Tensor:
-        """fp32 (start,): attention to each token in front, whose keys are in the blocks `table` (int64).
+        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
 
-        Softmax over those that are `held` (bool (start,), by default all) and the question itself, summed over the
+        Softmax over the `held` tokens (bool (start,), all by default) and the question itself, summed over the
         question's tokens, mean over heads.
         """
         keys = Keys(layers.key_caches[-1], table, self.start, self.keys, held)
@@ -141,7 +142,7 @@ class Question:
 
 
 def read_question(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Question:
-    """A forward of a question, behind the `start` tokens with KV in its blocks. Nothing is written."""
+    """Run a forward of a question after the `start` tokens with KV in its blocks. Writes nothing."""
     count = len(piece.token_ids)
     attention = _LastLayer(layers, PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device))
     positions = torch.arange(piece.start, piece.start + count, device=device)
@@ -195,10 +196,10 @@ Span = tuple[int, int]
 class ScoringInput:
     """A prompt before its first step, and its blocks.
 
-    - `prefix_tokens`: the system prompt; `question`: what is behind the documents.
-    - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
-      their rows hold anything.
-    - `asked`: the question behind the system prompt, if a warm-up has computed it.
+    - `prefix_tokens`: the system prompt; `question`: the tokens after the documents.
+    - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents have no KV yet and
+      hold anything.
+    - `asked`: the question's vectors after the system prompt, if a warm-up has computed them.
     """
 
     token_ids: Sequence[int]
@@ -214,7 +215,7 @@ class ScoringInput:
         return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
 
     def held(self, device: torch.device | str) -> Tensor:
-        """bool: which tokens in front of the question have KV."""
+        """Return bool: which tokens before the question have KV."""
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
             held[start:end] = True
@@ -222,7 +223,7 @@ class ScoringInput:
 
 
 class Scorer:
-    """Facts for selections. `most_tokens`: of a forward; of a longer question the last ones count."""
+    """Measurements for selections, in forwards of `most_tokens`; only the last tokens of a longer question count."""
 
     def __init__(
         self,
@@ -239,7 +240,8 @@ class Scorer:
         self.most_tokens = most_tokens
 
     def measure(self, needs: Needs, scene: ScoringInput) -> Measurements:
-        """What `needs` names. `two layers` writes the first layer's KV behind the exact prefix, which is exact."""
+        """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix; this KV is
+        exact."""
         steps = self.measuring(needs, scene, self.most_tokens)
         while True:
             try:
@@ -249,7 +251,7 @@ class Scorer:
                 return measurements
 
     def measuring(self, needs: Needs, scene: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
-        """`measure` in steps: each tells the tokens of the next forward, at most `most_tokens`."""
+        """Run `measure` in steps; yield the tokens of each next forward, at most `most_tokens`."""
         reused = torch.cat([torch.arange(start, end) for start, end in scene.spans or [(0, 0)]]).to(self._device)
         measurements = Measurements(reused, scene.spans, seed=scene.seed)
         if not len(reused) or needs == "nothing":
@@ -257,15 +259,15 @@ class Scorer:
         if needs == "question":
             begin, end = scene.question
             most_tokens = min(most_tokens, end - begin)
-            # A question that was computed already waits for the keys of this step.
+            # A question that is already computed waits for the keys of this step.
             yield most_tokens if scene.asked is None else 1
             return replace(measurements, attention=self.attention(scene, most_tokens=most_tokens)[reused])
         deviation = yield from self._deviation(scene, most_tokens)
         return replace(measurements, deviation=deviation[reused])
 
     def attending(self, scene: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """fp32, in steps: attention of the `chosen` tokens to each before the question, summed over them, mean over
-        heads and layers. They are recomputed, which is written."""
+        """In steps, compute fp32: attention of the `chosen` tokens to each token before the question, summed over them,
+        mean over heads and layers. Recomputes them and writes their KV."""
         found = torch.zeros(scene.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]
@@ -277,11 +279,11 @@ class Scorer:
         return found
 
     def attention(self, scene: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
-        """fp32: the question's attention to each token in front of it.
+        """Return fp32: the question's attention to each earlier token.
 
-        Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
-        prompt, and moved behind the documents: all that this needs is there before the documents are, so that a warm-up
-        may have computed it (`ScoringInput.asked`).
+        Its vectors are computed after the documents. With `alone`, or if some documents have no KV, they are computed
+        after the system prompt and moved. This needs no documents, so a warm-up may have computed it
+        (`ScoringInput.asked`).
         """
         held = scene.held(self._device)
         if scene.asked is not None:
@@ -295,13 +297,14 @@ class Scorer:
         return question.attention(self._layers, table, held)
 
     def read(self, scene: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
-        """The question behind the first `start` tokens of its prompt, which have KV; its last `most_tokens`."""
+        """Compute the question, or its last `most_tokens`, after the first `start` tokens of its prompt, which have
+        KV."""
         begin, end = scene.question
         ids = scene.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
         return read_question(self._forward, self._layers, Piece(ids, start, scene.table, False), self._device)
 
     def _deviation(self, scene: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
-        """fp32: of each token up to the last document taken over; 0 in the exact prefix."""
+        """Compute fp32 for each token up to the last reused document; 0 in the exact prefix."""
         parts = [torch.zeros(scene.exact_tokens, device=self._device)]
         for begin in range(scene.exact_tokens, scene.spans[-1][1], most_tokens):
             piece = Piece(
