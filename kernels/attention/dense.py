@@ -29,7 +29,7 @@ class Rule:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """Return (n, query heads, D) for q (n, query heads, D), k and v (m, KV heads, D). Scores get `mask` (n, m) added."""
+    """Return (n, query heads, D) for q (n, query heads, D), k and v (m, KV heads, D). `mask` (n, m) is additive."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads

@@ -24,7 +24,7 @@ class PoolSizes:
         self._leases = leases
 
     def resize_device(self, blocks: int) -> None:
-        """Resize the device. Raises OutOfBlocksError if leases use more, and MemoryError; the pool then keeps its size."""
+        """Resize the device. Raises OutOfBlocksError if leases use more, and MemoryError; both keep the size."""
         tiers = self._tiers
         pool = tiers.device.pool
         # Loads and copies hold blocks by their numbers.

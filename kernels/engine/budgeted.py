@@ -39,7 +39,7 @@ from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 
-__all__ = ["Relief", "StreamedMemory", "StreamedModel", "load_streamed"]
+__all__ = ["MemoryPressure", "StreamedMemory", "StreamedModel", "load_streamed"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
@@ -147,7 +147,7 @@ class StreamedMemory:
         return self.plan.slots * self.streamer.store.slot_bytes + spare
 
 
-class Relief:
+class MemoryPressure:
     """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, then a smaller pool with KV moved
     down a tier, then layers.
 
@@ -163,7 +163,7 @@ class Relief:
         self._residency = None if streamer is None else streamer.residency
         self._calm = 0
 
-    def give(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
+    def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
         """Give memory back after a step of `tokens` tokens; the pool still fits each of the `unfinished` requests.
 
         `failed`: the step failed, so its blocks are useless. Returns False if nothing is left to give back.
@@ -177,9 +177,9 @@ class Relief:
             return True
         given = self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
         # Shrinking the pool may have found no memory for the new one: it gets the memory that was given back.
-        return self.hold(_needed_tokens(unfinished)) and given
+        return self.fit(_needed_tokens(unfinished)) and given
 
-    def hold(self, tokens: int) -> bool:
+    def fit(self, tokens: int) -> bool:
         """Enlarge the pool for a request of `tokens` tokens, up to the planned size. Return False if there is no
         memory."""
         blocks = self._cache.shape.blocks_for(tokens)
@@ -199,7 +199,7 @@ class Relief:
         before = self._cache.pool.blocks
         if before >= self._blocks:
             return False
-        if not self.hold(_needed_tokens(unfinished)):
+        if not self.fit(_needed_tokens(unfinished)):
             raise MemoryError("not enough memory for the KV of a request")
         return self._cache.pool.blocks != before
 
@@ -414,8 +414,8 @@ def _folder_of(name: str | Path) -> Path:
 def _check_quantised(name: str | Path, config: Any) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
-        facts = quantised if isinstance(quantised, dict) else vars(quantised)
-        method = str(getattr(facts.get("quant_method"), "value", facts.get("quant_method", "unknown")))
+        entries = quantised if isinstance(quantised, dict) else vars(quantised)
+        method = str(getattr(entries.get("quant_method"), "value", entries.get("quant_method", "unknown")))
         raise UnsupportedModelError(
             f"{name} cannot be streamed: its weights are quantised ({method}) and "
             "converted when they are loaded; leave out device_bytes, or give the model before quantisation"

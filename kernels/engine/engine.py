@@ -15,7 +15,7 @@ import torch
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.budgeted import Relief, StreamedMemory, StreamedModel, load_streamed
+from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
 from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -147,7 +147,7 @@ class TieredEngine:
             fuser,
         )
         self._runner = ModelRunner(model.forward, layers, model.device)
-        self._relief = Relief(self._scheduler, self._cache, self._streamer)
+        self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
@@ -284,7 +284,7 @@ class TieredEngine:
             self._failures.check_device()
             self._forget_work()
             try:
-                self._relief.resize(device_tokens, host_bytes, self._sequences.values())
+                self._memory.resize(device_tokens, host_bytes, self._sequences.values())
             finally:
                 self._pool_changed()
             if device_tokens is not None:
@@ -300,7 +300,7 @@ class TieredEngine:
             self._failures.check_device()
             self._forget_work()
             try:
-                self._relief.place(placement, self._sequences.values())
+                self._memory.place(placement, self._sequences.values())
             finally:
                 self._pool_changed()
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
@@ -311,7 +311,7 @@ class TieredEngine:
         Raises ValueError for a model that does not stream, LayerReadError.
         """
         with self._lock:
-            return self._relief.move(residency)
+            return self._memory.move(residency)
 
     def forget_device(self) -> None:
         """Drop the device's KV, as after a failure. Requests are computed again, with the KV on host and disk."""
@@ -380,11 +380,11 @@ class TieredEngine:
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
-            if self._relief.restore_pool(self._sequences.values()):
+            if self._memory.restore_pool(self._sequences.values()):
                 self._pool_changed()
             chunks = scheduler.plan()
         except OutOfBlocksError:
-            if self._relief.make_blocks():
+            if self._memory.make_blocks():
                 self._pool_changed()
                 return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
@@ -418,7 +418,7 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
-        if self._relief.step_succeeded():
+        if self._memory.step_succeeded():
             self._pool_changed()
         return updates
 
@@ -452,7 +452,7 @@ class TieredEngine:
         return update
 
     def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
-        given = self._relief.give(tokens, self._sequences.values(), failed=failed)
+        given = self._memory.shrink(tokens, self._sequences.values(), failed=failed)
         self._pool_changed()
         return given
 
@@ -460,7 +460,7 @@ class TieredEngine:
         """Enlarge the pool for a request after a shortage. Raises ShortOfMemoryError if memory is still short."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
-            if not self._relief.hold(needed):
+            if not self._memory.fit(needed):
                 why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
                 raise ShortOfMemoryError(why) from MemoryError(why)
             self._pool_changed()

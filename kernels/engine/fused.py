@@ -71,7 +71,7 @@ class Fuser:
         self._assembler.copy(list(map(_rows, borrowed)), lease.block_table)
         found = [_span(each) for each in borrowed if each.copy.node.key not in own]
         spans = list(map(_span, borrowed))
-        sequence.take_over(spans, found, self._cache.give_back(lease, own))
+        sequence.reuse(spans, found, self._cache.give_back(lease, own))
         sequence.selecting = TokenSelecting(
             sequence, fusion, spans, self._scorer, self._cache, self._questions, most_tokens
         )

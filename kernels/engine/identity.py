@@ -38,7 +38,7 @@ def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] =
     """
     with digest_threads() as threads:
         serializer = _Serializer(threads)
-        facts = {
+        contents = {
             "format": _FORMAT,
             "versions": [torch.__version__, transformers.__version__],
             "device": device_name(torch.device(model.device)),
@@ -51,7 +51,7 @@ def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] =
             "buffers": dict(model.named_buffers(remove_duplicate=False)),
         }
         digest = sha256()
-        for part in serializer.parts(facts):
+        for part in serializer.parts(contents):
             digest.update(f"{len(part)} {part}".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 

@@ -59,13 +59,13 @@ class PatchedModel:
         register()
         self._patch()
         try:
-            facts = observe(model, self.forward)
+            observed = observe(model, self.forward)
             if settings.verify:
-                verify(model, self.forward, facts, settings.block_size, self.longest)
+                verify(model, self.forward, observed, settings.block_size, self.longest)
         except BaseException:
             self.restore()
             raise
-        self.shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, settings.block_size, facts.dtype)
+        self.shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, settings.block_size, observed.dtype)
 
     def end_tokens(self, tokenizer: Any | None) -> frozenset[int]:
         ends: set[int] = set()

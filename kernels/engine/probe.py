@@ -14,7 +14,7 @@ from ragorder.kernels.engine.batch import Forward, Piece, pack
 from ragorder.kernels.engine.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
 
-__all__ = ["AttentionFacts", "observe", "verify"]
+__all__ = ["AttentionShape", "observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFacts:
+class AttentionShape:
     """Shapes and dtype of all layers' attention."""
 
     layers: int
@@ -58,7 +58,7 @@ class _Observer:
         return attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
-def observe(model: Any, forward: Forward) -> AttentionFacts:
+def observe(model: Any, forward: Forward) -> AttentionShape:
     """Measure the shapes in a run of two tokens.
 
     Raises UnsupportedModelError if layers differ, do not attend, or contradict the configured windows.
@@ -92,7 +92,7 @@ def observe(model: Any, forward: Forward) -> AttentionFacts:
     if dtype not in _TOLERANCE:
         raise UnsupportedModelError(f"{name} cannot be served: KV of {dtype}; load it as float32, bfloat16 or float16")
     _check_windows(name, config, observer.windows)
-    return AttentionFacts(wanted, heads, kv_heads, head_dim, dtype)
+    return AttentionShape(wanted, heads, kv_heads, head_dim, dtype)
 
 
 def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> None:
@@ -108,7 +108,7 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
             )
 
 
-def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int, longest: int | None) -> None:
+def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: int, longest: int | None) -> None:
     """Compare with eager attention on a prompt split inside a block.
 
     Raises UnsupportedModelError for differences beyond rounding.
@@ -117,7 +117,7 @@ def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int,
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)
     device = ids.device
-    shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, block_size, facts.dtype)
+    shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, block_size, observed.dtype)
     blocks = shape.blocks_for(length)
     pool = BlockPool(shape, blocks, device)
     layers = PagedLayers(pool)
@@ -138,10 +138,10 @@ def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int,
     eager = eager.float()
     difference = ((ours.float() - eager).norm() / eager.norm().clamp_min(1e-12)).item()
     _logger.debug("%s: the engine's logits differ from eager attention's by %.2e", type(model).__name__, difference)
-    if not difference <= _TOLERANCE[facts.dtype]:
+    if not difference <= _TOLERANCE[observed.dtype]:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be served exactly: over a cached prefix the logits differ from those of "
-            f"transformers' eager attention by {difference:.1e} of their norm (allowed: {_TOLERANCE[facts.dtype]:g})"
+            f"transformers' eager attention by {difference:.1e} of their norm (allowed: {_TOLERANCE[observed.dtype]:g})"
         )
 
 

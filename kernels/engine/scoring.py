@@ -239,10 +239,10 @@ class Scorer:
         self._device = device
         self.most_tokens = most_tokens
 
-    def measure(self, needs: Needs, scene: ScoringInput) -> Measurements:
+    def measure(self, needs: Needs, inputs: ScoringInput) -> Measurements:
         """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix; this KV is
         exact."""
-        steps = self.measuring(needs, scene, self.most_tokens)
+        steps = self.measuring(needs, inputs, self.most_tokens)
         while True:
             try:
                 next(steps)
@@ -250,65 +250,65 @@ class Scorer:
                 measurements: Measurements = ended.value
                 return measurements
 
-    def measuring(self, needs: Needs, scene: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
+    def measuring(self, needs: Needs, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
         """Run `measure` in steps; yield the tokens of each next forward, at most `most_tokens`."""
-        reused = torch.cat([torch.arange(start, end) for start, end in scene.spans or [(0, 0)]]).to(self._device)
-        measurements = Measurements(reused, scene.spans, seed=scene.seed)
+        reused = torch.cat([torch.arange(start, end) for start, end in inputs.spans or [(0, 0)]]).to(self._device)
+        measurements = Measurements(reused, inputs.spans, seed=inputs.seed)
         if not len(reused) or needs == "nothing":
             return measurements
         if needs == "question":
-            begin, end = scene.question
+            begin, end = inputs.question
             most_tokens = min(most_tokens, end - begin)
             # A question that is already computed waits for the keys of this step.
-            yield most_tokens if scene.asked is None else 1
-            return replace(measurements, attention=self.attention(scene, most_tokens=most_tokens)[reused])
-        deviation = yield from self._deviation(scene, most_tokens)
+            yield most_tokens if inputs.asked is None else 1
+            return replace(measurements, attention=self.attention(inputs, most_tokens=most_tokens)[reused])
+        deviation = yield from self._deviation(inputs, most_tokens)
         return replace(measurements, deviation=deviation[reused])
 
-    def attending(self, scene: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
+    def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
         """In steps, compute fp32: attention of the `chosen` tokens to each token before the question, summed over them,
         mean over heads and layers. Recomputes them and writes their KV."""
-        found = torch.zeros(scene.question[0], device=self._device)
+        found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]
             yield len(rows)
-            ids = [scene.token_ids[row] for row in rows]
-            piece = Piece(ids, int(rows[0]), scene.table, False, rows)
+            ids = [inputs.token_ids[row] for row in rows]
+            piece = Piece(ids, int(rows[0]), inputs.table, False, rows)
             received = attended(self._forward, self._layers, piece, self._device)
             found[: len(received)] += received
         return found
 
-    def attention(self, scene: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
+    def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
         """Return fp32: the question's attention to each earlier token.
 
         Its vectors are computed after the documents. With `alone`, or if some documents have no KV, they are computed
         after the system prompt and moved. This needs no documents, so a warm-up may have computed it
         (`ScoringInput.asked`).
         """
-        held = scene.held(self._device)
-        if scene.asked is not None:
-            question = scene.asked.moved(scene.question[0], self._rotation)
+        held = inputs.held(self._device)
+        if inputs.asked is not None:
+            question = inputs.asked.moved(inputs.question[0], self._rotation)
         elif bool(held.all()) and not alone:
-            question = self.read(scene, scene.question[0], most_tokens)
+            question = self.read(inputs, inputs.question[0], most_tokens)
         else:
-            question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens), most_tokens)
-            question = question.moved(scene.question[0], self._rotation)
-        table = torch.as_tensor(scene.table, dtype=torch.int64, device=self._device)
+            question = self.read(inputs, min(inputs.prefix_tokens, inputs.exact_tokens), most_tokens)
+            question = question.moved(inputs.question[0], self._rotation)
+        table = torch.as_tensor(inputs.table, dtype=torch.int64, device=self._device)
         return question.attention(self._layers, table, held)
 
-    def read(self, scene: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
+    def read(self, inputs: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
         """Compute the question, or its last `most_tokens`, after the first `start` tokens of its prompt, which have
         KV."""
-        begin, end = scene.question
-        ids = scene.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
-        return read_question(self._forward, self._layers, Piece(ids, start, scene.table, False), self._device)
+        begin, end = inputs.question
+        ids = inputs.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
+        return read_question(self._forward, self._layers, Piece(ids, start, inputs.table, False), self._device)
 
-    def _deviation(self, scene: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
+    def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
         """Compute fp32 for each token up to the last reused document; 0 in the exact prefix."""
-        parts = [torch.zeros(scene.exact_tokens, device=self._device)]
-        for begin in range(scene.exact_tokens, scene.spans[-1][1], most_tokens):
+        parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
+        for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
             piece = Piece(
-                scene.token_ids[begin : min(begin + most_tokens, scene.spans[-1][1])], begin, scene.table, False
+                inputs.token_ids[begin : min(begin + most_tokens, inputs.spans[-1][1])], begin, inputs.table, False
             )
             yield len(piece.token_ids)
             parts.append(kv_deviation(self._forward, self._layers, piece, self._device, most_tokens))

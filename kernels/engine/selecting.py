@@ -52,9 +52,9 @@ class KeptQuestions:
         start, end = sequence.path_tokens, sequence.prompt_tokens
         if not 0 < sequence.request.prefix_tokens == start < end:
             return
-        scene = ScoringInput(sequence.tokens, sequence.table(self._block_size), start, start, (), (start, end))
+        inputs = ScoringInput(sequence.tokens, sequence.table(self._block_size), start, start, (), (start, end))
         try:
-            question = self._scorer.read(scene, start)
+            question = self._scorer.read(inputs, start)
         except Exception as error:
             # The following request computes it itself.
             _logger.error("a question could not be computed ahead (%s)", type(error).__name__)
@@ -150,18 +150,18 @@ class TokenSelecting:
             self.chosen = everywhere[:budget]
             return
         asked = self._questions.find(self._sequence) if selection.needs == "question" else None
-        facts = yield from self._scorer.measuring(selection.needs, self._scene(asked), self._most_tokens)
+        measurements = yield from self._scorer.measuring(selection.needs, self._inputs(asked), self._most_tokens)
         rounds = self._fusion.rounds
         # A policy may return any positions: rows outside belong to others, or are computed anyway.
-        self.chosen = np.intersect1d(everywhere, selection.choose(facts, -(-budget // rounds)).cpu().numpy())
+        self.chosen = np.intersect1d(everywhere, selection.choose(measurements, -(-budget // rounds)).cpu().numpy())
         for number in range(2, rounds + 1):
             wanted = -(-budget * number // rounds)
             if not 0 < len(self.chosen) < wanted:
                 continue
-            attention = yield from self._scorer.attending(self._scene(), self.chosen, self._most_tokens)
-            scores = attention[facts.reused]
-            scores[torch.isin(facts.reused, torch.from_numpy(self.chosen).to(scores.device))] = torch.inf
-            self.chosen = top(facts, scores, wanted).cpu().numpy()
+            attention = yield from self._scorer.attending(self._inputs(), self.chosen, self._most_tokens)
+            scores = attention[measurements.reused]
+            scores[torch.isin(measurements.reused, torch.from_numpy(self.chosen).to(scores.device))] = torch.inf
+            self.chosen = top(measurements, scores, wanted).cpu().numpy()
 
     @property
     def _exact_tokens(self) -> int:
@@ -169,7 +169,7 @@ class TokenSelecting:
         assert scattered is not None
         return scattered.exact_tokens
 
-    def _scene(self, asked: Question | None = None) -> ScoringInput:
+    def _inputs(self, asked: Question | None = None) -> ScoringInput:
         sequence = self._sequence
         question = sequence.path_tokens, sequence.prompt_tokens
         table = sequence.table(self._cache.shape.block_size)

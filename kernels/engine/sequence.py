@@ -32,13 +32,13 @@ class ScatteredPrefill:
     """
 
     def __init__(
-        self, tokens: int, computed: int, taken: Spans, path_tokens: int, *, documents_first: bool = False
+        self, tokens: int, computed: int, reused: Spans, path_tokens: int, *, documents_first: bool = False
     ) -> None:
         missing = np.ones(tokens, dtype=np.bool_)
         missing[:computed] = False
-        for begin, end in taken:
+        for begin, end in reused:
             missing[begin:end] = False
-        self.exact_tokens = taken[0][0]
+        self.exact_tokens = reused[0][0]
         """Tokens before the first approximate one."""
         self._tokens = tokens
         places = np.flatnonzero(missing)
@@ -49,9 +49,9 @@ class ScatteredPrefill:
         """Number of positions to compute, without those that wait for a choice."""
         return len(self._todo)
 
-    def choose(self, anew: Positions) -> None:
+    def choose(self, chosen: Positions) -> None:
         """Also compute these positions and the rest."""
-        later = np.union1d(anew, self._rest)
+        later = np.union1d(chosen, self._rest)
         if np.array_equal(later, np.arange(self.exact_tokens, self._tokens)):
             # Full attention.
             self.exact_tokens = self._tokens
@@ -173,7 +173,7 @@ class Sequence:
     @property
     def overdue_message(self) -> str:
         tokens = len(self.tokens) - self.prompt_tokens
-        return f"its deadline of {self._deadline_s:g} s has passed after {tokens} tokens: give more time, or fewer max_tokens"
+        return f"its deadline of {self._deadline_s:g} s has passed after {tokens} tokens: allow more, or fewer tokens"
 
     @property
     def ttft_s(self) -> float | None:
@@ -196,7 +196,7 @@ class Sequence:
         if self.cached is None:
             self.cached = self.lease.tokens_by_tier
 
-    def take_over(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
+    def reuse(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
         """Note that positions within `spans` have KV now; those within `found` come from other requests, `by_tier`."""
         assert self.fusion is not None
         # Further rounds of selection use the attention to all documents.
@@ -205,16 +205,16 @@ class Sequence:
         self.scattered = ScatteredPrefill(size, self.computed, spans, self.path_tokens, documents_first=first)
         self._found, self._by_tier = found, by_tier
 
-    def choose(self, anew: Positions, *, in_full: bool = False) -> None:
+    def choose(self, chosen: Positions, *, in_full: bool = False) -> None:
         """Recompute these positions, or everything."""
         assert self.scattered is not None
         if in_full:
             self.scattered.choose_all()
         else:
-            self.scattered.choose(anew)
+            self.scattered.choose(chosen)
         if self.fused is None:
             self.fused = self._by_tier
-            self.recomputed = sum(int(np.sum((anew >= begin) & (anew < end))) for begin, end in self._found)
+            self.recomputed = sum(int(np.sum((chosen >= begin) & (chosen < end))) for begin, end in self._found)
         if in_full:
             self.recomputed = self.fused.total
 

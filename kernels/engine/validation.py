@@ -103,7 +103,7 @@ class RequestValidator:
         # The last token's KV is never needed.
         if total - 1 > self.device_tokens:
             raise RequestRefusedError(
-                f"{asked}, but the pool holds {self.device_tokens} in total (blocks of {self.block_size}): give less, or "
+                f"{asked}, but the pool holds {self.device_tokens} (blocks of {self.block_size}): give less, or "
                 "the engine more device_tokens"
             )
 

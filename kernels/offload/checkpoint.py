@@ -132,20 +132,20 @@ class Checkpoint:
             if not 0 < length <= min(_LONGEST_HEADER, stat.st_size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {stat.st_size}")
             header = decode(os.pread(descriptor, length, 8))
-            for name, facts in header.items():
+            for name, entry in header.items():
                 if name != "__metadata__":
-                    yield _entry(name, facts, file, 8 + length, stat.st_size)
+                    yield _entry(name, entry, file, 8 + length, stat.st_size)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
 
 
-def _entry(name: str, facts: Mapping[str, Any], file: Path, data: int, size: int) -> TensorEntry:
-    if facts["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{file}: {name} has dtype {facts['dtype']}, which cannot be streamed")
-    dtype, shape = _DTYPES[facts["dtype"]], tuple(map(int, facts["shape"]))
-    begin, end = map(int, facts["data_offsets"])
+def _entry(name: str, entry: Mapping[str, Any], file: Path, data: int, size: int) -> TensorEntry:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}, which cannot be streamed")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    begin, end = map(int, entry["data_offsets"])
     count = 1
     for side in shape:
         count *= side

@@ -1000,7 +1000,7 @@ class TestWorker:
         self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = load()
-        monkeypatch.setattr(worker.engine._relief, "hold", lambda tokens: False)
+        monkeypatch.setattr(worker.engine._memory, "fit", lambda tokens: False)
         monkeypatch.setattr(worker.engine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})

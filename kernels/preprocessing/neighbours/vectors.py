@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["VectorNeighbours"]
 
 
-@neighbours.register("vectors", "by your own vectors (vectors:FILE.npy, one row per document of the corpus)")
+@neighbours.register("vectors", "by your own vectors (vectors:FILE.npy, one row per document)")
 class VectorNeighbours(EmbeddingNeighbours):
     """`given` has shape (documents, dimensions), one row per document, in their order.
 
