@@ -13,8 +13,7 @@ ROWS = 64
 
 
 def read_width(config: Mapping[str, Any], where: str, *names: str, default: int | None = None) -> int:
-    """Return the first of these numbers in a configuration. Raises ValueError if it is missing or not a positive
-    integer."""
+    """Return a configuration's first of these numbers. Raises ValueError if it is missing or not a positive integer."""
     value = next((config[each] for each in names if config.get(each) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
@@ -57,15 +56,13 @@ class DecoderShape:
         )
 
     def kv_token(self, itemsize: int) -> int:
-        """Return the bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def workspace(self, tokens: int, itemsize: int, rows: int = ROWS) -> int:
-        """Return the maximum bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll
-        4.2).
+        """Maximum bytes of activations in a step of `tokens` tokens, `rows` of them with logits (RAGDoll 4.2).
 
         A step holds its hidden states twice, and the larger of attention's queries, keys, values and output, and of the
-        MLP's three inner products. Norms and logits are computed in fp32.
+        MLP's three inner products. Norms and logits are in fp32.
         """
         attended = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         states = 2 * self.hidden * (itemsize + 4)

@@ -104,7 +104,7 @@ class _Parameters:
 
 
 def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:
-    """Return the bytes of each layer in a buffer, of all other weights, and of one number of most weights."""
+    """Bytes of each layer in a buffer, of all other weights, and of one number of most weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no weights (*.safetensors): give only its config.json for an estimate")
@@ -130,7 +130,7 @@ def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], in
 
 
 def _header(file: Path) -> dict[str, tuple[int, int]]:
-    """Return the bytes of each tensor, and of one of its numbers."""
+    """Bytes of each tensor, and of one of its numbers."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_BYTES), "little")
         try:

@@ -67,7 +67,7 @@ class ProfileCache:
     def find_or_measure(
         self, key: str, measure: Callable[[], PrefillProfile], *, patience_s: float = _PATIENCE_S
     ) -> PrefillProfile:
-        """Return the cached profile, or measure and cache a new one. Raises as `measure` does.
+        """Return the cached profile, or measure and cache one. Raises as `measure` does.
 
         Processes that start together measure once: the others wait up to `patience_s`.
         """
@@ -132,7 +132,6 @@ def _default_folder() -> Path:
 
 
 def processor_name() -> str:
-    """Return the CPU's model name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

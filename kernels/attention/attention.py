@@ -33,7 +33,7 @@ def prefix_attention(
     - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
     - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
     - `scale`: 1 / sqrt(D) by default. `window`: visible positions, its own included. `softcap`: by tanh (Gemma 2).
-    - `backend` "auto": Triton on CUDA from 8.0; torch otherwise and for unsupported shapes (logged once).
+    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes (logged once).
 
     No gradients. Raises ValueError for unsupported arguments.
     """

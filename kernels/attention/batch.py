@@ -15,7 +15,7 @@ __all__ = ["PackedBatch", "Span"]
 T = TypeVar("T")
 
 Span = tuple[int, int, int]
-"""Begin and end of one request's new tokens, and the length of its context."""
+"""Begin and end of a request's new tokens, and its context's length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class PackedBatch:
         block_tables: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> PackedBatch:
-        """Pack one entry per request. Raises ValueError for different counts."""
+        """Raises ValueError for different counts."""
         if not len(query_lengths) == len(context_lengths) == len(block_tables):
             raise ValueError("give one query length, one context length and one block table for each request")
         width = max(map(len, block_tables), default=0)
@@ -81,7 +81,6 @@ class PackedBatch:
         return batch
 
     def with_rows(self, counts: Sequence[int]) -> PackedBatch:
-        """Return the same requests with `counts` new tokens."""
         starts = list(accumulate(counts, initial=0))
         query_starts = torch.tensor(starts, dtype=torch.int32).to(self.query_starts.device, non_blocking=True)
         batch = replace(self, query_starts=query_starts, longest_query=max(counts, default=0))
@@ -99,7 +98,7 @@ class PackedBatch:
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value that an earlier layer made under this key, or make it."""
+        """Make the value of `key`, or return the one that an earlier layer made."""
         if key not in self._memo:
             self._memo[key] = make()
         found: T = self._memo[key]

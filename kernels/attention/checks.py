@@ -16,7 +16,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
-    """Check that all tensors have `q`'s dtype and device. Names that end in "cache" have 4 dimensions, others 3."""
+    """Check dtypes and devices against `q`, and dimensions: 4 for names that end in "cache", else 3."""
     q = named["q"]
     if q.dtype not in DTYPES:
         raise ValueError(f"{q.dtype} is not supported: give one of {', '.join(map(str, DTYPES))}")

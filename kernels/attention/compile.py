@@ -35,8 +35,6 @@ _DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A configuration of the table, with the other compile-time constants."""
-
     family: str
     head_dim: int
     dtype: str
@@ -47,12 +45,12 @@ class Variant:
     softcap: bool = False
     split: bool = False
     sparse: bool = False
-    """Rows at any positions, optionally from a lowest key. Windows are for the other kernel only."""
+    """Rows at any positions. Windows are for the other kernel only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Registers per thread; bytes of stack, local memory (spills) and shared memory; counts of instructions."""
+    """Registers per thread, bytes of memory (`local`: spills), and counts of instructions."""
 
     registers: int
     stack: int

@@ -14,11 +14,10 @@ __all__ = ["Rule", "attend", "attend_with_weight", "product"]
 
 
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN is excluded: it reads a mask in words of 16 bytes from any address, a CUDA error that persists in the process.
-"""
+"""Without cuDNN: it reads a mask in words of 16 bytes from any address, a CUDA error that persists in the process."""
 
 _MASK_ALIGNMENT = 8
-"""Numbers. On a GPU each row of a mask begins at a multiple, as some backends read words without checking."""
+"""Numbers. A mask's rows begin at multiples on a GPU, as some backends read words without checking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Rule:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """Return (n, query heads, D) for q (n, query heads, D), k and v (m, KV heads, D). `mask` (n, m) is additive."""
+    """q (n, query heads, D), k and v (m, KV heads, D), additive mask (n, m); returns (n, query heads, D)."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -46,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, 
 
 
 def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """Attention of (batch, heads, n, D); in float32 with a softcap, as torch has no softcap."""
+    """(batch, heads, n, D). In float32 with a softcap, which torch's own function lacks."""
     if rule.softcap is None:
         if not q.is_cuda:
             return _sdpa(q, k, v, mask, rule, causal)
@@ -59,8 +58,7 @@ def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *,
 
 
 def attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Shapes as in `attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and
-    -inf."""
+    """As `attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and -inf."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -85,7 +83,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, caus
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Copy a mask into aligned rows: masks are cut out of one mask of the whole step."""
+    """Copy a mask, cut out of the step's mask, into aligned rows."""
     width = mask.shape[-1]
     padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
     return padded[..., :width].copy_(mask)

@@ -1,8 +1,8 @@
-"""Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of splits.
+"""Triton kernels: attention to a paged prefix and to new tokens, and the merge of splits.
 
 Keys are numbered as positions: 0 to context - 1 are in the cache, by the block table, and the request's new tokens
 follow. Tiles that all rows see fully are computed without masks in two loops, over the cache and over new tokens. A
-third loop computes the other tiles (a window's edge, the end of the cache, the diagonal). `tiles` defines rows, tiles
+third loop computes the other tiles (a window's edge, the end of the cache, the diagonal). See `tiles` for rows, tiles
 and the softmax.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
@@ -32,9 +32,8 @@ def attend(
     """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
     `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
-    dimensions). With SPLIT each split processes its share of the tile's keys. It writes a float32 part to `out`
-    (splits, tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (the same without
-    dimensions).
+    dimensions). With SPLIT each split processes a share of the tile's keys, and writes a float32 part to `out` (splits,
+    tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (without dimensions).
     """
     # A request's last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

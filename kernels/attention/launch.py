@@ -46,7 +46,7 @@ def triton_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`tile` and `splits` override the table. Raises ValueError if cache rows are not aligned to 16 bytes, the kernel's
+    """`tile` and `splits` override the table. Raises ValueError for cache rows not aligned to 16 bytes, the kernel's
     smallest copy."""
     _check_alignment(key_cache, value_cache)
     q, k, v = map(_aligned, (q, k, v))
@@ -94,7 +94,7 @@ def triton_sparse_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `triton_attention`; also return the rows' log-sum-exp, or None without `lse`."""
+    """As `triton_attention`; also return the rows' log-sum-exp (None without `lse`)."""
     _check_alignment(key_cache, value_cache)
     q = _aligned(q)
     tokens, heads, head_dim = q.shape
@@ -133,7 +133,7 @@ def triton_sparse_attention(
 
 
 def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return the buffers for weights and parts of splits. Without splits nothing is written to the first."""
+    """Buffers for weights and parts of splits. Without splits nothing is written to the first."""
     if splits == 1:
         return out, out
     return (

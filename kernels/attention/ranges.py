@@ -35,11 +35,10 @@ class Ranges:
     low: Tensor | None
     high: Tensor
     given: tuple[Tensor, Tensor | None, Tensor | None]
-    """The tensors it was made of, kept so that their `id`s stay unique."""
+    """Kept, so that their `id`s stay unique."""
 
     @classmethod
     def of(cls, batch: PackedBatch, positions: Tensor, low: Tensor | None, high: Tensor | None) -> Ranges:
-        """Make the ranges once for all layers of a step."""
         return batch.memo(
             ("ranges", id(positions), id(low), id(high)),
             lambda: cls(low, positions + 1 if high is None else high, (positions, low, high)),
@@ -62,7 +61,7 @@ class Ranges:
 
 
 def _next_chunk(ranges: Sequence[tuple[int, int]], start: int, rows: int, offset: int) -> tuple[Chunk, int]:
-    """Return the chunk of rows from `start`, and the start of the next chunk."""
+    """Return the chunk from row `start`, and the start of the next."""
     first, last, least = sys.maxsize, 0, sys.maxsize
     whole, end = True, start
     for low, high in ranges[start : start + rows]:

@@ -106,7 +106,7 @@ def sparse_attention(
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """Return the attention over the union of disjoint key ranges.
 
-    `outs` (T, query heads, D) and `lses` (T, query heads) are results of `sparse_attention` per range. A row without
+    `outs` (T, query heads, D) and `lses` (T, query heads) are `sparse_attention`'s results per range. A row without
     keys gets 0.
     """
     weights = torch.stack(tuple(lses))

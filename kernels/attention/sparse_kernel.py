@@ -1,7 +1,7 @@
 """Triton kernel: attention of rows at any positions to cached keys (FusionRAG's Q-Sparse-Attn, section 4.3).
 
 All keys are in the cache, by the block table. Tiles that all rows see fully are computed without masks, the others in a
-second loop. `tiles` defines rows, tiles and the softmax.
+second loop. See `tiles` for rows, tiles and the softmax.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """

@@ -1,4 +1,4 @@
-"""Attention of rows at any positions in torch: the kernel's reference, and the backend on CPUs."""
+"""Attention of rows at any positions in torch: reference, and backend on CPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragorder.kernels.attention.ranges import Chunk, Ranges
 __all__ = ["torch_sparse_attention"]
 
 _ROWS = 256
-"""Rows per chunk; a mask has a chunk's rows by the request's keys."""
+"""Rows per chunk."""
 
 _SCORES = 1 << 24
 """Scores per chunk where torch's own attention is not used: 64 MiB."""
@@ -55,7 +55,7 @@ def torch_sparse_attention(
 
 
 def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
-    """Return the cache from `first` to before `last` as (last - first, KV heads, D)."""
+    """(last - first, KV heads, D)"""
     block_size = cache.shape[1]
     skipped = first // block_size
     blocks = table[skipped : -(-last // block_size)]
@@ -64,7 +64,7 @@ def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
 
 
 def _mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the mask (rows, keys) to add to scores, and the rows that see no key."""
+    """Return the additive mask (rows, keys), and the rows that see no key."""
     own = slice(chunk.begin, chunk.end)
     high = ranges.high[own, None]
     position = torch.arange(chunk.first, chunk.last, device=high.device)

@@ -24,15 +24,15 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = tuple(range(16, 129, 16))
 
 ROWS = (16, 32, 64, 256, 512)
-"""Upper bounds of the table's row classes; the last class has no bound."""
+"""Upper bounds of the table's row classes; the last one also serves more rows."""
 
 SCATTERED_ROWS = 64
-"""Largest class for rows at any positions: with fewer rows per tile, fewer keys need a mask."""
+"""Largest class for rows at any positions: fewer rows per tile need fewer masked keys."""
 
 MAX_SPLITS = 32
 
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}
-"""Shared memory of a program in bytes, by family: A100, consumer cards from Ampere, H100 and later."""
+"""Shared memory of a program in bytes: A100, consumer cards from Ampere, H100 and later."""
 
 _MIN_SPLIT_TOKENS = 256
 """A split with fewer keys is mostly overhead."""
@@ -40,8 +40,6 @@ _MIN_SPLIT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and keys of a tile; warps and pipeline stages of its program."""
-
     rows: int
     keys: int
     warps: int
@@ -82,7 +80,7 @@ _SINGLE: dict[int, tuple[Tile, ...]] = {
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Return the family; unknown devices count as the family with the least memory."""
+    """Unknown devices count as the family with the least memory."""
     major, minor = capability
     if major in (9, 10):
         return "sm_90"
@@ -90,7 +88,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
-    """Return the tile for requests of up to `rows` rows. Raises KeyError if the table has none."""
+    """Return the tile for up to `rows` rows. Raises KeyError if the table has none."""
     tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
     return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
 
@@ -108,7 +106,7 @@ def count_programs(tile: Tile, tokens: int, requests: int, group: int, kv_heads:
 
 @lru_cache(maxsize=4096)
 def choose_splits(tile: Tile, programs: int, keys: int, multiprocessors: int) -> int:
-    """Return the number of key splits that keeps all multiprocessors busy, as in FlashAttention."""
+    """Return the key splits that keep all multiprocessors busy, as in FlashAttention."""
     # The registers of eight warps fill a multiprocessor.
     room = multiprocessors * max(1, 8 // tile.warps)
     # The fewest splits that fill the last wave of programs within 15 % of the best; 1 if there are enough programs.

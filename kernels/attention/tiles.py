@@ -23,8 +23,8 @@ ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "lows_ptr", "highs_ptr")
 
 @triton.jit
 def find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r, enough for its rows
-    with any lengths of other requests; its last tile may be empty."""
+    """Return the request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r, enough for any
+    lengths of other requests; its last tile may be empty."""
     low = 0
     high = requests
     while low + 1 < high:
@@ -108,8 +108,8 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, for the keys at `position` that exist (`is_key`). Each row sees keys before its `row_high` and, if
-    BOUNDED, from its `row_low`."""
+    """As `see`, for the keys at `position` that exist (`is_key`): rows see keys before `row_high` and, if BOUNDED, from
+    `row_low`."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:

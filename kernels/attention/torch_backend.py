@@ -1,4 +1,4 @@
-"""Attention in torch: the kernels' reference, and the backend on CPUs."""
+"""Attention in torch: reference, and backend on CPUs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class _Decoding:
     """int64 (R,): indices of their new tokens."""
 
     blocks: Tensor
-    """(R x blocks,): blocks to gather."""
+    """(R x blocks,)"""
 
     places: Tensor
-    """int64 (R,): indices of the new keys among the L keys."""
+    """int64 (R,): indices of the new keys in L."""
 
     mask: Tensor
-    """(R, 1, 1, L), added to scores."""
+    """(R, 1, 1, L), additive."""
 
     hidden: Tensor
-    """int64: indices of hidden keys among the R x L keys."""
+    """int64: indices of hidden keys in R x L."""
 
 
 # Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
@@ -111,7 +111,7 @@ def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -
 
 
 def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
-    """Return the additive mask (0 or -inf) of the last `queries` of `keys` positions: a corner of the step's mask."""
+    """Return the additive mask of the last `queries` of `keys` positions: a corner of the step's mask."""
 
     def make() -> Tensor:
         height = min(_CHUNK, batch.longest_query)

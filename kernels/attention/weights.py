@@ -1,4 +1,4 @@
-"""Attention weights over paged keys, computed in chunks."""
+"""Attention weights over paged keys, in chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = 256
 """Queries per chunk."""
 
 _WEIGHTS = 1 << 22
-"""Weights per chunk over all heads, or those of one block of keys if these are more."""
+"""Weights of all heads per chunk; at least one block of keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Queries:
     softcap: float | None = None
 
     def grouped(self, rows: slice, kv_heads: int) -> Tensor:
-        """Return fp32 (HKV, queries of a group x n, D), scaled."""
+        """fp32 (HKV, queries of a group x n, D), scaled."""
         query = self.rows[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         return query * (self.rows.shape[-1] ** -0.5 if self.scale is None else self.scale)
 
@@ -52,14 +52,14 @@ class Keys:
         return self.tokens + (0 if self.own is None else len(self.own))
 
     def chunks(self, most: int) -> list[tuple[int, int]]:
-        """Return begins and ends of chunks of whole blocks, with `most` tokens or one block."""
+        """Begins and ends of chunks in whole blocks, of `most` tokens or one block."""
         size = self.cache.shape[1]
         step = max(size, most - most % size)
         borders = [*range(0, self.tokens, step), *range(self.tokens, len(self), step), len(self)]
         return list(pairwise(borders))
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Return fp32 (HKV, D, end - begin) of a chunk."""
+        """fp32 (HKV, D, end - begin)"""
         if self.own is not None and begin >= self.tokens:
             rows = self.own[begin - self.tokens : end - self.tokens]
         else:
@@ -68,7 +68,7 @@ class Keys:
         return rows.float().permute(1, 2, 0)
 
     def hidden(self, begin: int, end: int, queries: Queries, rows: slice) -> Tensor:
-        """Return the masked keys, bool (n, end - begin)."""
+        """bool (n, end - begin)"""
         at = torch.arange(begin, end, device=self.cache.device)
         positions = queries.positions[rows, None]
         hidden = at > positions
@@ -80,7 +80,7 @@ class Keys:
 
 
 def attention_received(queries: Queries, keys: Keys) -> Tensor:
-    """Return fp32 (keys,): the weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
+    """Return fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
     heads = queries.rows.shape[1]
     received = torch.zeros(len(keys), device=keys.cache.device)
     for (begin, end), weights in _weights(queries, keys):
@@ -89,7 +89,7 @@ def attention_received(queries: Queries, keys: Keys) -> Tensor:
 
 
 def _weights(queries: Queries, keys: Keys) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield chunks of keys with the weights of some queries (HQ, n, chunk)."""
+    """Yield chunks of keys with the weights (HQ, n, chunk) of some queries."""
     # Scores are computed twice, because their sum over all keys is needed first: less work than a layer of the model.
     count, heads = queries.rows.shape[:2]
     for first in range(0, count, _ROWS):

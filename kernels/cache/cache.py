@@ -30,7 +30,7 @@ __all__ = ["KnowledgeCache", "prefetch", "purge"]
 
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
-    """Begin to load nodes without evicting pinned or prefetched ones. Return the copies, each pinned once."""
+    """Begin to load nodes, evicting no pinned or prefetched ones. Return the copies, each pinned once."""
     loaded: list[DeviceCopy] = []
     # One by one: a document that appears twice is loaded once.
     for node in nodes:
@@ -56,10 +56,7 @@ class _Prefetched:
 
 
 def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) -> list[DeviceCopy]:
-    """Remove nodes, and all their descendants, from all tiers. Return the copies that were on the device.
-
-    Of `found`, only nodes whose KV contains NaN or inf are removed. Waits for running loads, copies and writes.
-    """
+    """See `KnowledgeCache.purge`. Return the copies that were on the device."""
     disk = tiers.disk
     tiers.drain()
     if disk is not None:
@@ -92,7 +89,7 @@ def _with_all_behind(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]
 
 
 def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
-    """Return whether a node's KV in memory contains NaN or inf. KV that is only on disk is not checked."""
+    """Return whether a node's KV in memory contains NaN or inf."""
     node = tiers.nodes.get(key)
     if node is None:
         return False
@@ -118,8 +115,8 @@ class KnowledgeCache:
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
     its leases first. The last block of a PENDING node cannot be copied, so other requests compute its tokens again.
 
-    A lease may also borrow copies of documents that are not in its cached prefix (FusionRAG 4.1): copy their KV between
-    `extend` and `give_back`.
+    A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV between `extend` and
+    `give_back`.
 
     `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early. Raises
     ValueError for invalid settings, MemoryError for oversized pools.
@@ -179,7 +176,7 @@ class KnowledgeCache:
         return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
     def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        """Return, for each document of a path, the best kind of copy that a lease could borrow, or None."""
+        """Return each document's best kind of copy, or None."""
         return self._index.kinds(path)
 
     def acquire(
@@ -187,9 +184,9 @@ class KnowledgeCache:
     ) -> KVLease:
         """Pin the longest cached prefix and begin to load it.
 
-        With `borrow` also pin copies of later documents, if they fit into the pool beside the path or the request's
-        `tokens`. A `background` lease does not count as a use and never evicts everything. Raises OutOfBlocksError,
-        changing nothing; ValueError for empty segments or a path longer than the pool.
+        `borrow` also pins copies of later documents, if they fit beside the path or the request's `tokens`. A
+        `background` lease does not count as a use and never evicts everything. Raises OutOfBlocksError, changing
+        nothing; ValueError for empty segments or a path longer than the pool.
         """
         lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
@@ -207,7 +204,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the lease's loads and grow its block table to `tokens` tokens. Implies `mark_computed`.
+        """Wait for the loads and grow the block table to `tokens` tokens. Implies `mark_computed`.
 
         Raises OutOfBlocksError, changing nothing; ValueError if the pool is too small.
         """
@@ -242,9 +239,9 @@ class KnowledgeCache:
         return found
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes that the first `tokens` tokens complete, or share equal ones inserted meanwhile.
+        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`.
 
-        Implies `mark_computed`. Raises ValueError if the lease is shorter.
+        Raises ValueError if the lease is shorter.
         """
         self.mark_computed(lease)
         if tokens > lease.tokens:
@@ -285,10 +282,9 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove nodes with suspect KV, and all their descendants, from all tiers.
+        """Remove suspect nodes, of `found` those with NaN or inf in memory, and all their descendants, from all tiers.
 
-        Of `found`, only nodes whose KV contains NaN or inf are removed. Waits for running transfers. Leases keep their
-        blocks; a lease with such a node commits nothing after it.
+        Waits for running transfers. Leases keep their blocks; a lease with such a node commits nothing after it.
         """
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
@@ -297,12 +293,11 @@ class KnowledgeCache:
                     lease.path = lease.path[: len(lease.pinned)]
 
     def adopt(self, content: bytes, copy: CopyLocation, kv: BlockPool) -> bool:
-        """Insert a document's KV that was computed outside the cache, for requests to borrow. Return False if it does
-        not fit.
+        """Insert a document's KV computed outside the cache, for requests to borrow. Return False if it does not fit.
 
-        `kv` has the blocks that cover it from `copy.start`, with the end of the system prompt. `copy.key` is a
-        variant's (`store.variants`), or `content` itself for KV computed directly after `copy.parent`. A key that is
-        already cached stays as it is. Raises ValueError for blocks of another shape or number.
+        `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
+        (`store.variants`), or `content` for KV computed directly after `copy.parent`. A cached key stays as it is.
+        Raises ValueError for blocks of another shape or number.
         """
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
             raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
@@ -322,21 +317,19 @@ class KnowledgeCache:
         return True
 
     def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
-        """Announce a waiting request for this path: its nodes are evicted last from the host, up to half of the host.
-
-        Returns the argument of `settle`.
-        """
+        """Announce a waiting request: the host evicts its nodes last, up to half of the host. Return the argument of
+        `settle`."""
         nodes = [(segment.key, segment.tokens) for segment in path]
         if borrow:
             nodes += [(node.key, node.tokens) for _, node in self._index.nodes(path, len(self._tiers.match(path)))]
         return self._tiers.awaited.add(nodes)
 
     def settle(self, expected: Sequence[Key]) -> None:
-        """End the effect of one `expect`."""
+        """End one `expect`."""
         self._tiers.awaited.remove(expected)
 
     def prefetch(self, path: Sequence[Segment], *, borrow: bool = False) -> None:
-        """Begin to load the nodes of a waiting request without evicting pinned or prefetched ones."""
+        """Begin to load a waiting request's nodes, evicting no pinned or prefetched ones."""
         self.poll()
         nodes = self._tiers.match(path)
         copies = self._index.nodes(path, len(nodes)) if borrow else iter(())
@@ -347,11 +340,11 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Change the number of blocks in the pools, between two steps.
+        """Change the pools' numbers of blocks, between two steps.
 
         A smaller pool evicts by the policy. Leases keep their blocks, which may get other numbers. Raises
-        OutOfBlocksError if the used blocks do not fit, MemoryError if there is no room for the old and the new pool
-        together (both leave the pool as it was), and ValueError for a device pool without blocks.
+        OutOfBlocksError if the used blocks do not fit, MemoryError without room for old and new pool together (both
+        change nothing), and ValueError for a device pool without blocks.
         """
         if device_blocks is not None:
             if device_blocks < 1:
@@ -361,7 +354,7 @@ class KnowledgeCache:
             self._sizes.resize_host(host_blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """Resize the device without leases: move its KV down a tier, free the old pool, then allocate the new one.
+        """Move the device's KV down a tier, free the pool, then allocate the new one.
 
         Raises ValueError if there are leases, and MemoryError.
         """

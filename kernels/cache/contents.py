@@ -15,7 +15,7 @@ _MOST_COPIES = 32
 
 
 class CopyLocation(NamedTuple):
-    """Location of a node's KV: `tokens` tokens computed at position `start`, directly after the node `parent`."""
+    """`tokens` tokens of KV computed at position `start`, directly after the node `parent`."""
 
     key: bytes
     parent: bytes | None
@@ -40,8 +40,7 @@ _Copy = tuple[CopyKind, CopyLocation]
 class Contents:
     """Index of nodes by a document's content (`Segment.content`). Not thread-safe.
 
-    It keeps no node alive: entries are dropped once no tier has their node. Per document only the latest copies made
-    after other documents are kept.
+    Entries are dropped once no tier has their node. Of the copies made after other documents only the latest are kept.
     """
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
@@ -65,11 +64,10 @@ class Contents:
             self._most = max(_FEWEST, 2 * self._entries)
 
     def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
-        """For each of consecutive documents return the copy to use, or None.
+        """Return the copy to use, or None, for each of consecutive documents.
 
-        A preprocessed copy is preferred, then the copy that continues the last one, because copies computed after each
-        other have attended to each other. Then comes the copy that begins the longest run; ties go to a stand-alone
-        copy.
+        First choice is a preprocessed copy, then the copy that continues the last one, because such copies have
+        attended to each other, then the copy that begins the longest run; ties go to a stand-alone copy.
         """
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
@@ -88,7 +86,6 @@ class Contents:
         return chosen
 
     def best(self, content: bytes) -> CopyKind | None:
-        """Return the best kind of copy, or None if there is no copy."""
         return min((kind for kind, _ in self._alive(content)), default=None)
 
     def clear(self) -> None:

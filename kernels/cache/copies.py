@@ -13,8 +13,8 @@ __all__ = ["Copies", "Copy"]
 class Copy:
     """A transfer that retains its blocks.
 
-    `leaving`: only this copy still holds the source's blocks. `distrusted`: the source's device failed before the copy
-    was known to have ended.
+    `leaving`: only this copy holds the source's blocks. `distrusted`: the source's device failed before the copy was
+    known to have ended.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class Copy:
         return self.distrusted or self.transfer.failed
 
     def free_source(self) -> None:
-        """Release the source's blocks once later computations may overwrite them."""
+        """Release the source's blocks, once later computations may overwrite them."""
         if self.holds_source:
             self.transfer.fence()
             self._release_source()
@@ -104,7 +104,7 @@ class Copies:
                 copy.end()
 
     def leaving(self, pool: BlockPool) -> int:
-        """Return the number of blocks that will be free after the running copies."""
+        """Return the blocks that will be free after the running copies."""
         held = Counter(block for copy in self._leaving(pool) for block in copy.source_blocks)
         return sum(pool.references(block) == count for block, count in held.items())
 
@@ -119,7 +119,7 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def distrust(self, pool: BlockPool) -> None:
-        """Mark the running copies from a failed device as failed."""
+        """Let running copies from a failed device end as failed."""
         for copy in self._running:
             copy.distrusted |= copy.source is pool
 

@@ -23,7 +23,6 @@ _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 
 
 
 def store_identity(identity: str, shape: KVShape) -> str:
-    """Return the store's identity for a model's KV in blocks of this shape."""
     return f"{identity}\n{shape}\n{_LAYOUT}"
 
 
@@ -31,8 +30,7 @@ def store_identity(identity: str, shape: KVShape) -> str:
 class DiskSettings:
     """`bytes` in the folder `path`, for one process at a time.
 
-    Nodes waiting to be written take up to `backlog_bytes` of memory; more are dropped. Raises ValueError for invalid
-    numbers.
+    Nodes to write take up to `backlog_bytes` of memory; more are dropped. Raises ValueError for invalid numbers.
     """
 
     path: Path
@@ -55,7 +53,7 @@ class _Write:
 class StoreTier:
     """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog and can be read from it.
 
-    If the store cannot be opened, this is logged and counted once, and the tier stays empty.
+    A store that cannot be opened is logged and counted once; the tier stays empty.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class StoreTier:
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
     ) -> Copy | None:
-        """Begin to write a node from these blocks. Return the copy out of them, or None."""
+        """Begin to write a node. Return the copy out of `blocks`, or None."""
         store = self._store
         if store is None or key in self:
             return None
@@ -164,7 +162,6 @@ class StoreTier:
                 self._store.remove(key)
 
     def parents(self) -> dict[bytes, bytes | None]:
-        """Return the parent of each written node."""
         return {} if self._store is None else self._store.parents()
 
     def remove(self, key: bytes) -> None:
@@ -173,7 +170,7 @@ class StoreTier:
             self._store.remove(key)
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
-        """Return the node's blocks in a pool of their own, or None if they are unreadable."""
+        """Return the node's blocks in a separate pool, or None if unreadable."""
         waiting = self._backlog.get(key)
         try:
             return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)

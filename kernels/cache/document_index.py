@@ -22,14 +22,12 @@ class DocumentIndex:
         self._disk = disk
 
     def add(self, segment: Segment, parent: bytes | None, start: int) -> None:
-        """Add a segment's node to the index."""
         if segment.content:
             kind = CopyKind.STANDALONE if segment.content == segment.key else CopyKind.AFTER_DOCUMENTS
             self._contents.add(segment.content, CopyLocation(segment.key, parent, start, segment.tokens), kind)
 
     def nodes(self, path: Sequence[Segment], cached: int) -> Iterator[tuple[int, CachedNode]]:
-        """Yield copies of the documents after the first `cached` segments, with these documents' positions in the
-        prompt."""
+        """Yield positions in the prompt and copies of documents after the first `cached` segments."""
         later = path[cached:]
         if self._disk is not None:
             self._find_on_disk(self._disk, path, later)
@@ -43,7 +41,7 @@ class DocumentIndex:
             start += segment.tokens
 
     def kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        """Return the kind of each segment's best copy, or None."""
+        """Return each segment's best kind of copy, or None."""
         if self._disk is not None:
             self._find_on_disk(self._disk, path, path)
         return [self._contents.best(segment.content) for segment in path]

@@ -22,8 +22,8 @@ __all__ = ["Hierarchy"]
 class Hierarchy:
     """The nodes in memory by key, and their tiers.
 
-    A node evicted from the device is copied to the host; a node evicted from the host is written to the disk with its
-    ancestors. Nodes of waiting requests are evicted last from the host. Blocks are reused after the copies from them.
+    Nodes evicted from the device are copied to the host; from the host they are written to the disk with their
+    ancestors. The host evicts nodes of waiting requests last. Blocks are reused after the copies from them.
     `on_load_failed` gets the GONE copy.
     """
 
@@ -87,7 +87,7 @@ class Hierarchy:
         return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and load absent ones. If the disk has lost a node, only those before it are pinned.
+        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost.
 
         Raises OutOfBlocksError, changing nothing, if they do not fit beside pinned and `protected` nodes.
         """
@@ -107,7 +107,7 @@ class Hierarchy:
         return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Make `blocks` free blocks on the device. Raises OutOfBlocksError; blocks in use stay as they are."""
+        """Free up to `blocks` blocks on the device. Raises OutOfBlocksError; blocks in use stay as they are."""
         # Repeat if a node without its parent holds a block of an evicted node.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
@@ -137,7 +137,7 @@ class Hierarchy:
         parent: bytes | None,
         above: Iterable[DeviceCopy] = (),
     ) -> DeviceCopy:
-        """Insert a PENDING node. `above` are copies of its ancestors, which may end in its first block."""
+        """Insert a PENDING node. `above` are its ancestors' copies, which may end in its first block."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
@@ -153,7 +153,7 @@ class Hierarchy:
         self._forget(node)
 
     def drop(self, node: CachedNode) -> DeviceCopy | None:
-        """Remove a node from device and host while none of its copies is running. Return the device's copy."""
+        """Remove a node without running copies from device and host. Return the device's copy."""
         copy = node.device
         if node.host is not None:
             self._drop_host(node, node.host)
@@ -375,7 +375,7 @@ class Hierarchy:
             self._forget(node)
 
     def make_host_room(self, blocks: int) -> bool:
-        """Make `blocks` free blocks in the host. Return False if that is impossible."""
+        """Free up to `blocks` blocks in the host. Return False if that is impossible."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:

@@ -63,7 +63,6 @@ class KVLease:
         )
 
     def wait(self) -> None:
-        """Wait until the loads have ended."""
         while (load := self._load_under_way()) is not None:
             load.wait()
 
@@ -74,14 +73,12 @@ class KVLease:
 
 
 class BlockTables:
-    """Changes the tables of leases on one pool."""
-
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._size = pool.shape.block_size
 
     def map(self, lease: KVLease, pinned: list[DeviceCopy]) -> Sequence[DeviceCopy]:
-        """Begin the table with the blocks of pinned nodes, root first. Return the nodes that cannot be used."""
+        """Begin the table with the blocks of pinned nodes, root first. Return the unusable nodes."""
         kept, tokens = self._usable(pinned)
         table: list[int] = []
         for copy in kept:
@@ -103,7 +100,7 @@ class BlockTables:
         return pinned[len(kept) :]
 
     def needed(self, lease: KVLease, tokens: int) -> int:
-        """Return the number of free blocks needed to grow to `tokens` tokens."""
+        """Return the free blocks needed to grow to `tokens` tokens."""
         missing = self._pool.shape.blocks_for(tokens) - len(lease.block_table)
         return max(0, missing) + self._must_copy(lease)
 

@@ -55,7 +55,7 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`; the first and the last block may hold neighbours' tokens too.
+    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens.
 
     `shares_first`: the first block is counted for an ancestor. `load` is set while LOADING, `origin` is its tier.
     `prefetched`: not used yet. `entry` is the policy's record.

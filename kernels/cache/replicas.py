@@ -37,7 +37,7 @@ class Replicas:
                 return
 
     def resize(self, host_blocks: int) -> None:
-        """Adapt the limit to the number of blocks in the host."""
+        """Set the limit for this number of blocks in the host."""
         self._most_blocks = int(_MOST * host_blocks)
 
     def unpin_all(self) -> None:

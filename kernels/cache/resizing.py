@@ -15,8 +15,7 @@ __all__ = ["PoolSizes", "load_prefix", "make_room"]
 
 
 class PoolSizes:
-    """Numbers of blocks in a cache's pools. A smaller pool evicts by the policy; nodes and leases keep their KV, in
-    blocks that may get other numbers."""
+    """Resizes a cache's pools. Smaller pools evict by the policy; kept blocks may get other numbers."""
 
     def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:
         self._tiers = tiers
@@ -35,10 +34,7 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """Resize the device without leases: move all nodes down a tier, free the old pool, then allocate the new one.
-
-        Raises ValueError if there are leases, and MemoryError.
-        """
+        """See `KnowledgeCache.replace_device`."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.compact(())
@@ -77,7 +73,7 @@ class PoolSizes:
 
 
 def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> list[DeviceCopy]:
-    """Pin the cached prefix of a path and load its absent nodes; if `alone`, as much of it as fits.
+    """Pin the cached prefix of a path and load absent nodes; if `alone`, only the part that fits.
 
     Raises OutOfBlocksError, changing nothing.
     """
@@ -97,7 +93,7 @@ def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> li
 
 
 def make_room(tiers: Hierarchy, tables: BlockTables, lease: KVLease, tokens: int, *, alone: bool) -> None:
-    """Make the free blocks in which a lease grows to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
+    """Free the blocks in which a lease grows to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
     try:
         tiers.make_room(tables.needed(lease, tokens))
     except OutOfBlocksError:

@@ -14,10 +14,9 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node of `tokens` tokens. `key` identifies them, all tokens before them, and the tenant.
+    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant.
 
-    A document's `content` is the key that it would have directly after the system prompt. `exact`: always compute it
-    instead of reusing a copy.
+    A document's `content` is the key that it would have directly after the system prompt. `exact`: never reuse a copy.
     """
 
     key: bytes
@@ -58,7 +57,7 @@ def segments_of(
 
 
 def content_of(prefix: Sequence[int], document: Sequence[int], *, salt: str | None = None) -> bytes:
-    """Return the content of a document after a system prompt of these tokens, which may be empty."""
+    """Return the content of a document after this system prompt, which may be empty."""
     return _digest(_digest(_root(salt), prefix) if prefix else _root(salt), document)
 
 

@@ -31,7 +31,7 @@ class NodeUses:
                 tier.hit_tokens += count
 
     def count_path(self, found: Sequence[Segment], new: Sequence[Segment], cached: int, tokens: int) -> None:
-        """Count a request's nodes. Each new token costs its share of the prefill of `tokens` after `cached` ones."""
+        """Count a request's nodes. New tokens cost their share of the prefill of `tokens` after `cached` ones."""
         segments = [*found, *new]
         if not segments:
             return
@@ -42,7 +42,7 @@ class NodeUses:
         self._count(keys, cost, computed, expected)
 
     def count_borrowed(self, keys: Sequence[bytes], end: int) -> None:
-        """Count borrowed nodes within a request's first `end` tokens, at the cost of computing these tokens."""
+        """Count borrowed nodes in a request's first `end` tokens, at the cost of computing these."""
         self._count(keys, self._profile.cost(0, end))
 
     def count_adopted(self, node: CachedNode) -> None:

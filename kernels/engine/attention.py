@@ -53,7 +53,7 @@ class StepAttention(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Return (T, HQ, D) for query (T, HQ, D), key and value (T, HKV, D) of the new tokens, rotated."""
+        """query (T, HQ, D), key and value (T, HKV, D) of the new tokens, rotated; returns (T, HQ, D)."""
         ...
 
 
@@ -91,8 +91,8 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token. The rows after those of `batch`
-    are `scattered`."""
+    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token. Rows after those of `batch` are
+    `scattered`."""
 
     def __init__(
         self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
@@ -146,7 +146,7 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (1, T, HQ, D) for query (1, HQ, T, D), key and value (1, HKV, T, D).
+    """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D).
 
     Raises UnsupportedModelError for arguments that it would have to ignore.
     """

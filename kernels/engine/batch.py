@@ -23,10 +23,9 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sequence after `start` tokens in the blocks of `table`.
+    """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
 
-    `wants_logits` is for the last token. `positions` are given if the tokens are not adjacent, beginning with `start`;
-    the positions between them have KV.
+    `positions` of tokens that are not adjacent begin with `start`; the positions between them have KV.
     """
 
     token_ids: Sequence[int]
@@ -37,7 +36,7 @@ class Piece:
 
     @property
     def context(self) -> int:
-        """Number of tokens attended to; for scattered rows with their own."""
+        """Tokens attended to; for scattered rows with their own."""
         return self.start if self.positions is None else int(np.max(self.positions)) + 1
 
 
@@ -117,9 +116,9 @@ class ForwardEnded(Exception):  # noqa: N818
 
 
 class Forward:
-    """Calls a causal language model with the step's attention; logits are scaled and capped as in its own forward.
+    """Calls a causal language model with the step's attention; scales and caps logits as its own forward does.
 
-    `streamer` supplies its layers' weights if they stream.
+    `streamer` supplies the layers' weights if they stream.
     """
 
     def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
@@ -130,7 +129,7 @@ class Forward:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
-        """Return logits (N, vocabulary) of the tokens `kept` int64 (N,); token_ids, positions int64 (T,)."""
+        """token_ids, positions int64 (T,), kept int64 (N,): tokens with logits; returns (N, vocabulary)."""
         arguments = {STEP: attention}
         if self._selects:
             arguments["logits_to_keep"] = kept
@@ -142,6 +141,6 @@ class Forward:
         return logits if self._selects else logits[kept]
 
     def until_ended(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> None:
-        """Run without logits, up to the layer in which `attention` raises ForwardEnded."""
+        """Run without logits until `attention` raises ForwardEnded."""
         with suppress(ForwardEnded):
             self(token_ids, positions, token_ids[:0], attention)

@@ -53,7 +53,7 @@ _STAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """A model whose decoder layers get all their weights from `streamer`. `weights` has the sizes of all weights."""
+    """A model whose decoder layers get their weights from `streamer`; `weights` has all sizes."""
 
     model: Any
     streamer: LayerStreamer
@@ -63,7 +63,7 @@ class StreamedModel:
 def _plan_streamed(
     model: Any, settings: EngineSettings, weights: Footprint, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """Plan a model (which may be on the meta device) within `device_bytes` and `host_bytes`.
+    """Plan a model (possibly on the meta device) within `device_bytes` and `host_bytes`.
 
     `shape` of its KV and bytes of a `slot` are given once known. Raises BudgetError.
     """
@@ -107,8 +107,7 @@ class StreamedMemory:
         )
 
     def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        """Return `make(blocks, host bytes)` with the largest part of the planned pools that fits. Raises
-        MemoryError."""
+        """Return `make(blocks, host bytes)` with as large a part of the planned pools as fits. Raises MemoryError."""
         blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
         while True:
             try:
@@ -125,7 +124,7 @@ class StreamedMemory:
                     blocks, host_bytes = (blocks + 1) // 2, host_bytes // 2
 
     def place_layers(self) -> None:
-        """Place the layers as planned, limited by memory. Raises LayerReadError."""
+        """Place the layers as planned, if they fit. Raises LayerReadError."""
         plan, streamer = self.plan, self.streamer
         layers = len(streamer.store)
         if plan.streams:
@@ -148,10 +147,10 @@ class StreamedMemory:
 
 
 class MemoryPressure:
-    """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, then a smaller pool with KV moved
-    down a tier, then layers.
+    """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a
+    tier, then layers.
 
-    Without a streamer only steps become smaller. After many steps without a shortage, pool and layers grow back.
+    Without a streamer only steps shrink. After many steps without a shortage, pool and layers grow back.
     """
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
@@ -164,9 +163,9 @@ class MemoryPressure:
         self._calm = 0
 
     def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
-        """Give memory back after a step of `tokens` tokens; the pool still fits each of the `unfinished` requests.
+        """Give memory back after a step of `tokens` tokens; the pool still fits each `unfinished` request.
 
-        `failed`: the step failed, so its blocks are useless. Returns False if nothing is left to give back.
+        After a `failed` step its blocks are useless. Return False if nothing is left to give back.
         """
         self._calm = 0
         if failed:
@@ -180,7 +179,7 @@ class MemoryPressure:
         return self.fit(_needed_tokens(unfinished)) and given
 
     def fit(self, tokens: int) -> bool:
-        """Enlarge the pool for a request of `tokens` tokens, up to the planned size. Return False if there is no
+        """Enlarge the pool for a request of `tokens` tokens, up to the planned size. Return False without the
         memory."""
         blocks = self._cache.shape.blocks_for(tokens)
         while self._cache.pool.blocks < min(blocks, self._blocks):
@@ -194,7 +193,7 @@ class MemoryPressure:
     def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
         """Enlarge a pool that a shortage left too small for an `unfinished` request. Return whether it changed.
 
-        Raises MemoryError if there is no memory.
+        Raises MemoryError.
         """
         before = self._cache.pool.blocks
         if before >= self._blocks:
@@ -204,7 +203,7 @@ class MemoryPressure:
         return self._cache.pool.blocks != before
 
     def step_succeeded(self) -> bool:
-        """Count a step without shortage. Return whether a part of the pool or layers has grown back."""
+        """Return whether a part of pool or layers has grown back."""
         if self._streamer is None or self._residency is None:
             return False
         self._calm += 1
@@ -222,9 +221,9 @@ class MemoryPressure:
         return True
 
     def make_blocks(self) -> bool:
-        """Evict layers for a larger pool, because the only running request has too few blocks.
+        """Evict layers for a larger pool: the only running request has too few blocks.
 
-        Returns False if no layers are left, or no memory.
+        Return False without layers to evict, or without memory.
         """
         if self._streamer is None:
             return False
@@ -270,9 +269,9 @@ class MemoryPressure:
             pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """Raises OutOfBlocksError if requests need more, and MemoryError; both keep the sizes of the pools (a device
-        pool that had lost all its blocks keeps the new ones). Raises ValueError for less than one block on the device,
-        or a negative size."""
+        """Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes (a device pool
+        that had lost all its blocks keeps the new ones). Raises ValueError for less than one block on the device, or a
+        negative size."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         if device_tokens is not None and device_tokens < shape.block_size:
             raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} (one block) or more")
@@ -316,7 +315,7 @@ class MemoryPressure:
         return True
 
     def _forget_tables(self) -> None:
-        """Drop copies of block tables: another pool size changes the blocks' numbers."""
+        """Drop copies of block tables: resizing changes the blocks' numbers."""
         turns = self._scheduler.with_turns
         if any(sequence.selecting is not None for sequence in turns):
             self._scheduler.requeue()
@@ -325,7 +324,7 @@ class MemoryPressure:
 
 
 def _needed_tokens(unfinished: Collection[Sequence]) -> int:
-    """Return the tokens of the longest request with its answer."""
+    """Tokens of the longest request with its answer."""
     return max((each.prompt_tokens + each.request.sampling.max_tokens for each in unfinished), default=1)
 
 
@@ -337,7 +336,7 @@ def load_streamed(
 ) -> StreamedModel:
     """Load a causal language model with only the weights outside the decoder layers in memory.
 
-    `source` reads the layers instead of the checkpoint. Raises BudgetError before reading anything, ModelLoadError,
+    `source` replaces the checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError,
     UnsupportedModelError for weights that cannot be streamed, MemoryError, and ValueError for an absent device.
     """
     device = pick_device(settings.device)
@@ -423,7 +422,7 @@ def _check_quantised(name: str | Path, config: Any) -> None:
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint, settings: EngineSettings) -> torch.dtype:
-    """Choose as transformers does with dtype="auto"."""
+    """As transformers chooses with dtype="auto"."""
     named = settings.dtype or getattr(config, "dtype", None)
     if isinstance(named, str):
         return getattr(torch, named.removeprefix("torch."))

@@ -40,7 +40,7 @@ class TextStream:
         self._waiting = ""
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the new text; "" after a stop string (`stopped`)."""
+        """Return the new text; "" after a stop string (`stopped`)."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token_id)

@@ -61,17 +61,17 @@ class TieredEngine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
     Answers equal those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
-    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. `profile` has the prefill times
-    that the tiers' policy uses.
+    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. The tiers' policy uses the
+    prefill times of `profile`.
 
     With `reuse="fused"` a request with marked documents also reuses KV at other positions, and recomputes a share of
     its tokens: its answer approximates the model's (FusionRAG). No other request uses such KV.
 
-    A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
-    `max_retries` times per request, and until its deadline (RAGCache section 6).
+    A step that fails with the device is computed again, from copies in host memory and on the disk, up to `max_retries`
+    times per request and until its deadline (RAGCache section 6).
 
     With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
-    from the model's files (RAGDoll 4.2, 4.3). Answers equal those of the whole model.
+    the model's files (RAGDoll 4.2, 4.3).
 
     Raises UnsupportedModelError, or ValueError for an invalid device, length or pool. Each step and `add` raise
     DeviceLostError once only another process can use the device.
@@ -161,7 +161,7 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """Make an engine with a model and tokenizer from a folder or the Hub.
+        """Load model and tokenizer from a folder or the Hub.
 
         Also raises ModelLoadError, and BudgetError if `device_bytes` do not fit a layer and a request.
         """
@@ -206,7 +206,7 @@ class TieredEngine:
             return request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request; its completion is in the next `step`. Return False if it was absent."""
+        """End a request; the next `step` has its completion. Return False if it was absent."""
         with self._lock:
             sequence = self._sequences.get(request_id)
             if sequence is None:
@@ -221,7 +221,7 @@ class TieredEngine:
             return self._updates.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serve requests together. Return completions in their order; refused ones have the finish reason "error"."""
+        """Serve requests together. Return completions in order; refused ones have the finish reason "error"."""
         completions: dict[int, Completion] = {}
         ids: list[int] = []
         try:
@@ -265,7 +265,7 @@ class TieredEngine:
         """Give memory back between two steps: a smaller step, else a smaller pool with KV moved down a tier, else
         evicted layers.
 
-        No request is lost; some may wait for their turn again. Returns False if nothing is left to give back.
+        No request is lost; some may wait again. Return False if nothing is left to give back.
         """
         with self._lock:
             self._failures.check_device()
@@ -277,8 +277,8 @@ class TieredEngine:
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
         """Resize the KV pools from the next step on; smaller pools evict by the policy.
 
-        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the sizes of the pools. Raises
-        ValueError for less than one block on the device, or a negative size.
+        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes. Raises ValueError
+        for less than one block on the device, or a negative size.
         """
         with self._lock:
             self._failures.check_device()
@@ -291,10 +291,10 @@ class TieredEngine:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Place layers and KV from the next step on; each pool gets its share. The largest step and batch stay.
+        """Place layers and KV from the next step on, reductions first. The largest step and batch stay.
 
-        Reductions come first. Raises ValueError for a model that does not stream or has another number of layers, and,
-        after partial changes, the errors of `resize` and `move_layers`.
+        Raises ValueError for a model that does not stream or has another number of layers, and, after partial changes,
+        the errors of `resize` and `move_layers`.
         """
         with self._lock:
             self._failures.check_device()
@@ -306,7 +306,7 @@ class TieredEngine:
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Place the decoder layers from the next step on and return the reached residency.
+        """Place the decoder layers from the next step on. Return the reached residency.
 
         Raises ValueError for a model that does not stream, LayerReadError.
         """
@@ -314,7 +314,7 @@ class TieredEngine:
             return self._memory.move(residency)
 
     def forget_device(self) -> None:
-        """Drop the device's KV, as after a failure. Requests are computed again, with the KV on host and disk."""
+        """Drop the device's KV, as after a failure. Requests are computed again from host and disk."""
         with self._lock:
             self._forget_work()
             self._scheduler.requeue()
@@ -457,7 +457,7 @@ class TieredEngine:
         return given
 
     def _hold(self, sequence: Sequence) -> None:
-        """Enlarge the pool for a request after a shortage. Raises ShortOfMemoryError if memory is still short."""
+        """Enlarge the pool for a request. Raises ShortOfMemoryError if memory is still short."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
             if not self._memory.fit(needed):

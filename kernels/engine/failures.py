@@ -22,8 +22,8 @@ Ended = list[tuple[Sequence, str, Fault]]
 class FailedSteps:
     """Handles failures of an engine's steps.
 
-    `forget_device` drops all KV on the device. A request is computed again `max_retries` times; after unreadable
-    weights with all of its cached KV. `lost` is the reason why the device cannot be used any more, or None.
+    `forget_device` drops all KV on the device. A request is retried `max_retries` times; after unreadable weights with
+    all its cached KV. `lost` is why the device cannot be used any more, or None.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class FailedSteps:
         self._forget_device = forget_device
 
     def check_device(self) -> None:
-        """Raise DeviceLostError if the device is lost."""
+        """Raises DeviceLostError."""
         if self.lost is not None:
             raise DeviceLostError(self.lost)
 
     def recover(
         self, sequences: list[Sequence], error: Exception, what: str, shrink: Callable[[], bool] = lambda: False
     ) -> Ended:
-        """Requeue the failed work, in smaller steps after a memory shortage if it can `shrink`.
+        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`.
 
-        Returns the requests without retries left. Raises DeviceLostError.
+        Return the requests without retries left. Raises DeviceLostError.
         """
         fault, why = fault_of(error), describe(error, what)
         if fault == "other":

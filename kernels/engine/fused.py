@@ -17,7 +17,7 @@ __all__ = ["Fuser", "check_fusion"]
 
 
 def check_fusion(model: Any) -> None:
-    """Raise UnsupportedModelError for a model with layers that do not see all documents."""
+    """Raises UnsupportedModelError for a model with layers that do not see all documents."""
     config = text_config(model)
     types = getattr(config, "layer_types", None)
     if "sliding_attention" in types if types else getattr(config, "sliding_window", None) is not None:

@@ -23,7 +23,7 @@ __all__ = ["ORIGIN", "device_name", "identity"]
 _FORMAT = 2
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-"""Entries of a configuration that name a model's origin, not its computation."""
+"""Entries of a configuration about a model's origin, not its computation."""
 
 # Attributes of a module that are digested separately, or have no effect.
 _DIGESTED_ELSEWHERE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
@@ -33,8 +33,8 @@ _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initiali
 def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] = MappingProxyType({})) -> str:
     """Digest parameters, buffers, modules' other attributes, configuration, KV layout, device and versions.
 
-    `stored` are parameters that are not in memory, by name. Takes about a second per GB and thread. Raises ValueError
-    for unreadable weights.
+    `stored` are parameters outside memory, by name. About a second per GB and thread. Raises ValueError for unreadable
+    weights.
     """
     with digest_threads() as threads:
         serializer = _Serializer(threads)
@@ -57,7 +57,7 @@ def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] =
 
 
 class _Serializer:
-    """Injective and the same in every process: tensors by digest, functions by name and bound values."""
+    """Injective and equal in every process: tensors by digest, functions by name and bound values."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
@@ -166,5 +166,5 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the hardware's name, if it affects rounding."""
+    """The hardware, if it affects rounding."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

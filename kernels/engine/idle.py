@@ -34,8 +34,7 @@ __all__ = ["BuildQueue", "IdleBuilder"]
 class BuildQueue:
     """Documents by content, most requested first; ties go to the one that has waited longest.
 
-    The cost of `put` and `remove` does not depend on the number of documents, and that of `take` only on the number of
-    different counts.
+    `put` and `remove` take constant time, `take` depends on the number of different counts.
     """
 
     def __init__(self) -> None:
@@ -47,13 +46,13 @@ class BuildQueue:
         return len(self._requests)
 
     def put(self, content: bytes, requests: int) -> None:
-        """Add a document, or change the number of its requests."""
+        """Add a document, or change its number of requests."""
         self.remove(content)
         self._requests[content] = requests
         self._by_requests.setdefault(requests, OrderedDict())[content] = None
 
     def take(self) -> bytes | None:
-        """Remove and return the next document, or None if there is none."""
+        """Remove and return the next document, or None."""
         if not self._requests:
             return None
         content = next(iter(self._by_requests[max(self._by_requests)]))
@@ -107,7 +106,7 @@ class _Document:
 
 @dataclass(slots=True, eq=False)
 class _Build:
-    """The document after its neighbours, and the positions to compute once the neighbours are copied."""
+    """The document after its neighbours, and the positions to compute once these are copied."""
 
     document: _Document
     neighbours: tuple[bytes, ...]
@@ -121,7 +120,7 @@ class _Build:
 
 
 class IdleBuilder:
-    """Computes documents of fused requests that have no preprocessed KV, most requested first.
+    """Computes documents of fused requests without preprocessed KV, most requested first.
 
     Each is computed after its system prompt and those documents with KV that most often share its requests. Its keys
     are rotated to the position directly after the system prompt, and the cache adopts it. The total is at most
@@ -157,7 +156,7 @@ class IdleBuilder:
 
     @property
     def _longest(self) -> int:
-        """Maximum tokens of a document with its neighbours in the current pool; copies take the same room again."""
+        """Maximum tokens of a document with its neighbours; copies take the same room again."""
         return min(self._most_tokens, self._cache.pool.blocks * self._cache.shape.block_size // 2)
 
     @property
@@ -190,7 +189,7 @@ class IdleBuilder:
             self._forget(next(iter(self._documents)))
 
     def step(self) -> int:
-        """Compute a part and return its number of tokens: 0 without a document, and while its neighbours load."""
+        """Compute a part. Return its tokens: 0 without a document, and while its neighbours load."""
         build = self._build or self._begin()
         if build is None or not build.lease.ready:
             return 0
@@ -225,8 +224,7 @@ class IdleBuilder:
             self._end(self._build)
 
     def shrink(self) -> bool:
-        """Compute in smaller steps after one without memory. Drop a document that fails even in the smallest. Return
-        True."""
+        """Use smaller steps after one without memory, and drop a document that fails in the smallest. Return True."""
         if self._step_tokens == 1:
             self.give_up()
         elif self._build is not None:
@@ -290,7 +288,7 @@ class IdleBuilder:
         return chosen
 
     def _put_neighbours(self, build: _Build) -> Positions:
-        """Copy the borrowed KV into the build's own blocks and return the positions to compute."""
+        """Copy the borrowed KV into the build's blocks. Return the positions to compute."""
         lease, missing = build.lease, np.ones(len(build.token_ids), dtype=np.bool_)
         self._cache.extend(lease, len(build.token_ids))
         missing[: lease.cached_tokens] = False

@@ -116,7 +116,7 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
 
 
 def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError if transformers' `report` has weights that are missing or have another shape."""
+    """Raises ModelLoadError if transformers' `report` has weights that are missing or have another shape."""
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
@@ -128,7 +128,7 @@ def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
-    """Load the model's tokenizer, or return None with a warning. Raises ModelLoadError for an unreadable one."""
+    """Return the model's tokenizer, or None with a warning. Raises ModelLoadError for an unreadable one."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
@@ -140,11 +140,7 @@ def load_tokenizer(name: str | Path) -> Any | None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Return whether this may be a name on the Hub.
-
-    Old names without an organisation are only accepted if they are downloaded, because the Hub's answer takes a minute
-    without a network.
-    """
+    """Old names without an organisation only count if downloaded: the Hub's answer takes a minute without a network."""
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)

@@ -38,9 +38,8 @@ _lock = Lock()
 class PatchedModel:
     """A model with the engine's attention until its last engine calls `restore`.
 
-    `longest` is the maximum number of tokens, or None. `streamer` supplies its layers' weights if they stream; the
-    model is then already on its device. Raises UnsupportedModelError, with the model restored; ValueError for an
-    invalid device or length.
+    `longest` is in tokens, or None. `streamer` supplies the layers' weights if they stream; the model is then already
+    on its device. Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
     """
 
     def __init__(self, model: Any, settings: EngineSettings, streamer: LayerStreamer | None = None) -> None:
@@ -102,15 +101,15 @@ class PatchedModel:
 
 
 def wanted_tokens(longest: int | None) -> int:
-    """Return the tokens of KV that can be useful on a CPU: four prompts of maximum length."""
+    """Tokens of KV that can be useful on a CPU: four prompts of maximum length."""
     return _CPU_PROMPTS * (longest or _CPU_TOKENS)
 
 
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Return the pool's blocks: `device_tokens`, or a share of a GPU's free memory, or on a CPU four prompts of maximum
-    length within a quarter of the memory.
+    """Return the pool's blocks: `device_tokens`, else a share of a GPU's free memory, or on a CPU four longest prompts
+    within a quarter of the memory.
 
     Raises ValueError if that is less than a block.
     """
@@ -134,10 +133,9 @@ def device_blocks(
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast the model as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their
-    dtype.
+    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype.
 
-    A model already loaded in this dtype may have other weights on purpose.
+    A model already loaded in it may have other weights on purpose.
     """
     if model.dtype == dtype:
         return
@@ -149,7 +147,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
 ) -> Callable[[int, int], KnowledgeCache]:
-    """Return a function that makes caches by device blocks and host bytes."""
+    """Return a maker of caches by device blocks and host bytes."""
     # Reads all weights, so it is only done for KV that outlives the process.
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape

@@ -46,8 +46,7 @@ def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
 def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
     """Time loads of `blocks` blocks as in the cache, between separate pools.
 
-    Loads from disk use a temporary folder in `disk` or its parent, whose pages are dropped from memory first. They
-    raise OSError.
+    Loads from disk use a temporary folder in `disk` or its parent, with pages dropped from memory. They raise OSError.
     """
     pinned = device.type == "cuda"
     on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
@@ -119,10 +118,10 @@ _PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
-    """Return the cached profile of this model on this machine, or measure one with a temporary pool of at most `blocks`
+    """Return the cached profile of this model on this machine, or measure one in a temporary pool of at most `blocks`
     blocks.
 
-    Returns LINEAR, with a warning, if it cannot be measured.
+    Returns LINEAR, with a warning, if that fails.
     """
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
@@ -174,8 +173,7 @@ def _with_loads(
 
 
 def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """Return everything that determines the times: shapes, dtypes, hardware, threads, versions, disk. Weights' values
-    do not."""
+    """What determines the times: shapes, dtypes, hardware, threads, versions, disk; not the weights' values."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()
     for parameter in model.model.parameters():
@@ -202,7 +200,7 @@ def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: in
 
 
 class _PrefillTimer:
-    """Prefills on a separate pool. Its cached tokens are zeros, as times do not depend on contents."""
+    """Prefills on a separate pool, with zeros as cached tokens: times do not depend on contents."""
 
     def __init__(self, model: PatchedModel, longest: int, max_batch_tokens: int) -> None:
         self._model = model

@@ -59,7 +59,7 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionShape:
-    """Measure the shapes in a run of two tokens.
+    """Measure shapes in a run of two tokens.
 
     Raises UnsupportedModelError if layers differ, do not attend, or contradict the configured windows.
     """

@@ -50,9 +50,9 @@ class ShortOfMemoryError(RequestRefusedError):
 class Sampling:
     """Choice of tokens, and the end of an answer.
 
-    `temperature` 0 takes the likeliest token. A `seed` gives the same samples independent of other requests. Text
-    excludes `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs` is the number
-    of alternatives per token.
+    `temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text excludes
+    `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs` is the number of
+    alternatives per token.
     """
 
     max_tokens: int = 16
@@ -91,11 +91,11 @@ class Request:
 
     The first `prefix_tokens` tokens are a separate node, shared by all prompts that begin with them; by default the
     system prompt is in the first document's node. The question is not cached. A cache is shared within a `salt`.
-    `expected_uses` forecasts, for each end, the future requests with all documents up to it.
+    `expected_uses` forecasts, for each end, future requests with all documents up to it.
 
-    `fusion` is the reuse of documents after the cached prefix, for engines with `reuse="fused"`; None uses the engine's
-    settings. The first `exact_documents` are computed exactly even if they have copies. `keep_question` marks a warm-up
-    of a system prompt (its only document) and a question whose fused request follows.
+    `fusion` reuses documents after the cached prefix in engines with `reuse="fused"`; None means the engine's settings.
+    The first `exact_documents` are computed exactly despite copies. `keep_question` marks a warm-up of a system prompt
+    (its only document) and a question before its fused request.
 
     `keep_logits` keeps the first token's logits. `deadline_s` runs from `add`; then the request ends with reason
     "timeout".
@@ -116,7 +116,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms before temperature and top_p: the chosen token's, and those of the `top` tokens."""
+    """Natural logarithms before temperature and top_p, of the chosen token and the `top` ones."""
 
     token_id: int
     logprob: float
@@ -129,7 +129,7 @@ class Completion:
     token's, fp32 on the CPU. `tbt_s` is the mean time between tokens (RAGCache 5.4).
 
     Of the prompt's tokens, `cached` are an exact prefix, `fused` were reused at other positions, and `recomputed` of
-    the latter were recomputed (FusionRAG). `fault` is the cause of an `error`, or None if the request caused it.
+    these were recomputed (FusionRAG). `fault` is the cause of an `error`, or None if the request caused it.
     """
 
     request_id: int
@@ -179,7 +179,7 @@ def fault_of(error: Exception) -> Fault:
 
 
 def describe(error: BaseException, what: str) -> str:
-    """Return `what` with the place of the error. An error's own message may quote a prompt and is left out."""
+    """Return `what` with the error's place; its message may quote a prompt."""
     if isinstance(error, LayerReadError):
         # Its message names a file.
         return f"{what}: {error}"

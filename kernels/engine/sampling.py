@@ -22,7 +22,7 @@ class SampledToken:
 
 
 def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[SampledToken]:
-    """Choose by logits (N, vocabulary) and numbers in [0, 1); a sample depends only on its row and number."""
+    """logits (N, vocabulary), numbers in [0, 1); a sample depends only on its row and number."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]

@@ -33,7 +33,7 @@ _by_turn = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `tokens` tokens of a sequence. `last`: the next token is chosen after them. `selects`: they belong to
+    """The next `tokens` tokens of a sequence. After the `last` ones the next token is chosen; `selects`: they belong to
     its selection."""
 
     sequence: Sequence
@@ -46,9 +46,9 @@ class Scheduler:
     """Waiting and running sequences.
 
     The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
-    more than `window` later ones (0: turns in order of arrival). A sequence runs once its prefix is loaded and it has
-    blocks for all tokens; later ones overtake it while it loads. The `fuser` adds reused documents. If blocks run out,
-    sequences with the latest turns are preempted. A sequence keeps its turn until it ends.
+    more than `window` later ones (0: in order of arrival). It runs once its prefix is loaded and all tokens have
+    blocks; later ones overtake it while it loads. The `fuser` adds reused documents. If blocks run out, the latest
+    turns are preempted. A sequence keeps its turn until it ends.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Scheduler:
         self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
-        """Plan at most `max_batch_tokens`, without counting selections and critical tokens that share a step. Empty
-        while all sequences wait for prefixes.
+        """Plan at most `max_batch_tokens`, beside selections and critical tokens that share a step. Empty while all
+        wait for prefixes.
 
         Raises OutOfBlocksError if the first sequence never fits.
         """
@@ -142,8 +142,8 @@ class Scheduler:
             self._discard(each)
 
     def reject(self, sequence: Sequence) -> None:
-        """Remove a sequence whose KV is suspect, all nodes that it has computed in any step, and found nodes with NaN
-        or inf."""
+        """Remove a sequence with suspect KV, the nodes that it has computed in any step, and found ones with NaN or
+        inf."""
         self.drop(sequence)
         self._cache.purge(sequence.nodes, found=sequence.found)
 
@@ -156,7 +156,7 @@ class Scheduler:
             self.drop(sequence)
 
     def requeue(self) -> None:
-        """Release all blocks after a failed step, none of whose nodes stay cached. Turns and tokens are kept."""
+        """Release all blocks after a failed step; none of its nodes stay cached. Turns and tokens are kept."""
         turns = self.with_turns
         self._admitted = sorted((sequence for sequence in turns if sequence.owner is None), key=_by_turn)
         self.running.clear()
@@ -171,7 +171,7 @@ class Scheduler:
         return self._step_tokens
 
     def shrink(self, tokens: int) -> bool:
-        """Halve the next steps after a shortage at `tokens` tokens. Return False if they cannot be smaller."""
+        """Halve the next steps after a shortage at `tokens`. Return False if they cannot shrink."""
         smaller = min(tokens, self._step_tokens) // 2
         if not smaller:
             return False

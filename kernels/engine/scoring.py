@@ -23,8 +23,8 @@ __all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "re
 
 
 def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
-    """Return fp32 (keys,): attention that each key in the piece's context receives from its rows at `positions`, summed
-    over rows, mean over heads and layers. Writes the rows' KV."""
+    """Return fp32 (keys,): attention from the piece's rows at `positions` to each key in its context, summed over rows,
+    mean over heads and layers. Writes the rows' KV."""
     step = pack([piece], layers, device)
     attention = _AllLayers(step.attention, layers, step.positions, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
@@ -32,7 +32,7 @@ def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.
 
 
 class _AllLayers:
-    """A step's attention (`inner`) that also sums the attention of its rows, and ends in the last layer."""
+    """A step's attention (`inner`) that sums its rows' attention and ends in the last layer."""
 
     def __init__(self, inner: PagedStep, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
         self._inner = inner
@@ -66,8 +66,8 @@ def kv_deviation(
     """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in the second
     layer.
 
-    The `start` tokens before it have exact KV. Writes the KV of its own tokens in the first layer, so they may have
-    none: this KV depends on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
+    The `start` tokens before it have exact KV. Its own tokens may have none: their KV in the first layer is written,
+    and depends on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
     """
     if len(layers.key_caches) < 2:
         return torch.zeros(len(piece.token_ids), device=device)
@@ -125,7 +125,7 @@ class Question:
     start: int
 
     def moved(self, start: int, rotation: Rotation) -> Question:
-        """Return the same vectors, moved to another start."""
+        """The same vectors, moved to another start."""
         old, last = self.queries.positions, len(rotation.ropes) - 1
         turn = rotation.turn(start - self.start, old)
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
@@ -134,15 +134,15 @@ class Question:
     def attention(self, layers: PagedLayers, table: Tensor, held: Tensor | None = None) -> Tensor:
         """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
 
-        Softmax over the `held` tokens (bool (start,), all by default) and the question itself, summed over the
-        question's tokens, mean over heads.
+        Softmax over the `held` tokens (bool (start,), all by default) and the question itself, summed over its tokens,
+        mean over heads.
         """
         keys = Keys(layers.key_caches[-1], table, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
 
 
 def read_question(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Question:
-    """Run a forward of a question after the `start` tokens with KV in its blocks. Writes nothing."""
+    """Compute a question after the `start` tokens with KV in its blocks. Writes nothing."""
     count = len(piece.token_ids)
     attention = _LastLayer(layers, PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device))
     positions = torch.arange(piece.start, piece.start + count, device=device)
@@ -197,8 +197,7 @@ class ScoringInput:
     """A prompt before its first step, and its blocks.
 
     - `prefix_tokens`: the system prompt; `question`: the tokens after the documents.
-    - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents have no KV yet and
-      hold anything.
+    - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents hold anything.
     - `asked`: the question's vectors after the system prompt, if a warm-up has computed them.
     """
 
@@ -215,7 +214,7 @@ class ScoringInput:
         return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
 
     def held(self, device: torch.device | str) -> Tensor:
-        """Return bool: which tokens before the question have KV."""
+        """bool: which tokens before the question have KV."""
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
             held[start:end] = True
@@ -223,7 +222,7 @@ class ScoringInput:
 
 
 class Scorer:
-    """Measurements for selections, in forwards of `most_tokens`; only the last tokens of a longer question count."""
+    """Measures for selections, in forwards of `most_tokens`; only the last tokens of a longer question count."""
 
     def __init__(
         self,
@@ -240,7 +239,7 @@ class Scorer:
         self.most_tokens = most_tokens
 
     def measure(self, needs: Needs, inputs: ScoringInput) -> Measurements:
-        """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix; this KV is
+        """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix, which is
         exact."""
         steps = self.measuring(needs, inputs, self.most_tokens)
         while True:
@@ -266,7 +265,7 @@ class Scorer:
         return replace(measurements, deviation=deviation[reused])
 
     def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """In steps, compute fp32: attention of the `chosen` tokens to each token before the question, summed over them,
+        """In steps, return fp32: attention of the `chosen` tokens to each token before the question, summed over them,
         mean over heads and layers. Recomputes them and writes their KV."""
         found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
@@ -281,9 +280,8 @@ class Scorer:
     def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
         """Return fp32: the question's attention to each earlier token.
 
-        Its vectors are computed after the documents. With `alone`, or if some documents have no KV, they are computed
-        after the system prompt and moved. This needs no documents, so a warm-up may have computed it
-        (`ScoringInput.asked`).
+        Its vectors are computed after the documents or, with `alone` or if some have no KV, after the system prompt and
+        then moved. The latter needs no documents, so a warm-up may have computed it (`ScoringInput.asked`).
         """
         held = inputs.held(self._device)
         if inputs.asked is not None:
@@ -297,14 +295,13 @@ class Scorer:
         return question.attention(self._layers, table, held)
 
     def read(self, inputs: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
-        """Compute the question, or its last `most_tokens`, after the first `start` tokens of its prompt, which have
-        KV."""
+        """Compute the question, or its last `most_tokens`, after the prompt's first `start` tokens, which have KV."""
         begin, end = inputs.question
         ids = inputs.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
         return read_question(self._forward, self._layers, Piece(ids, start, inputs.table, False), self._device)
 
     def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
-        """Compute fp32 for each token up to the last reused document; 0 in the exact prefix."""
+        """fp32 for each token up to the last reused document; 0 in the exact prefix."""
         parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
         for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
             piece = Piece(

@@ -21,8 +21,8 @@ __all__ = ["KeptQuestions", "TokenSelecting"]
 
 
 class KeptQuestions:
-    """Vectors of questions directly after a system prompt, by tenant and tokens, kept for `seconds`; the latest ones,
-    up to `most_tokens` in total."""
+    """Vectors of questions directly after a system prompt, by tenant and tokens, for `seconds`; the latest, up to
+    `most_tokens` in total."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class KeptQuestions:
         return len(self._entries)
 
     def keep(self, sequence: Sequence) -> None:
-        """Keep the question of a computed warm-up: a prompt of system prompt and question."""
+        """Keep the question of a computed warm-up, whose prompt is a system prompt and the question."""
         start, end = sequence.path_tokens, sequence.prompt_tokens
         if not 0 < sequence.request.prefix_tokens == start < end:
             return
@@ -131,7 +131,7 @@ class TokenSelecting:
         self.compute()
 
     def compute(self) -> None:
-        """Compute the pending forward; the first call computes nothing. Raises the errors of a failing device."""
+        """Compute the pending forward; nothing in the first call. Raises the errors of a failing device."""
         try:
             self.pending = next(self._steps, 0)
         except Exception as error:

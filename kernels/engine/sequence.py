@@ -27,8 +27,8 @@ Spans = Sequence[tuple[int, int]]
 class ScatteredPrefill:
     """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV.
 
-    First the documents before the first reused span are computed exactly (with `documents_first`, all documents without
-    KV); then the chosen tokens and the rest.
+    First the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then
+    the chosen tokens and the rest.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class ScatteredPrefill:
         self.exact_tokens = self._tokens
 
     def positions(self, tokens: int) -> Positions:
-        """Return the next positions to compute."""
+        """The next positions to compute."""
         return self._todo[:tokens]
 
     def exact_after(self, tokens: int) -> int:
-        """Return the number of tokens with exact KV after the next `tokens` are computed."""
+        """Tokens with exact KV after the next `tokens`."""
         return min(self.exact_tokens, int(self._todo[:tokens].max()) + 1)
 
     def advance(self, tokens: int) -> None:
@@ -87,8 +87,7 @@ class Selecting(Protocol):
     chosen: Positions
     in_full: bool
 
-    def compute(self) -> None:
-        """Compute the pending forward."""
+    def compute(self) -> None: ...
 
 
 class Sequence:
@@ -197,7 +196,7 @@ class Sequence:
             self.cached = self.lease.tokens_by_tier
 
     def reuse(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
-        """Note that positions within `spans` have KV now; those within `found` come from other requests, `by_tier`."""
+        """Positions within `spans` have KV now; those within `found` from other requests, `by_tier`."""
         assert self.fusion is not None
         # Further rounds of selection use the attention to all documents.
         first = self.fusion.rounds > 1
@@ -219,21 +218,20 @@ class Sequence:
             self.recomputed = self.fused.total
 
     def take(self, room: int) -> int:
-        """Return the number of tokens that a step with this room computes."""
+        """Tokens that a step with this room computes."""
         return min(room, self.pending)
 
     def positions(self, tokens: int) -> Positions:
-        """Return the next positions to compute."""
+        """The next positions to compute."""
         if self.scattered is not None:
             return self.scattered.positions(tokens)
         return np.arange(self.computed, self.computed + tokens)
 
     def exact_after(self, tokens: int) -> int:
-        """Return the number of tokens with exact KV after the next `tokens` are computed."""
+        """Tokens with exact KV after the next `tokens`."""
         return self.computed + tokens if self.scattered is None else self.scattered.exact_after(tokens)
 
     def advance(self, tokens: int) -> None:
-        """Mark the next `tokens` as computed."""
         if self.scattered is None:
             self.computed += tokens
             return
@@ -242,7 +240,7 @@ class Sequence:
             self.scattered, self.computed = None, len(self.tokens)
 
     def forget_cached(self) -> None:
-        """Drop the counts of found KV that was lost before it was used."""
+        """Drop the counts of found KV that was lost unused."""
         if self._first is None:
             self.cached = self.fused = None
             self.recomputed = 0

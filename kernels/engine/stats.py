@@ -24,10 +24,10 @@ class EngineStats:
     """Snapshot of the engine's counters.
 
     `finished` is by finish reason. Prompt, cached, fused and recomputed tokens are of requests with a first token.
-    `retries` counts requests retried after failed steps. `tbt_counts` counts times between tokens by bucket; the last
-    one is above `TBT_BOUNDS_S`. `questions_kept` come from warm-ups; fused requests used `questions_used`. Idle steps
-    built `idle_documents` with `idle_tokens` computed; `idle_aborted` ended for due requests. `stream` is of a model
-    with streamed layers.
+    `retries` follow failed steps. `tbt_counts` counts times between tokens by bucket, the last one above
+    `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used `questions_used`. Idle steps built
+    `idle_documents` with `idle_tokens` computed; `idle_aborted` ended for due requests. `stream` is of a streamed
+    model.
     """
 
     cache: CacheStats

@@ -29,14 +29,14 @@ class Rows:
 
 
 class Assembler:
-    """Copies within a pool. Keys are rotated once, from the positions at which they were computed."""
+    """Copies within a pool. Keys are rotated once, from the positions of their computation."""
 
     def __init__(self, pool: BlockPool, rotation: Rotation) -> None:
         self._pool = pool
         self._rotation = rotation
 
     def copy(self, documents: Sequence[Rows], table: Sequence[int]) -> None:
-        """Copy into the blocks of `table`, which begin at position 0. The copies are queued on the device."""
+        """Queue copies into the blocks of `table`, which begin at position 0."""
         if not documents:
             return
         size, device = self._pool.shape.block_size, self._pool.device

@@ -14,7 +14,7 @@ __all__ = ["as_blocks", "moved_rows", "read_rows"]
 
 
 def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Tensor:
-    """Return copies of the rows at positions `begin` to `end` of a sequence in the blocks `table`."""
+    """Copy the rows at positions `begin` to `end` of a sequence in the blocks `table`."""
     size = pool.shape.block_size
     first = begin // size
     blocks = torch.as_tensor(table[first : -(-end // size)], dtype=torch.int64, device=pool.device)
@@ -23,7 +23,7 @@ def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Te
 
 
 def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
-    """Return rows of consecutive tokens, moved from position `old` to `new` of the first."""
+    """Return rows of consecutive tokens moved from `old` to `new`, the first one's positions."""
     if old == new:
         return rows
     turn = rotation.turn(new - old, torch.arange(old, old + len(rows), device=rows.device))
@@ -36,7 +36,7 @@ def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
 def as_blocks(rows: Tensor, start: int, preceding: Tensor, shape: KVShape) -> BlockPool:
     """Return the blocks that cover rows from position `start`, in the rows' memory.
 
-    The last rows of `preceding`, which ends at `start`, fill the first block before them.
+    The end of `preceding`, up to `start`, fills the first block before them.
     """
     size = shape.block_size
     covering = shape.covering(start, len(rows))

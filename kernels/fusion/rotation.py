@@ -32,7 +32,7 @@ class Rope:
     adjacent: bool
 
     def angles(self, by: Tensor, origin: Tensor | None) -> Tensor:
-        """Return float64 (T, n) for int64 (T,)."""
+        """float64 (T, n) for int64 (T,)."""
         frequencies = self.frequencies.to(by.device)
         if origin is None:
             return by[:, None] * frequencies.double()
@@ -51,8 +51,7 @@ class Turn:
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
 
     def apply(self, vectors: Tensor, layer: int) -> Tensor:
-        """Return (T, heads, D) in the same dtype, computed in float32. A layer without positions returns `vectors`
-        itself."""
+        """Rotate (T, heads, D), in float32, keeping the dtype. A layer without positions returns `vectors` itself."""
         rope = self._ropes[layer]
         if rope is None:
             return vectors
@@ -65,7 +64,7 @@ class Turn:
         return found if turned == vectors.shape[-1] else torch.cat((found, vectors[..., turned:]), -1)
 
     def _turn(self, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, float32 (T, 1, n)."""
+        """Cosines and sines, float32 (T, 1, n)."""
         if id(rope) not in self._turns:
             angles = rope.angles(self._by, self._origin)[:, None]
             self._turns[id(rope)] = angles.cos().float().to(device), angles.sin().float().to(device)
@@ -75,8 +74,8 @@ class Turn:
 class Rotation:
     """Rotations of a model's keys and queries by position, per layer; None for a layer without positions.
 
-    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions equals the key computed at
-    the new position.
+    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions is the key at the new
+    position.
 
         rotation = Rotation.of(model)
         moved = rotation.shift(keys, new - old, layer, origin=old)
@@ -91,7 +90,7 @@ class Rotation:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Measure the rotation of `model`'s keys per layer, with the model's frequencies (default, linear, llama3, yarn
+        """Find the rotation of `model`'s keys per layer, with the model's frequencies (default, linear, llama3, yarn
         and others; of whole heads or a part).
 
         Raises UnsupportedModelError for dynamic and longrope frequencies, and for keys that depend on positions in
@@ -118,15 +117,15 @@ class Rotation:
         return Turn(self._ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all; return their dtype.
+        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all; keep the dtype.
 
-        `origin` is their current position. With it the result has the model's own rounding at the new positions,
-        without it the rounding at 0: at 4,000, in float32, a difference of 1e-4.
+        `origin` is their position. With it the result has the model's own rounding at the new positions, else that at
+        0: at 4,000, in float32, a difference of 1e-4.
         """
         return self.turn(by, origin).apply(keys, layer)
 
     def verify(self, model: Any) -> None:
-        """Compare moved keys with keys that `model` computes at the new positions, over all positions.
+        """Compare moved keys with `model`'s keys at the new positions, over all positions.
 
         Raises UnsupportedModelError for differences beyond rounding.
         """
@@ -167,7 +166,7 @@ def _check_types(model: Any, types: object) -> None:
 
 
 def _keys(model: Any, positions: Tensor) -> list[Tensor]:
-    """Return each layer's keys (T, KV heads, D) for T sequences of one token, the same tokens in each call."""
+    """Each layer's keys (T, KV heads, D) of T one-token sequences, the same tokens in each call."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(len(positions))
     tokens = torch.randint(0, embedding.shape[0], (len(positions), 1), generator=generator).to(embedding.device)

@@ -71,8 +71,7 @@ class Selection(Protocol):
     needs: Needs
 
     def choose(self, measurements: Measurements, budget: int) -> Tensor:
-        """Return positions int64, ascending, of at most `budget` tokens of `measurements.reused`; `all` returns all of
-        them."""
+        """Return positions int64, ascending: at most `budget` of `measurements.reused`; `all` returns them all."""
 
 
 def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
@@ -147,5 +146,5 @@ SELECTIONS = tuple(selections.names)
 
 
 def make_selection(name: str) -> Selection:
-    """Return the selection of this name. Raises ValueError naming the choices."""
+    """Raises ValueError naming the choices."""
     return selections[selections.check(name)]()

@@ -89,8 +89,7 @@ class TieredPool(Pool):
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Evict all nodes with lower priority than `priorities` except `kept` (with `only`, just these keys), and charge
-        their room to other clients. Return the remaining blocks."""
+        """See `TierMirror.displace`. Return the remaining blocks."""
         self._whole = False
         self._drop(self.mirror.displace(priorities, kept, only), current)
         self._whole = True
@@ -104,7 +103,7 @@ class TieredPool(Pool):
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """Drop a node that is in no tier and that no request in flight uses."""
+        """Drop a node that no tier has and no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks

@@ -16,9 +16,9 @@ _NOTHING = Loads()
 
 
 class TieredResidency(LRUResidency):
-    """The nodes of one scope's tree that are in a tier of the engine, by the tiers' own policy.
+    """The nodes of one scope's tree in the engine's tiers, by the tiers' policy.
 
-    A node's key in the tiers is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
+    In the tiers a node's key is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
     names share keys.
     """
 
@@ -78,7 +78,7 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """The tiers count everything after the documents as room only, so an answer counts as recomputed."""
+        """The tiers only count the room of tokens after the documents, so an answer counts as recomputed."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
         """Also drop everything that the tiers evict before the last node that should have been cached."""

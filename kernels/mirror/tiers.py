@@ -37,8 +37,8 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert the arrivals that fit and return the evicted nodes, children first. Awaited nodes are evicted only if
-        nothing else makes room."""
+        """Insert the arrivals that fit. Return the evicted nodes, children first; awaited ones only if nothing else
+        makes room."""
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -98,9 +98,9 @@ class TierPriority(NamedTuple):
 class TierMirror:
     """Serve an orderer's requests on `tiers`, the device first, as its engine does.
 
-    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers. Without it a tier takes
-    the nodes that the tier above evicts, as in the paper (RAGCache 5.1) and the embedded engine. Nodes of requests in
-    flight are evicted last from host memory, as in both engines.
+    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise it takes the
+    nodes evicted above, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts nodes of requests in
+    flight last, as in both.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -123,7 +123,6 @@ class TierMirror:
         return self.tiers[-1].place
 
     def priorities(self, key: Hashable) -> tuple[TierPriority, ...]:
-        """Return the node's priority in each tier that has it."""
         found = ((tier, tier.tier.get(key)) for tier in self.tiers)
         return tuple(TierPriority(tier, node.priority) for tier, node in found if node is not None)
 
@@ -140,7 +139,7 @@ class TierMirror:
     ) -> list[Hashable]:
         """Bring a request's path to the device, with a suffix that no other request will use, until `settle`.
 
-        `expected` maps nodes to their forecast uses. Returns the nodes that are now in no tier.
+        `expected` maps nodes to forecast uses. Return the nodes that are now in no tier.
         """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
@@ -163,11 +162,9 @@ class TierMirror:
         return self._lost(gone)
 
     def settle(self, request: Hashable) -> None:
-        """End a request that was in flight."""
         self._awaited.remove(self._requests.pop(request, ()))
 
     def remove(self, key: Hashable) -> None:
-        """Remove a node from all tiers."""
         for tier in self.tiers:
             if key in tier:
                 tier.remove(key)
@@ -178,8 +175,8 @@ class TierMirror:
         kept: Container[Hashable] = (),
         only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Evict all nodes with lower priority than `priorities` except `kept` (with `only`, just these keys), and charge
-        their room to other clients. Return the nodes that are now in no tier."""
+        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge their room to other clients.
+        Return the nodes that are now in no tier."""
         gone: dict[Hashable, None] = {}
         for tier, priority in priorities:
             going = [key for key in tier.going_before(priority) if key not in kept and (only is None or key in only)]
@@ -188,8 +185,8 @@ class TierMirror:
         return self._lost(gone)
 
     def give_up(self, tokens: int) -> list[Hashable]:
-        """Evict `tokens` tokens, from the slowest tier first, and charge their room to other clients. Return the nodes
-        that are now in no tier."""
+        """Evict `tokens` tokens, slowest tier first, and charge their room to other clients. Return the nodes that are
+        now in no tier."""
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
             going = tier.next_to_go(tokens)
@@ -203,7 +200,6 @@ class TierMirror:
         self._forget_requests()
 
     def _number(self) -> Hashable:
-        """Return a key that no later request finds."""
         return (next(self._numbers),)
 
     def _lost(self, gone: Iterable[Hashable]) -> list[Hashable]:

@@ -26,11 +26,8 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model needs.
-
-    `outside` its layers, each of `layers` in a buffer, a KV `block` of `block_tokens` tokens, the `workspace` by tokens
-    of a step, and `staging` in pinned host memory while layers stream.
-    """
+    """Bytes that a model needs: `outside` its layers, each of `layers` in a buffer, a KV `block` of `block_tokens`
+    tokens, `workspace` by tokens of a step, `staging` in pinned host memory while layers stream."""
 
     outside: int
     layers: Sequence[int]
@@ -49,8 +46,8 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Tokens of the largest step; KV blocks and layers on the device; slots of the ring for the other layers; layers in
-    host memory, and the host bytes left for KV. `device_bytes` is the maximum used."""
+    """Tokens of the largest step; KV blocks and layers on the device; slots of the ring; layers in host memory, and
+    host bytes left for KV. `device_bytes` is the maximum used."""
 
     step_tokens: int
     blocks: int
@@ -126,7 +123,7 @@ def _blocks(needs: MemoryNeeds, nbytes: int, least: int, device_tokens: int | No
 
 
 def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
-    """Return layers in the host, and bytes for KV there."""
+    """Layers in the host, and bytes for KV there."""
     if nbytes <= 0:
         return 0, 0
     if streamed * needs.slot <= nbytes:

@@ -56,8 +56,8 @@ class TensorEntry:
 class Checkpoint:
     """The tensors of a folder's safetensors, in one file or several with an index.
 
-    Files are read, not mapped: a truncated mapped file would kill the process, and its pages are in no budget. They are
-    opened once; a file that changes later is refused, as half of it would be another model's.
+    Files are read, not mapped: a truncated mapped file would kill the process, and its pages are in no budget. A file
+    that changes after it was opened is refused, as half of it would be another model's.
 
     Raises CheckpointError for a folder without weights, or with invalid or truncated files.
     """

@@ -16,8 +16,8 @@ __all__ = ["Footprint", "decoder_layers", "footprint", "skeleton"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of weights: each decoder layer, the embedding, the head (0 if it is the embedding), and other weights
-    outside the layers."""
+    """Bytes of weights: each decoder layer, embedding, head (0 if it is the embedding), and others outside the
+    layers."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -37,7 +37,7 @@ class Footprint:
 
     @property
     def kv_token(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
+        """Bytes of a token's KV in all layers."""
         return self.shape.kv_token(self.itemsize)
 
     def workspace(self, tokens: int, rows: int = ROWS) -> int:

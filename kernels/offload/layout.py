@@ -54,7 +54,7 @@ class LayerLayout:
 
     @classmethod
     def of(cls, layer: Any, sources: Mapping[str, Sequence[Piece]]) -> LayerLayout:
-        """Lay out `layer`, with shapes and dtypes of its parameters; `sources` are by parameter."""
+        """Lay out `layer`; `sources` are by parameter."""
         found, offset = [], 0
         for name, tensor in layer.named_parameters():
             made = Parameter(name, tensor.dtype, tuple(tensor.shape), offset, tuple(sources[name]))
@@ -69,12 +69,11 @@ class LayerLayout:
 
 
 class CheckpointMap:
-    """A checkpoint's tensors by a model's parameters (which may be on the meta device), renamed and merged as in
+    """A checkpoint's tensors by a model's parameters (possibly on the meta device), renamed and merged as in
     transformers.
 
-    `layers` has the pieces by parameter per decoder layer, `rest` the names of all other tensors. Raises
-    CheckpointError if weights are missing or have other shapes, UnsupportedModelError if weights of a layer are shared
-    or their bytes are converted.
+    `layers` has the pieces by parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError if
+    weights are missing or have other shapes, UnsupportedModelError if weights of a layer are shared or converted.
     """
 
     def __init__(self, model: Any, prefix: str, layers: Any, checkpoint: Checkpoint) -> None:
@@ -127,7 +126,7 @@ class _Sources:
         return placed
 
     def _placed(self, shape: tuple[int, ...]) -> list[Piece] | None:
-        """Return the pieces, or None if the parameter's bytes are not its tensors' bytes in some order."""
+        """Return None if the parameter's bytes are not its tensors' bytes in some order."""
         if self.converter is None:
             return [Piece(self.entries[0], 0)] if len(self.entries) == 1 else None
         operations = list(self.converter.operations)
@@ -146,7 +145,7 @@ class _Sources:
 
 
 def _fit(parts: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this shape can be made by concatenating these."""
+    """Return whether these, concatenated, make a tensor of this shape."""
     if len(parts) == 1 and len(parts[0]) == len(shape):
         return parts[0] == shape
     rows = all(part[1:] == shape[len(shape) - len(part) + 1 :] for part in parts)

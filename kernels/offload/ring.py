@@ -14,7 +14,7 @@ __all__ = ["LayerRing", "Slot"]
 
 
 class Slot:
-    """A buffer of the ring. `layer` is in it, or is being read into it. The device must have passed `fence` before the
+    """A buffer of the ring. `layer` is in it, or being read into it. The device must have passed `fence` before the
     next read or write."""
 
     __slots__ = ("abandoned", "buffer", "error", "fence", "filled", "layer")
@@ -30,9 +30,9 @@ class Slot:
 class LayerRing:
     """Layers read ahead in the order of use, one per slot.
 
-    The order is endless: after the last layer comes the first one of the next step. Taking a layer out of turn (after a
-    forward that ended early or started over) drops the layers read ahead. `fill(slot, stale)` reads `slot.layer` on the
-    ring's thread, and may stop once `stale()`. One thread makes all calls.
+    The order is endless: the first layer of the next step follows the last. Taking a layer out of turn (after a forward
+    that ended early or started over) drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's
+    thread, and may stop once `stale()`. One thread makes all calls.
 
         ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])
         ring.order(range(24))
@@ -107,7 +107,7 @@ class LayerRing:
             self._top_up()
 
     def shrink(self, slots: int) -> None:
-        """Remove slots until `slots` are left: free ones, then those read furthest ahead. None may be taken."""
+        """Remove slots until `slots` are left: free ones, then the last ones read ahead. None may be taken."""
         with self._changed:
             self._surplus = max(0, self._slots - slots)
             while self._surplus and self._free:

@@ -52,19 +52,19 @@ class LayerStore:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a buffer that fits any layer."""
+        """Buffer size for any layer."""
         return max(layout.nbytes for layout in self.layouts)
 
     def nbytes(self, layer: int) -> int:
         return self.layouts[layer].nbytes
 
     def stored_bytes(self, layer: int) -> int:
-        """Return the bytes that one read of the layer takes from the checkpoint."""
+        """Bytes that one read of the layer takes from the checkpoint."""
         pieces = (piece for parameter in self.layouts[layer].parameters for piece in parameter.pieces)
         return sum(piece.entry.length for piece in pieces)
 
     def chunks(self, layer: int) -> list[_Chunk]:
-        """Return the reads that make up a layer, in the order of its buffer; threads may share them."""
+        """Reads that make up a layer, in the order of its buffer; threads may share them."""
         return [
             _Chunk(layer, parameter, piece, start, min(_CHUNK, piece.entry.length - start))
             for parameter in self.layouts[layer].parameters
@@ -91,7 +91,7 @@ class LayerStore:
         return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
 
     def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
-        """Yield the parameters of all layers of the list `prefix` by their names in the model."""
+        """Parameters of all layers of the list `prefix`, by their names in the model."""
         for layer, layout in enumerate(self.layouts):
             for parameter in layout.parameters:
                 yield f"{prefix}.{layer}.{parameter.name}", StoredParameter(self, layer, parameter)

@@ -24,8 +24,8 @@ _CALM_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Streamed layers that were ready in time (`hits`) or waited for (`waits`, `waits_s` in total); `bytes` read from
-    the checkpoint; `slots` of the ring; layers by tier."""
+    """Streamed layers that were ready (`hits`) or waited for (`waits`, `waits_s` in total); `bytes` read from the
+    checkpoint; `slots` of the ring; layers by tier."""
 
     hits: int
     waits: int
@@ -47,10 +47,10 @@ class LayerStreamer:
             model(...)
         streamer.close()
 
-    Layers on the device keep their weights. The others use the slots of a ring, which a thread fills with the next
-    layers, including those of the next step. n slots read n - 1 layers ahead: 1 slot is accelerate's way (read, then
-    compute), 2 are FlexGen's (read the next layer during computation). `room` maps a step's tokens to the bytes for
-    slots: the ring then uses them all, few in prefill and many in decoding, but at least those of `resize`.
+    Layers on the device keep their weights. The others use slots of a ring, which a thread fills with the next layers,
+    also those of the next step. n slots read n - 1 layers ahead: 1 slot is accelerate's way (read, then compute), 2 are
+    FlexGen's (read the next layer during computation). `room` maps a step's tokens to bytes for slots: the ring uses
+    them all, few in prefill and many in decoding, but at least those of `resize`.
 
     On a CPU a layer in host memory is computed in place; `in_place=False` copies it as on a GPU. One thread makes all
     calls. Raises MemoryError if not even one slot fits.
@@ -127,7 +127,7 @@ class LayerStreamer:
             self._end()
 
     def resize(self, slots: int) -> int:
-        """Set the minimum of slots in every step, 1 or more. Return the number that fits into memory."""
+        """Set the minimum of slots per step, 1 or more. Return the number that fits into memory."""
         if slots < 1:
             raise ValueError(f"slots is {slots}: give 1 or more")
         self._end()
@@ -135,10 +135,9 @@ class LayerStreamer:
         return self._keep_slots(slots)
 
     def move(self, residency: Residency) -> Residency:
-        """Move layers between two steps and return the reached residency.
+        """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
 
-        Layers that do not fit stay where they are or go to the disk. Raises LayerReadError if a layer cannot be read;
-        it stays, too.
+        Raises LayerReadError if a layer cannot be read; it stays, too.
         """
         if len(residency) != len(self.store):
             raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
@@ -171,7 +170,7 @@ class LayerStreamer:
         """Give memory back: extra slots, else a quarter of the layers on the device or in the host, else half of the
         slots.
 
-        Returns False if only one slot is left.
+        Return False if only one slot is left.
         """
         self._end()
         self._short = True
@@ -192,10 +191,9 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take back a part of what `shed` gave up: slots, else a quarter of the layers on the disk that `residency` has
-        elsewhere.
+        """Take back a part: slots, else a quarter of the layers on the disk that `residency` has elsewhere.
 
-        Returns False if nothing changed.
+        Return False if nothing changed.
         """
         if self.streamed and self._least < self._wanted:
             self._end()

@@ -47,8 +47,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerViews:
-    """Per layer, views of the caches (blocks, block_size, kv_heads, head_dim) and of the pool's rows (.., kv_heads,
-    head_dim) from that layer's first row. A token's row has the same index in all of them."""
+    """Views per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim)
+    from the layer's first. A token's row has the same index in all layers."""
 
     key_rows: list[torch.Tensor]
     value_rows: list[torch.Tensor]
@@ -68,14 +68,14 @@ class _LayerViews:
 
 
 class OutOfBlocksError(RuntimeError):
-    """There are too few free blocks now. Nothing has changed."""
+    """Too few blocks are free. Nothing has changed."""
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`, optionally in `pinned` (page-locked) memory.
+    """`blocks` reference-counted blocks on `device`, optionally `pinned` (page-locked). Only block contents are
+    thread-safe.
 
-    Only block contents are thread-safe. `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros,
-    because masked values must be finite.
+    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
@@ -116,28 +116,28 @@ class BlockPool:
 
     @property
     def views(self) -> _LayerViews:
-        """Views of each layer, invalid after `resize`."""
+        """Invalid after `resize`."""
         if self._views is None:
             self._views = _LayerViews.of(self.kv, self.shape)
         return self._views
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """Return one layer's keys (blocks, block_size, kv_heads, head_dim)."""
+        """(blocks, block_size, kv_heads, head_dim)"""
         return self.kv[:, layer, 0]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """Return one layer's values (blocks, block_size, kv_heads, head_dim)."""
+        """(blocks, block_size, kv_heads, head_dim)"""
         return self.kv[:, layer, 1]
 
     def rows(self) -> Any:
-        """Return a host pool as NumPy bytes (blocks, block_bytes)."""
+        """A host pool as NumPy bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks, with one reference each and any finite contents. Raises OutOfBlocksError, taking none."""
+        """Take free blocks with one reference and any finite contents. Raises OutOfBlocksError, taking none."""
         free = self._free
         if count > len(free):
             raise OutOfBlocksError(f"{count} blocks are needed, but only {len(free)} of {self.blocks} are free")
@@ -174,11 +174,11 @@ class BlockPool:
         self.kv[target].copy_(self.kv[source])
 
     def resize(self, blocks: int) -> dict[int, int]:
-        """Change the number of blocks to `blocks` and return the new numbers of the used blocks that had to move.
+        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move.
 
-        Unless no block is used, the old and the new memory exist together for a moment. Raises ValueError if `blocks`
-        is negative, OutOfBlocksError if more blocks are used, and MemoryError. After MemoryError the pool is unchanged,
-        or empty if its old memory could not be allocated again.
+        Unless no block is used, both memories exist for a moment. Raises ValueError if `blocks` is negative,
+        OutOfBlocksError if more blocks are used, and MemoryError, with the pool unchanged, or empty if its old memory
+        could not be allocated again.
         """
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
@@ -229,7 +229,7 @@ class BlockPool:
 
 
 def _runs(used: Sequence[int], moves: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Return blocks adjacent before and after a move as (first before, first after, count)."""
+    """Blocks adjacent before and after a move, as (first before, first after, count)."""
     begin = 0
     for end in range(1, len(used) + 1):
         count, first = end - begin, used[begin]

@@ -16,15 +16,15 @@ __all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_
 
 
 class Transfer(Protocol):
-    """A running copy: do not write to its source, and reuse neither side."""
+    """A running copy. Do not write to its source, and reuse neither side."""
 
     @property
     def done(self) -> bool:
-        """Whether the copy has ended; the target may be read."""
+        """Ended: the target may be read."""
 
     @property
     def failed(self) -> bool:
-        """Whether the copy has ended in an error; the target may hold anything."""
+        """Ended in an error: the target may hold anything."""
 
     def wait(self) -> None:
         """Block until the copy has ended. Any thread may call this."""
@@ -39,14 +39,14 @@ class Transfers(Protocol):
     def start(
         self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
     ) -> Transfer:
-        """Copy each block to the block at the same index of the other list. The pools have one shape."""
+        """Copy blocks to those at the same indices of the other list. The pools have one shape."""
 
     def close(self) -> None:
         """Wait for running copies, and stop."""
 
 
 def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return blocks adjacent in both pools as (first source, first target, count).
+    """Blocks adjacent in both pools, as (first source, first target, count).
 
     Raises ValueError for lists of different lengths.
     """
@@ -122,10 +122,9 @@ class _ThreadTransfer:
 
 
 class StreamTransfers:
-    """One stream per direction; a thread copies within the host.
+    """One stream per direction; a thread copies within the host, whose pool must be pinned.
 
-    A copy waits for the caller's stream, but not for the other direction: do not copy from blocks that are still being
-    written. The host's pool must be pinned.
+    A copy waits for the caller's stream, but not for the other direction: do not copy from blocks still being written.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -177,7 +176,7 @@ class _StreamTransfer:
 
 
 def make_transfers(device: torch.device | str) -> Transfers:
-    """Make the transfers of a device. Raises ValueError for devices other than CUDA and CPU."""
+    """Raises ValueError for devices other than CUDA and CPU."""
     kind = torch.device(device).type
     if kind == "cuda":
         return StreamTransfers(device)

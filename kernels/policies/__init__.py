@@ -37,7 +37,7 @@ POLICIES = tuple(policies.names)
 
 
 def make_policy(name: str) -> ReplacementPolicy:
-    """Make the policy `name` for one tier. Raises ValueError if there is none of this name."""
+    """Raises ValueError if there is no policy `name`."""
     if name not in POLICIES:
         raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
     return policies[name]()

@@ -28,9 +28,9 @@ __all__ = [
 class TierNode:
     """A tier's record of a node; only the tier writes it.
 
-    `frequency` counts uses and `misses` counts computations. `cost` is the mean of seconds per new token (formula 4's
-    Cost/Size), or an estimate. `expected` is the last forecast of uses, 0 without one. `priority` is as of the last
-    use, which has the number `order`. `place` is the index in a heap, or -1.
+    `frequency` counts uses, `misses` computations. `cost` is the mean of seconds per new token (formula 4's Cost/Size),
+    or an estimate. `expected` is the last forecast of uses, 0 without one. `priority` is as of the last use, number
+    `order`. `place` is the index in a heap, or -1.
     """
 
     key: Key
@@ -51,10 +51,10 @@ class ReplacementPolicy(Protocol):
     """Priorities for one tier. The lowest leaf is evicted first; ties go to the least recently used."""
 
     def priority(self, node: TierNode) -> float:
-        """Return the priority of a node that is used or inserted now."""
+        """Return the priority of a node used or inserted now."""
 
     def evicted(self, node: TierNode, used: int) -> None:
-        """Count the eviction of `node` from a tier whose nodes have the size `used` in total."""
+        """A node is evicted from a tier with nodes of total size `used`."""
 
 
 class Clocked:
@@ -80,8 +80,8 @@ _LEAST_COST = 1e-12
 class Forecast:
     """log(Uses x Cost / Size) + 0.5 x Turnovers.
 
-    Uses are the last forecast, or the frequency without one. Turnovers are the evicted size divided by the used size:
-    each time that the tier is replaced, uses count less by a constant factor. Tiers of any size and speed decay alike.
+    Uses are the last forecast, else the frequency. Turnovers are the evicted size over the used size, so uses decay by
+    a constant factor with each replacement of a tier, alike for any size and speed.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class AwaitedNodes:
         return len(self._requests)
 
     def resize(self, room: int) -> None:
-        """Change the room. Nodes already awaited stay, even if they exceed it."""
+        """Change the room. Nodes already awaited stay, even beyond it."""
         self._room += room - self._total
         self._total = room
 
@@ -174,7 +174,7 @@ class AwaitedNodes:
         return tuple(added)
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove the nodes that one `add` returned. Raises KeyError for a node that is not awaited."""
+        """Raises KeyError for a node that is not awaited."""
         for key in keys:
             self._requests[key] -= 1
             if not self._requests[key]:

@@ -18,7 +18,7 @@ Entry = tuple[float, int, TierNode]
 
 
 class _NodeHeap:
-    """A binary heap without stale entries: each node stores its index."""
+    """A binary heap without stale entries: nodes store their index."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -175,9 +175,8 @@ class Tier:
     ) -> None:
         """Count a request along `path`, root first; absent nodes are counted in the history.
 
-        The request computed the nodes in `computed` at `cost` seconds per new token (formula 4); nodes never computed
-        take it as an estimate. `expected` maps nodes to their forecast uses. Raises ValueError for a negative or
-        infinite cost.
+        It computed the nodes in `computed` at `cost` seconds per new token (formula 4), an estimate for nodes never
+        computed. `expected` maps nodes to forecast uses. Raises ValueError for a negative or infinite cost.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
@@ -193,7 +192,7 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """Insert a node. `known` is another tier's record, used if it has counted more uses.
+        """`known` is another tier's record, used if it has counted more uses.
 
         Raises ValueError for a present node, a node that is its own parent, or a negative size.
         """
@@ -228,13 +227,13 @@ class Tier:
         self._take_out(self._nodes[key])
 
     def pin(self, key: Key) -> None:
-        """Protect a node from eviction until each `pin` has its `unpin`. Raises KeyError if absent."""
+        """Protect a node until each `pin` has its `unpin`. Raises KeyError if absent."""
         node = self._nodes[key]
         node.pins += 1
         self._change_candidates(node, None)
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`. Raises KeyError if absent, ValueError if not pinned."""
+        """Raises KeyError if absent, ValueError if not pinned."""
         node = self._nodes[key]
         if not node.pins:
             raise ValueError("the node is not pinned")
@@ -242,7 +241,7 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Free `size` and return the evicted keys, children first, or None (evicting nothing) if that is impossible."""
+        """Free `size`. Return the evicted keys, children first, or None (evicting nothing) if that is impossible."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:
@@ -259,7 +258,7 @@ class Tier:
         return [node.key for node in evicted]
 
     def victims(self) -> Iterator[Key]:
-        """Return the keys in eviction order, O(k log k) for the first k. Invalid once the tier changes."""
+        """Yield keys in eviction order, O(k log k) for the first k. Invalid once the tier changes."""
         return (node.key for node in self._in_order())
 
     def clear(self) -> None:

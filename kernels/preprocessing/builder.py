@@ -56,11 +56,11 @@ class FusionBuilder:
                 print(built.id, built.bytes)
 
     Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
-    alone), then moved to the position directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide
-    the folder's contents; `build` computes what is missing. After an interruption, even a kill -9, the next builder
-    produces the same bytes: documents are computed in groups that do not depend on what exists.
+    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the folder's
+    contents; `build` computes what is missing. After an interruption, even a kill -9, the next builder produces the
+    same bytes: groups of documents do not depend on what exists.
 
-    Nothing else may use `model` and `folder` until `close`. `engine` has the settings of the serving engine, `salt` the
+    Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
     tenant. Raises StoreRefusedError for a folder of another model or in use, UnsupportedModelError for a model whose
     keys cannot be rotated, ManifestError, and ValueError for an empty system prompt.
     """
@@ -114,7 +114,7 @@ class FusionBuilder:
         *,
         salt: str | None = None,
     ) -> Self:
-        """Make a builder with a model from a folder or the Hub. Also raises ModelLoadError."""
+        """Load the model from a folder or the Hub. Also raises ModelLoadError."""
         engine = engine or EngineSettings()
         model = PatchedModel(load_model(name, engine), engine)
         try:
@@ -139,7 +139,7 @@ class FusionBuilder:
 
     @property
     def damaged(self) -> Mapping[str, int]:
-        """Counts of KV found damaged, which is computed again, by reason."""
+        """Damaged KV, which is computed again, by reason."""
         return self._copies.damaged
 
     @property
@@ -156,8 +156,7 @@ class FusionBuilder:
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
         """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept.
 
-        Raises BuildError for a duplicate id, an empty document or one that is too long, and errors of the choice of
-        neighbours.
+        Raises BuildError for a duplicate id, an empty or too long document, and errors of the choice of neighbours.
         """
         made = {
             "identity": self._copies.identity,
@@ -220,9 +219,9 @@ class FusionBuilder:
     def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
         """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1.
 
-        Parts built in separate folders become one build when their `chunks` are put into one folder. Raises BuildError
-        for a wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError
-        if a write fails. Finished documents stay.
+        Parts built in separate folders become one build when their `chunks` are in one folder. Raises BuildError for a
+        wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError if a
+        write fails. Finished documents stay.
         """
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
@@ -254,7 +253,7 @@ class FusionBuilder:
         return kv
 
     def _groups(self, shard: tuple[int, int]) -> list[list[PlannedDocument]]:
-        """Return the groups of documents that are computed together, stored or not."""
+        """Documents that are computed together, stored or not."""
         number, parts = shard
         if not 1 <= number <= parts:
             raise BuildError(f"shard {number}/{parts}: give i/n with i from 1 to n")
@@ -273,9 +272,9 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Return the documents whose neighbours are all known, each content once.
+        """Documents whose neighbours are all known, each content once.
 
-        KV computed after removed neighbours stays; if it is lost, the document gets other neighbours.
+        KV computed after removed neighbours stays; once lost, the document gets other neighbours.
         """
         documents = list(self._manifest)
         known = {each.content for each in documents}

@@ -53,7 +53,7 @@ class CopyStore:
 
     @property
     def damaged(self) -> Mapping[str, int]:
-        """Counts of chunks that were damaged (and removed) or another model's, by reason."""
+        """Chunks that were damaged (and removed) or another model's, by reason."""
         return self.store.counters.refusals()
 
     @property
@@ -62,7 +62,7 @@ class CopyStore:
         return status.f_bavail * status.f_frsize
 
     def content(self, token_ids: Sequence[int]) -> bytes:
-        """Return the key of a document's node directly after the system prompt."""
+        """The key of a document's node directly after the system prompt."""
         return self._path(token_ids)[1]
 
     def bytes_on_disk(self, key: bytes, tokens: int) -> int:
@@ -71,7 +71,7 @@ class CopyStore:
         return self.store.bytes_on_disk(key, blocks * self._shape.block_bytes, parent)
 
     def intact(self, key: bytes, tokens: int) -> bool:
-        """Read a chunk and return whether it is intact; a damaged one is removed."""
+        """Return whether a chunk is intact; a damaged one is removed."""
         start, _ = self._place(key)
         return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
 

@@ -67,9 +67,9 @@ class PlannedDocument:
 class Manifest:
     """Documents in the order of computation, and `facts` (JSON) about the build.
 
-    A change is on disk when its method returns, or has not happened. Only the owner can read the file, because tokens
-    are as secret as texts. The file may be damaged or another program's, so everything read is checked, with tokens
-    below `vocabulary`. Raises ManifestError, which quotes nothing of the file.
+    A change is on disk when its method returns, or has not happened. Only the owner can read the file: tokens are as
+    secret as texts. The file may be damaged or another program's, so everything read is checked; tokens must be below
+    `vocabulary`. Raises ManifestError, which quotes nothing of the file.
     """
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
@@ -139,7 +139,7 @@ class Manifest:
         return self._one("content", content)
 
     def contents_only_of(self, ids: Iterable[str]) -> set[bytes]:
-        """Return the contents of these documents that no other document has."""
+        """Contents of these documents that no other document has."""
         named = set(ids)
         contents: tuple[set[bytes], set[bytes]] = set(), set()
         for document in self:
@@ -188,7 +188,7 @@ class Manifest:
             return None if row is None else self._document(row)
 
     def _document(self, row: tuple[Any, ...]) -> PlannedDocument:
-        """Parse a row. Raises ValueError if no build can have written it."""
+        """Raises ValueError for a row that no build has written."""
         id, content, tokens, joined, vector = row
         if not (isinstance(id, str) and id):
             raise ValueError("the id of a document is not text")
@@ -223,7 +223,7 @@ class Manifest:
 
 
 def _reason(error: Exception) -> str:
-    """Describe an error without SQLite's words, which may quote a column."""
+    """Without SQLite's words, which may quote a column."""
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)

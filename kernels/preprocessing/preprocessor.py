@@ -35,9 +35,9 @@ class Preprocessor:
     """KV of documents as if directly after the system prompt (FusionRAG, Eq. 5 and 10).
 
     KV is (tokens, layers, 2, KV heads, head_dim) on the model's device. A document is computed after the system prompt
-    and its neighbours, with the neighbours' keys rotated to their positions; then its own keys are rotated back.
-    `workspace_tokens` limit what is computed together, including system prompts and neighbours. Nothing else may use
-    `model` meanwhile.
+    and its neighbours, whose keys are rotated to their positions; then its own keys are rotated back.
+    `workspace_tokens` limit what is computed together, with system prompts and neighbours. Nothing else may use `model`
+    meanwhile.
 
     Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for a system prompt that is empty
     or leaves no room.
@@ -68,7 +68,7 @@ class Preprocessor:
         self._prefix_tokens = len(prefix)
 
     def room(self, prefill_tokens: int, context_tokens: int) -> int:
-        """Return the workspace tokens of a document after neighbours of `context_tokens`."""
+        """Workspace tokens of a document after neighbours of `context_tokens`."""
         size = self._model.shape.block_size
         return -(-(self._prefix_tokens + context_tokens + prefill_tokens) // size) * size
 
@@ -140,7 +140,7 @@ class _Placed:
 
 
 def check_numbers(what: str, kv: torch.Tensor) -> None:
-    """Raise BuildError for NaN or inf: such KV would fail every request that uses it."""
+    """Raises BuildError for NaN or inf: such KV would fail every request that uses it."""
     if not bool(kv.isfinite().all()):
         raise BuildError(
             f"the KV of {what} contains NaN or inf (overflow, or bad weights): build with another dtype in another "

@@ -47,7 +47,7 @@ class StoreCounters:
         _count(self.failed_writes, error)
 
     def refusals(self) -> dict[str, int]:
-        """Return the counts of chunks not stored or not returned by reason. Other threads may count meanwhile."""
+        """Return counts of chunks not stored or returned, by reason. Other threads may count meanwhile."""
         found = {
             "identity": self.refused_identity,
             "checksum": self.refused_checksum,

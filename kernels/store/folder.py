@@ -45,10 +45,10 @@ class StoreRefusedError(Exception):
 
 
 class ChunkFolder:
-    """An open folder and its lock (flock, which ends with the process). A second opener is refused after `patience_s`.
+    """An open folder and its lock (flock: it ends with the process). A second opener is refused after `patience_s`.
 
-    Only the owner can read files (0700, 0600). All access goes through the open folder, so a folder put at its path
-    later is never written to. Raises StoreRefusedError; reads and writes raise OSError.
+    Only the owner can read the files (0700, 0600). Access goes through the open folder: a later folder at its path is
+    never written to. Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class ChunkFolder:
                 os.close(descriptor)
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
-        """Fill the buffers; return the number of bytes and the file's status."""
+        """Fill the buffers. Return the number of bytes, and the file's status."""
         # Non-blocking, so that a pipe at this path does not block.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
@@ -104,7 +104,7 @@ class ChunkFolder:
             os.close(descriptor)
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
-        """Write a temporary file and rename it: a file with a final name is complete."""
+        """Write by renaming a temporary file: final names are complete files."""
         # No fsync, which would cost more than most chunks are worth. A chunk may be lost, as it can be computed again,
         # but must not be wrong: readers verify it. A killed process loses nothing, as the kernel has the bytes. A power
         # cut may leave files with a final name and incomplete contents, which readers refuse.
@@ -125,7 +125,7 @@ class ChunkFolder:
         os.rename(temporary, name.path, src_dir_fd=self._chunks, dst_dir_fd=self._chunks)
 
     def remove(self, name: ChunkName) -> bool:
-        """Remove the file and return whether it is gone."""
+        """Return whether the file is gone."""
         try:
             os.unlink(name.path, dir_fd=self._chunks)
         except FileNotFoundError:

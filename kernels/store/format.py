@@ -90,7 +90,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """Parse a header. Raises BadHeaderError."""
+        """Raises BadHeaderError."""
         if len(data) < _FIXED.size:
             raise BadHeaderError("truncated")
         magic, version, key_bytes, parent_bytes, _, payload_bytes, cost, identity, payload_checksum = (
@@ -134,7 +134,7 @@ class ChunkName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path relative to the folder of chunks."""
+        """Relative to the chunks' folder."""
         return f"{self.subfolder}/{self.digest}.{self.serial:016x}.{'kv' if self.finished else 'tmp'}"
 
     @property

@@ -21,8 +21,7 @@ def digest_threads() -> ThreadPoolExecutor:
 
 
 def digest_in_pieces(read: Callable[[int, int], Any], size: int, threads: Executor) -> str:
-    """Return a hexadecimal SHA-256 over the size and the SHA-256 of each piece. `read(start, end)` is called on any
-    thread."""
+    """Return a hexadecimal SHA-256 over the size and each piece's SHA-256. Any thread calls `read(start, end)`."""
 
     # Processors have instructions for SHA-256: 1.1 GB/s per thread, BLAKE2b 0.9 (measured, Xeon).
     def piece(start: int) -> bytes:

@@ -25,7 +25,7 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first. `other_bytes` are those of files being written, being removed, or unusable."""
+    """Chunks by key, oldest write first. `other_bytes` are of files being written, being removed, or unusable."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -63,9 +63,9 @@ class ChunkIndex:
         return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict chunks for a new file and return them, or None (evicting nothing) if that does not make enough room.
+        """Evict for a new file, or return None, evicting nothing, if that is not enough.
 
-        `other_bytes` grows by the larger of both sizes, so remove the evicted files before writing.
+        `other_bytes` grows by the larger size: remove the evicted files before writing.
         """
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
@@ -78,7 +78,7 @@ class ChunkIndex:
         return evicted
 
     def evict(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk]:
-        """Evict at least `bytes_on_disk`, or nothing. The files count in `other_bytes` until they are removed."""
+        """Evict at least `bytes_on_disk`, or nothing. Files count in `other_bytes` until removed."""
         evicted = {key: self.chunks.pop(key) for key in self._evict(bytes_on_disk, protected) or ()}
         self.other_bytes += sum(chunk.bytes_on_disk for chunk in evicted.values())
         return evicted

@@ -34,8 +34,7 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers, but no payloads. Remove unfinished and unusable files, and keep other models' files; count the
-    last two."""
+    """Read all headers, no payloads. Remove unfinished and unusable files, keep other models'; count the latter two."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
@@ -96,7 +95,7 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey | None:
-    """Survey a folder by names and sizes, changing nothing. Return None if it is no store. Raises OSError."""
+    """Survey names and sizes, changing nothing. Return None for other folders. Raises OSError."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)
@@ -120,7 +119,7 @@ def survey(folder: Path) -> Survey | None:
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:
-    """Return the bytes on disk of complete chunks by `ChunkName.digest`, changing nothing. Raises OSError."""
+    """Return bytes on disk of complete chunks, by `ChunkName.digest`, changing nothing. Raises OSError."""
     return {name.digest: status.st_blocks * 512 for name, status in _files(folder) if name.finished}
 
 

@@ -32,13 +32,13 @@ class ChunkStore:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    Equal keys must mean equal bytes under one `identity`; chunks of other identities are refused. The store survives
-    the process, even a killed one: complete files are found by their headers, and count as used once. Every read
-    verifies header, key, identity and payload. Only one process can open the folder; another waits up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes; chunks of others are refused. The store survives the process, even
+    a killed one: complete files are found by their headers, and count as used once. Reads verify header, key, identity
+    and payload. One process can open the folder; another waits up to `patience_s`.
 
     `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first.
     If other programs fill the disk, older chunks are evicted; after failures writing pauses (`CircuitBreaker`).
-    Unreadable chunks are removed. `removed` is called with evicted and removed keys, on any thread.
+    Unreadable chunks are removed. `removed` gets evicted and removed keys, on any thread.
 
     Raises StoreRefusedError, and ValueError for invalid settings.
     """
@@ -79,7 +79,7 @@ class ChunkStore:
         return len(self._index.chunks)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the keys, oldest write first."""
+        """The keys, oldest write first."""
         with self._lock:
             return iter(list(self._index.chunks))
 
@@ -107,8 +107,7 @@ class ChunkStore:
             return self._breaker.open
 
     def read(self, key: bytes, into: bytearray | memoryview) -> bool:
-        """Copy a chunk into a buffer of its size and return whether that succeeded. After False the buffer may hold
-        anything."""
+        """Copy a chunk into a buffer of its size, which may hold anything after False."""
         with self._lock:
             chunk = self._index.chunks.get(key)
             if chunk is None:
@@ -139,7 +138,7 @@ class ChunkStore:
         expected: Mapping[bytes, float] = NO_FORECAST,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy without evicting keys in `protected`, and return whether the store has it now.
+        """Store a copy, evicting no `protected` key. Return whether the store has it now.
 
         `cost` is seconds per new token; `expected` is as in `use`. Raises ValueError for invalid keys or costs.
         """
@@ -165,12 +164,12 @@ class ChunkStore:
                 self._index.tier.use(path, cost=cost, computed=computed, expected=expected)
 
     def bytes_on_disk(self, key: bytes, payload_bytes: int, parent: bytes | None = None) -> int:
-        """Return the bytes that a chunk takes of the capacity."""
+        """Return a chunk's share of the capacity."""
         header = Header(key, parent, payload_bytes, 0.0, self._folder.identity, b"")
         return self._folder.size_on_disk(header.file_bytes)
 
     def remove(self, key: bytes) -> bool:
-        """Remove a chunk and its file, and return whether both are gone."""
+        """Return whether the chunk is gone, with its file."""
         with self._lock:
             if key not in self._index.chunks:
                 return True
@@ -179,12 +178,11 @@ class ChunkStore:
         return self._remove_files([chunk])
 
     def parents(self) -> dict[bytes, bytes | None]:
-        """Return the parent of each chunk."""
         with self._lock:
             return self._index.parents()
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect keys, present or not, from eviction until each `pin` has its `unpin`."""
+        """Protect keys, present or not, until each `pin` has its `unpin`."""
         with self._lock:
             self._index.pin(keys)
 

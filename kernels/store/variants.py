@@ -11,7 +11,7 @@ _HOW_BYTES = 16
 
 
 def variant_key(content: bytes, how: bytes) -> bytes:
-    """Return the key of a copy of `content` made as `how` says. No prompt's path contains it.
+    """Return the key of a copy of `content` made as `how` says, which is on no prompt's path.
 
     `content` is the document's key directly after its prefix.
     """
@@ -23,5 +23,5 @@ def is_variant(key: bytes) -> bool:
 
 
 def variant_content(key: bytes) -> bytes:
-    """Return the content of a variant, or the key itself if it is no variant."""
+    """Return a variant's content; other keys are their own."""
     return key[:_CONTENT_BYTES]

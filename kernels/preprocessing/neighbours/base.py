@@ -48,7 +48,7 @@ neighbours: Registry[Neighbours] = Registry("neighbours")
 
 
 def make_neighbours(source: str) -> Neighbours:
-    """Make the choice NAME or NAME:ARGUMENT. Raises ValueError for an unknown name or a wrong argument."""
+    """Raises ValueError for an unknown name or a wrong argument. `source` is NAME or NAME:ARGUMENT."""
     name, colon, argument = source.partition(":")
     choice = neighbours[neighbours.check(name)]
     try:
