@@ -61,7 +61,6 @@ class Ranges:
 
 
 def _next_chunk(ranges: Sequence[tuple[int, int]], start: int, rows: int, offset: int) -> tuple[Chunk, int]:
-    """Return the chunk from row `start`, and the start of the next."""
     first, last, least = sys.maxsize, 0, sys.maxsize
     whole, end = True, start
     for low, high in ranges[start : start + rows]:

@@ -155,7 +155,6 @@ class StoreTier:
         return write.copy if write is not None else None
 
     def discard_distrusted(self) -> None:
-        """Remove nodes that were being copied from a failed device."""
         for key in [key for key, write in self._backlog.items() if write.copy.distrusted]:
             future = self._backlog[key].future
             if future is not None and _written(future) and self._store is not None:

@@ -41,7 +41,6 @@ class DocumentIndex:
             start += segment.tokens
 
     def kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
-        """Return each segment's best kind of copy, or None."""
         if self._disk is not None:
             self._find_on_disk(self._disk, path, path)
         return [self._contents.best(segment.content) for segment in path]

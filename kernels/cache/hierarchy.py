@@ -107,7 +107,8 @@ class Hierarchy:
         return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Free up to `blocks` blocks on the device. Raises OutOfBlocksError; blocks in use stay as they are."""
+        """Evict until `blocks` blocks are free on the device. Raises OutOfBlocksError; blocks in use stay as they
+        are."""
         # Repeat if a node without its parent holds a block of an evicted node.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
@@ -375,7 +376,7 @@ class Hierarchy:
             self._forget(node)
 
     def make_host_room(self, blocks: int) -> bool:
-        """Free up to `blocks` blocks in the host. Return False if that is impossible."""
+        """Evict until `blocks` blocks are free in the host. Return False if that is impossible."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:

@@ -37,11 +37,9 @@ class Replicas:
                 return
 
     def resize(self, host_blocks: int) -> None:
-        """Set the limit for this number of blocks in the host."""
         self._most_blocks = int(_MOST * host_blocks)
 
     def unpin_all(self) -> None:
-        """Unpin all replicas, so that they can be evicted."""
         for replica in list(self._nodes.values()):
             self._forget(replica)
 
@@ -50,7 +48,6 @@ class Replicas:
         self._blocks = 0
 
     def _replicate(self, node: CachedNode, blocks: int, frequency: int) -> bool:
-        """Return whether the node is a replica now."""
         replica = self._nodes.get(node.key)
         if replica is not None and replica.copy is node.host:
             replica.frequency = frequency

@@ -93,7 +93,7 @@ def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> li
 
 
 def make_room(tiers: Hierarchy, tables: BlockTables, lease: KVLease, tokens: int, *, alone: bool) -> None:
-    """Free the blocks in which a lease grows to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
+    """Free enough blocks for a lease to grow to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
     try:
         tiers.make_room(tables.needed(lease, tokens))
     except OutOfBlocksError:

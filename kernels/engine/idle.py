@@ -46,7 +46,6 @@ class BuildQueue:
         return len(self._requests)
 
     def put(self, content: bytes, requests: int) -> None:
-        """Add a document, or change its number of requests."""
         self.remove(content)
         self._requests[content] = requests
         self._by_requests.setdefault(requests, OrderedDict())[content] = None
@@ -88,8 +87,6 @@ class _SystemPrompt:
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """A document that requests had after a system prompt."""
-
     segment: Segment
     token_ids: tuple[int, ...]
     prompt: _SystemPrompt
@@ -161,11 +158,9 @@ class IdleBuilder:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may find something to compute."""
         return self._build is not None or (len(self._queue) > 0 and not self._exhausted)
 
     def observe(self, sequence: Sequence) -> None:
-        """Count the documents of a new request."""
         front, *documents = sequence.path or (None,)
         if sequence.fusion is None or front is None or front.content or not documents or not documents[0].content:
             return

@@ -38,7 +38,6 @@ _KEY = b"load"
 
 
 def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
-    """Return the blocks of a few documents."""
     return max(1, min(shape.blocks_for(min(longest_tokens, _TOKENS)), _BYTES // shape.block_bytes))
 
 

@@ -14,8 +14,6 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    """Packs scheduled chunks, computes them, and chooses their next tokens."""
-
     def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
         self.forward = forward
         self._layers = layers

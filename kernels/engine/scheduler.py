@@ -136,7 +136,6 @@ class Scheduler:
             self._release(each)
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence whose last step is untrusted."""
         for each in (*sequence.helpers, sequence):
             self._remove(each)
             self._discard(each)
@@ -148,7 +147,6 @@ class Scheduler:
         self._cache.purge(sequence.nodes, found=sequence.found)
 
     def fail(self, sequences: list[Sequence]) -> None:
-        """Remove a failed step's sequences, and its nodes from the cache."""
         # Waiting sequences may have found nodes of this step.
         for sequence in self._admitted:
             self._release(sequence)

@@ -222,7 +222,8 @@ class ScoringInput:
 
 
 class Scorer:
-    """Measures for selections, in forwards of `most_tokens`; only the last tokens of a longer question count."""
+    """Measures the input of selections in forwards of `most_tokens`; only the last tokens of a longer question
+    count."""
 
     def __init__(
         self,

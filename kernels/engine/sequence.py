@@ -50,7 +50,6 @@ class ScatteredPrefill:
         return len(self._todo)
 
     def choose(self, chosen: Positions) -> None:
-        """Also compute these positions and the rest."""
         later = np.union1d(chosen, self._rest)
         if np.array_equal(later, np.arange(self.exact_tokens, self._tokens)):
             # Full attention.
@@ -65,7 +64,6 @@ class ScatteredPrefill:
         self.exact_tokens = self._tokens
 
     def positions(self, tokens: int) -> Positions:
-        """The next positions to compute."""
         return self._todo[:tokens]
 
     def exact_after(self, tokens: int) -> int:
@@ -222,13 +220,11 @@ class Sequence:
         return min(room, self.pending)
 
     def positions(self, tokens: int) -> Positions:
-        """The next positions to compute."""
         if self.scattered is not None:
             return self.scattered.positions(tokens)
         return np.arange(self.computed, self.computed + tokens)
 
     def exact_after(self, tokens: int) -> int:
-        """Tokens with exact KV after the next `tokens`."""
         return self.computed + tokens if self.scattered is None else self.scattered.exact_after(tokens)
 
     def advance(self, tokens: int) -> None:

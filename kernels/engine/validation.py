@@ -109,7 +109,6 @@ class RequestValidator:
 
 
 def _with_exact(path: tuple[Segment, ...], documents: int) -> tuple[Segment, ...]:
-    """Mark the first `documents` documents of the path as exact."""
     marked = list(path)
     places = [place for place, segment in enumerate(path) if segment.content]
     for place in places[: max(0, documents)]:

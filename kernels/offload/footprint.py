@@ -41,7 +41,6 @@ class Footprint:
         return self.shape.kv_token(self.itemsize)
 
     def workspace(self, tokens: int, rows: int = ROWS) -> int:
-        """See `DecoderShape.workspace`."""
         return self.shape.workspace(tokens, self.itemsize, rows)
 
 

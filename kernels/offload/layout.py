@@ -47,8 +47,6 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """A layer's parameters in a buffer of `nbytes` bytes."""
-
     parameters: tuple[Parameter, ...]
     nbytes: int
 

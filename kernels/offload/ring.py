@@ -127,7 +127,6 @@ class LayerRing:
         self._thread.join()
 
     def _await(self, layer: int) -> tuple[Slot, bool]:
-        """Return the filled slot, and whether that took time."""
         slot = self._seek(layer)
         if slot.filled:
             self.hits += 1

@@ -273,7 +273,6 @@ class LayerStreamer:
             self._set_slots(wanted)
 
     def _keep_slots(self, slots: int) -> int:
-        """Set the slots of every step, limited by memory."""
         self._set_slots(slots)
         self._least = len(self._ring)
         return self._least

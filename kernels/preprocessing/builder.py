@@ -148,7 +148,6 @@ class FusionBuilder:
         return self._copies.store.used_bytes
 
     def close(self) -> None:
-        """Release the folder and restore the model."""
         self._manifest.close()
         self._copies.close()
         self._model.restore()
@@ -166,7 +165,6 @@ class FusionBuilder:
         self._manifest.begin({**(facts or {}), **made}, self._planner.choose(self._planner.read(documents)))
 
     def is_planned(self, documents: Sequence[SourceDocument]) -> bool:
-        """Return whether the plan has exactly these documents."""
         known = [(each.id, each.content) for each in self._manifest]
         return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
 

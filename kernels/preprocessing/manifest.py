@@ -147,7 +147,6 @@ class Manifest:
         return contents[True] - contents[False]
 
     def begin(self, facts: Mapping[str, Any], documents: Iterable[PlannedDocument]) -> None:
-        """Replace the build by a new one."""
         with self._writing():
             self._db.execute("DELETE FROM facts")
             self._db.execute("DELETE FROM documents")

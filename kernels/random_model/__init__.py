@@ -35,6 +35,5 @@ def has_fast_bfloat16() -> bool:
 
 
 def standard_texts() -> list[str]:
-    """Return the documentation of Python's standard library in chunks."""
     modules = {module: read_entries(module, path) for module, path in library_modules().items()}
     return [chunk.text for module, entries in modules.items() for chunk in chunks_of(module, entries)]

@@ -51,7 +51,6 @@ def library_modules() -> dict[str, Path]:
 
 
 def read_entries(module: str, path: Path) -> list[Entry]:
-    """Return a module's docstrings with signatures, read from its source."""
     return list(_entries(module, path))
 
 
@@ -158,7 +157,6 @@ def chunks_of(module: str, entries: Iterable[Entry]) -> Iterator[Chunk]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Split text at blank lines, and long paragraphs at line ends."""
     pieces = [""]
     for paragraph in re.split(r"\n\s*\n", text):
         separator = "\n\n"

@@ -28,7 +28,6 @@ class CircuitBreaker:
 
     @property
     def open(self) -> bool:
-        """Whether no attempt should be made now."""
         return self._in_a_row >= self._failures and self._clock() < self._until
 
     @property

@@ -629,7 +629,7 @@ class TestWhatIsNotNumbers:
             engine.generate([prompt_of(SYSTEM, [tokens(200, 70)], QUESTION, fusion="exact")])
         request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
         [failed] = engine.generate([request])
-        assert failed.finish_reason == "error" and "not numbers" in str(failed.error)
+        assert failed.finish_reason == "error" and "NaN or inf" in str(failed.error)
         [again] = engine.generate([request])
         assert off(again, fused_logits(plain, request.token_ids, taken_of([C, A, B], None, [], []), [])) <= 1e-4
         # What was sound has stayed.

@@ -893,7 +893,7 @@ class TestRoom:
         with pytest.raises(ValueError, match="leave out empty segments"):
             at.cache.acquire([Segment(b"empty", 0)])
         lease = at.cache.acquire([])
-        with pytest.raises(ValueError, match="make the prompt shorter"):
+        with pytest.raises(ValueError, match="shorten the prompt"):
             at.cache.extend(lease, 17)
         at.cache.extend(lease, 16)
         at.cache.release(lease)

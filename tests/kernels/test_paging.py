@@ -365,7 +365,7 @@ class TestStreamsInOrder:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="take cuda or cpu"):
+    with pytest.raises(ValueError, match="choose cuda or cpu"):
         make_transfers("mps")
 
 

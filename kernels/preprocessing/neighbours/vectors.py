@@ -46,6 +46,6 @@ class VectorNeighbours(EmbeddingNeighbours):
         """Raises ValueError for another number of documents."""
         if len(texts) != len(self._given):
             raise ValueError(
-                f"there are {len(self._given)} vectors for {len(texts)} documents: give one per document, in their order"
+                f"there are {len(self._given)} vectors for {len(texts)} documents: give one per document, in order"
             )
         return self._given
