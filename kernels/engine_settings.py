@@ -105,7 +105,7 @@ class EngineSettings(KVTierSettings):
         default=0.15,
         ge=0,
         le=1,
-        description="Fused reuse: share of the tokens reused outside the prefix to recompute.",
+        description="Fused reuse: share to recompute of the tokens reused outside the prefix.",
     )
     select: Annotated[str, AfterValidator(selections.check)] = Field(
         default="query",

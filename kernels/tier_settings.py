@@ -36,12 +36,12 @@ class KVTierSettings(BaseModel):
         default="pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
     )
     history: int = Field(
-        default=65536, ge=0, description="Number of evicted documents per tier with their uses kept; 0 keeps none."
+        default=65536, ge=0, description="Number of evicted documents whose uses a tier keeps; 0 keeps none."
     )
     max_cached_documents: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum number of first documents of a request to cache; the others are computed each time.",
+        description="Number of first documents of a request that are cached; the others are computed each time.",
         json_schema_extra={"unset": "all"},
     )
     profile: Path | Literal["auto"] | None = Field(

@@ -62,7 +62,7 @@ def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) 
     if disk is not None:
         disk.wait()
     removed = []
-    for key in _with_all_behind(tiers, [*keys, *(key for key in found if _is_broken(tiers, key))]):
+    for key in _with_descendants(tiers, [*keys, *(key for key in found if _is_broken(tiers, key))]):
         node = tiers.nodes.get(key)
         if node is not None and (copy := tiers.drop(node)) is not None:
             removed.append(copy)
@@ -71,7 +71,7 @@ def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) 
     return removed
 
 
-def _with_all_behind(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]:
+def _with_descendants(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]:
     parents = {key: node.parent for key, node in tiers.nodes.items()}
     if tiers.disk is not None:
         parents |= tiers.disk.parents()

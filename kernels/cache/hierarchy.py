@@ -46,7 +46,7 @@ class Hierarchy:
 
     def poll(self) -> None:
         if self.disk is not None:
-            # First: the copy of a write that is now dropped has ended, and must not hold blocks that are needed.
+            # Before `copies.poll`, so that the copies of finished writes release their blocks in this call.
             self.disk.poll()
         self.copies.poll()
         if self.loads:

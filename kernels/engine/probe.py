@@ -103,8 +103,8 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
         sliding = types[layer] == "sliding_attention" if types else window is not None
         if told != (window if sliding else None):
             raise UnsupportedModelError(
-                f"{name} cannot be served exactly: layer {layer} uses a window of {told} tokens, its configuration "
-                f"{window if sliding else None}"
+                f"{name} cannot be served exactly: layer {layer} uses a window of {told} tokens, but its "
+                f"configuration has {window if sliding else None}"
             )
 
 

@@ -180,8 +180,8 @@ class Scheduler:
     def _lengths(self, sequence: Sequence) -> CachedLengths:
         cached = sum(map(mul, self._worth, self._cache.find(sequence.path)))
         if sequence.fusion is not None:
-            elsewhere = sum(map(mul, self._worth, self._cache.find_copies(sequence.path)))
-            cached += elsewhere * (1 - sequence.fusion.recompute)
+            copied = sum(map(mul, self._worth, self._cache.find_copies(sequence.path)))
+            cached += copied * (1 - sequence.fusion.recompute)
         return CachedLengths(cached, len(sequence.tokens) - cached)
 
     def _limit(self) -> int:

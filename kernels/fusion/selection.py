@@ -84,7 +84,7 @@ def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
 selections: Registry[Selection] = Registry("selection")
 
 
-@selections.register("all", "all tokens, regardless of the budget: full attention")
+@selections.register("all", "all tokens, at any budget (full attention)")
 class AllTokens:
     needs: Needs = "nothing"
 
@@ -114,7 +114,7 @@ class DocumentHeads:
         return top(measurements, (begins[documents] - measurements.reused).float(), budget)
 
 
-@selections.register("none", "no tokens, regardless of the budget: full reuse")
+@selections.register("none", "no tokens, at any budget (full reuse)")
 class NoTokens:
     needs: Needs = "nothing"
 
@@ -130,7 +130,7 @@ class QueryGuided:
         return top(measurements, measurements.measured("attention"), budget)
 
 
-@selections.register("random", "random tokens, always the same ones of a prompt")
+@selections.register("random", "random tokens, always the same for one prompt")
 class RandomTokens:
     """A larger budget adds to the tokens of a smaller one."""
 
