@@ -82,16 +82,16 @@ class TieredPool(Pool):
         self._drop(lost, current)
         self._whole = True
 
-    def displace(
+    def evict_before(
         self,
         priorities: Sequence[TierPriority],
         current: TieredHolder,
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """See `TierMirror.displace`. Return the remaining blocks."""
+        """See `TierMirror.evict_before`. Return the remaining blocks."""
         self._whole = False
-        self._drop(self.mirror.displace(priorities, kept, only), current)
+        self._drop(self.mirror.evict_before(priorities, kept, only), current)
         self._whole = True
         return self.used_blocks
 
@@ -99,7 +99,7 @@ class TieredPool(Pool):
         excess = self.used_blocks - blocks
         if excess > 0:
             self._whole = False
-            self._drop(self.mirror.give_up(excess * self._block_size), current)
+            self._drop(self.mirror.evict_tokens(excess * self._block_size), current)
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:

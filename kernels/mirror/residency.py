@@ -84,7 +84,7 @@ class TieredResidency(LRUResidency):
         """Also drop everything that the tiers evict before the last node that should have been cached."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
-        return self.pool.displace(self._priorities.get(lease, ()), self, kept, only)
+        return self.pool.evict_before(self._priorities.get(lease, ()), self, kept, only)
 
     def loads(self, node: Node) -> Loads:
         place = self.pool.mirror.place(self._key(node))

@@ -58,25 +58,25 @@ class MirroredTier:
             held[arrival.key] = arrival
         return [held.pop(key) for key in keys]
 
-    def next_to_go(self, tokens: int) -> list[Hashable]:
+    def next_victims(self, tokens: int) -> list[Hashable]:
         """Return the first evictions that free `tokens` tokens."""
-        going: list[Hashable] = []
+        victims: list[Hashable] = []
         for key in self.tier.victims() if tokens > 0 else ():
-            going.append(key)
+            victims.append(key)
             tokens -= self._held[key].tokens
             if tokens <= 0:
                 break
-        return going
+        return victims
 
-    def going_before(self, priority: float) -> list[Hashable]:
+    def victims_up_to(self, priority: float) -> list[Hashable]:
         """Return the first evictions, up to `priority`."""
-        going: list[Hashable] = []
+        victims: list[Hashable] = []
         for key in self.tier.victims():
             node = self.tier.get(key)
             if node is None or node.priority > priority:
                 break
-            going.append(key)
-        return going
+            victims.append(key)
+        return victims
 
     def remove(self, key: Hashable) -> int:
         """Remove a node and return its tokens."""
@@ -169,7 +169,7 @@ class TierMirror:
             if key in tier:
                 tier.remove(key)
 
-    def displace(
+    def evict_before(
         self,
         priorities: Iterable[TierPriority],
         kept: Container[Hashable] = (),
@@ -179,19 +179,19 @@ class TierMirror:
         Return the nodes that are now in no tier."""
         gone: dict[Hashable, None] = {}
         for tier, priority in priorities:
-            going = [key for key in tier.going_before(priority) if key not in kept and (only is None or key in only)]
-            self._give_away(tier, going)
-            gone.update(dict.fromkeys(going))
+            victims = [key for key in tier.victims_up_to(priority) if key not in kept and (only is None or key in only)]
+            self._charge_others(tier, victims)
+            gone.update(dict.fromkeys(victims))
         return self._lost(gone)
 
-    def give_up(self, tokens: int) -> list[Hashable]:
+    def evict_tokens(self, tokens: int) -> list[Hashable]:
         """Evict `tokens` tokens, slowest tier first, and charge their room to other clients. Return the nodes that are
         now in no tier."""
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
-            going = tier.next_to_go(tokens)
-            tokens -= self._give_away(tier, going)
-            gone.update(dict.fromkeys(going))
+            victims = tier.next_victims(tokens)
+            tokens -= self._charge_others(tier, victims)
+            gone.update(dict.fromkeys(victims))
         return self._lost(gone)
 
     def clear(self) -> None:
@@ -205,7 +205,7 @@ class TierMirror:
     def _lost(self, gone: Iterable[Hashable]) -> list[Hashable]:
         return [key for key in gone if key not in self]
 
-    def _give_away(self, tier: MirroredTier, keys: Sequence[Hashable]) -> int:
+    def _charge_others(self, tier: MirroredTier, keys: Sequence[Hashable]) -> int:
         """Replace nodes by other clients' nodes of the same size, and return their tokens."""
         # As recent as the nodes that the last request computed.
         others = [Arrival(self._number(), tier.remove(key), None) for key in keys]

@@ -259,16 +259,16 @@ class TestSelecting:
     def test_is_not_begun_before_the_documents_in_place_have_kv(self, fusing: Make, monkeypatch: Any) -> None:
         engine = fusing(max_batch_tokens=8)
         warm(engine, [A], [B])
-        scenes = []
+        seen = []
         scorer = engine._scheduler._fuser._scorer
         attention = scorer.attention
         monkeypatch.setattr(
-            scorer, "attention", lambda scene, **options: scenes.append(scene) or attention(scene, **options)
+            scorer, "attention", lambda inputs, **options: seen.append(inputs) or attention(inputs, **options)
         )
         engine.generate([prompt_of(SYSTEM, [A, C, B], QUESTION, fusion=Fusion(0.2, "query"))])
-        [scene] = scenes
-        assert bool(scene.held("cpu").all())
-        assert scene.exact_tokens == len(SYSTEM) + len(A) + len(C)
+        [inputs] = seen
+        assert bool(inputs.held("cpu").all())
+        assert inputs.exact_tokens == len(SYSTEM) + len(A) + len(C)
 
     @pytest.mark.parametrize("steps", range(1, 7))
     def test_is_left_when_the_request_is(self, fusing: Make, plain: Any, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Protocol and registry of choices of neighbours."""
+"""Base class and registry of choices of neighbours."""
 
 from __future__ import annotations
 
