@@ -58,7 +58,9 @@ class MemoryTier:
         # All keys are nodes'.
         evicted = cast("list[bytes] | None", self.tier.evict(missing, protected))
         if evicted is None:
-            raise OutOfBlocksError(f"{blocks} blocks are needed, but only {self.pool.free_blocks} can be freed")
+            raise OutOfBlocksError(
+                f"{blocks} blocks are needed, but only {self.pool.free_blocks} are free and the others in use"
+            )
         self.evicted += len(evicted)
         return evicted
 
