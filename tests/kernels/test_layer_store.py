@@ -174,7 +174,9 @@ class TestBadFolders:
         return saved(family("llama"), tmp_path / "model", max_shard_size="100KB")
 
     def test_without_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"no weights that can be streamed: model.safetensors, or"):
+        with pytest.raises(
+            CheckpointError, match=r"no weights that can be streamed: give a folder with model.safetensors, or"
+        ):
             Checkpoint(tmp_path)
 
     def test_of_another_format(self, tmp_path: Path) -> None:
