@@ -504,7 +504,7 @@ class TestPoolsAndRelief:
             for wrong, error, message in (
                 ({"device_tokens": 128, "host_bytes": 1 << 60}, MemoryError, "no room"),
                 ({"device_tokens": 128, "host_bytes": -1}, ValueError, "host_bytes is -1: give 0 or more"),
-                ({"device_tokens": 15}, ValueError, "device_tokens is 15: give 16 (one block) or more"),
+                ({"device_tokens": 15}, ValueError, r"device_tokens is 15: give 16 \(one block\)"),
             ):
                 with pytest.raises(error, match=message):
                     engine.resize(**wrong)
