@@ -16,10 +16,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class EngineSettings(KVTierSettings):
-    """Sizes of the tiers and of a step.
+    """Sizes of the tiers and of a step, and the engine's behaviour.
 
         EngineSettings(device_tokens=100_000, host_bytes="8GiB", policy="lru")
-        EngineSettings(device_bytes="6GiB", host_bytes="24GiB")  # streams what does not fit
+        EngineSettings(device_bytes="6GiB", host_bytes="24GiB")  # streams weights that do not fit
 
     Raises pydantic.ValidationError for an unknown name or a value out of range.
     """
@@ -27,30 +27,36 @@ class EngineSettings(KVTierSettings):
     device_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Device memory for weights, KV and workspace together (on a CPU: beside that of host_bytes); "
-        "weights that do not fit stream from host memory and from the files of the model.",
-        json_schema_extra={"unset": "room for the whole model and the KV of device_tokens"},
+        description="Device memory for weights, KV and workspace; on a CPU in addition to the host memory for KV. "
+        "Weights that do not fit stream from host memory and from the model's files.",
+        json_schema_extra={"unset": "enough for the whole model and its KV"},
     )
-    disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
+    disk_bytes: int = Field(default=16 << 30, ge=1, description="Maximum size of the disk tier.")
     disk_backlog_bytes: int = Field(
         default=1 << 28,
         ge=1,
-        description="Memory for documents that wait to be written to the disk; those beyond are dropped.",
+        description="Memory for documents waiting to be written to the disk; further ones are dropped.",
     )
     profile_budget_s: float = Field(
         default=10.0, gt=0, description="Maximum time for measuring prefill times at the first start."
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
     device_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens of KV on the device.", json_schema_extra={"unset": "as many as fit"}
+        default=None,
+        ge=1,
+        description="Tokens of KV on the device.",
+        json_schema_extra={"unset": "the number that fits"},
     )
     device_share: float = Field(
-        default=0.8, gt=0, le=1, description="Share of a GPU's free memory for KV, without device_tokens."
+        default=0.8,
+        gt=0,
+        le=1,
+        description="Share of a GPU's free memory for KV, if the number of tokens is not given.",
     )
     replicate_nodes: int = Field(
         default=32,
         ge=0,
-        description="Number of most used documents with a copy in host memory (at most half of it), in case the "
+        description="Number of most used documents with a copy in host memory (up to half of it), in case the "
         "device fails.",
     )
     max_batch_tokens: int = Field(
@@ -59,11 +65,10 @@ class EngineSettings(KVTierSettings):
     max_requests: int = Field(default=64, ge=1, description="Maximum number of requests computed at the same time.")
     schedule: Literal["cached-first", "fcfs"] = Field(
         default="cached-first",
-        description="Which waiting request is next: that with the largest ratio of cached to uncached tokens, or the "
-        "oldest.",
+        description="Next waiting request: the one with the largest ratio of cached to uncached tokens, or the oldest.",
     )
     schedule_window: int = Field(
-        default=32, ge=0, description="With cached-first no request is overtaken by more than N later ones."
+        default=32, ge=0, description="With cached-first, no request is overtaken by more than N later ones."
     )
     deadline_s: float | None = Field(
         default=None,
@@ -73,12 +78,12 @@ class EngineSettings(KVTierSettings):
         json_schema_extra={"unset": "no limit"},
     )
     max_retries: int = Field(
-        default=3, ge=0, description="How often a request is computed again after steps in which the device failed."
+        default=3, ge=0, description="Maximum number of retries of a request after steps in which the device failed."
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Maximum number of tokens of prompt and answer.",
+        description="Maximum number of tokens of a prompt with its answer.",
         json_schema_extra={"unset": "the model's limit"},
     )
     device: str | None = Field(
@@ -89,43 +94,41 @@ class EngineSettings(KVTierSettings):
     dtype: str | None = Field(
         default=None, description=f"{', '.join(_DTYPES)}.", json_schema_extra={"unset": "as the weights are stored"}
     )
-    chunk_tokens: int = Field(
-        default=256, ge=1, description="Tokens of a node in prompts whose documents are not marked."
-    )
+    chunk_tokens: int = Field(default=256, ge=1, description="Tokens per node in prompts without marked documents.")
     verify: bool = Field(default=True, description="Compare a new engine with transformers' own attention.")
     reuse: Literal["exact", "fused"] = Field(
         default="exact",
-        description="exact: a document is reused only after the documents that it was computed after, and answers are "
-        "the model's; fused: anywhere in a prompt, and answers are approximately the model's (FusionRAG).",
+        description="exact: a document is reused only after the same preceding documents, and answers equal "
+        "the model's; fused: anywhere in a prompt, and answers approximate the model's (FusionRAG).",
     )
     recompute: float = Field(
         default=0.15,
         ge=0,
         le=1,
-        description="With fused: share of the tokens reused off the prefix that is recomputed.",
+        description="Fused reuse: share to recompute of the tokens reused outside the prefix.",
     )
     select: Annotated[str, AfterValidator(selections.check)] = Field(
         default="query",
-        description=f"With fused: which of them. {selections.help_of(SELECTIONS)}.",
+        description=f"Fused reuse: the tokens to recompute. {selections.help_of(SELECTIONS)}.",
         json_schema_extra={"enum": [*SELECTIONS]},
     )
 
     select_rounds: int = Field(
         default=1,
         ge=1,
-        description="With fused: rounds of selection; after the first, by what the tokens chosen so far attend to.",
+        description="Fused reuse: rounds of selection; later rounds use the attention of the tokens chosen so far.",
     )
     build_idle: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="With fused: while no request is due, compute requested documents after those "
-        "requested with them (FusionRAG 3.1), at most this many tokens for each token that requests compute; 0: none.",
+        description="Fused reuse: while no request is due, compute requested documents after others of the same "
+        "requests (FusionRAG 3.1): maximum tokens per token that requests compute; 0 disables this.",
     )
 
     @property
     def fusion(self) -> Fusion | None:
-        """Of requests that do not say theirs; None if none can be fused."""
+        """Default for requests without their own; None if the engine cannot fuse."""
         return Fusion(self.recompute, self.select, self.select_rounds) if self.reuse == "fused" else None
 
     @field_validator("dtype")

@@ -1,4 +1,4 @@
-"""Sizes of a model, from its folder or its configuration. Without torch."""
+"""Sizes of a model from its folder or configuration, without torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _ALIGNMENT = 512
 
 
 def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int = 16) -> ModelSizes:
-    """Of a folder with a config.json and safetensors, from their headers; or of a config.json, from its shapes.
+    """Return the sizes of a folder with config.json and safetensors, from their headers, or of a config.json, from its
+    shapes.
 
-    `dtype`: of weights and KV, instead of the stored one (float32, bfloat16, float16). The workspace is estimated: each
-    token's hidden states twice, the widest of attention and MLP, and logits. Raises OSError, and ValueError for
-    folders without configuration or weights, unreadable files, and configurations that are none of a decoder.
+    `dtype` of weights and KV replaces the stored one (float32, bfloat16, float16). The workspace is estimated: each
+    token's hidden states twice, the widest of attention and MLP, and logits. Raises OSError, and ValueError for folders
+    without configuration or weights, unreadable files, and configurations of other models than decoders.
     """
     path = Path(path)
     if dtype is not None and dtype not in _ITEMSIZES:
@@ -40,7 +41,7 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
         raise ValueError(f"there is no {path}: give the folder of a model, or its config.json")
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} is no folder of a model: it has no config.json")
+        raise ValueError(f"{path} is not a model's folder: it has no config.json")
     parameters = _Parameters.read(file)
     shape = parameters.shape
     itemsize = _ITEMSIZES[dtype] if dtype else parameters.itemsize
@@ -64,12 +65,12 @@ def model_sizes(path: Path | str, *, dtype: str | None = None, block_tokens: int
 
 
 class _Parameters:
-    """Numbers of parameters of a decoder, by its configuration: of a `layer`, and `outside` the layers."""
+    """Numbers of parameters of a decoder by its configuration, per `layer` and `outside` the layers."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.shape = shape = DecoderShape.read(config, where)
         hidden, heads, kv_heads = shape.hidden, shape.heads, shape.kv_heads
-        # GPT-2's way: two matrices with four times the hidden size between them, and learnt positions.
+        # As in GPT-2: two matrices with four times the hidden size between them, and learnt positions.
         plain = "n_embd" in config
         inner = read_width(config, where, "intermediate_size", "n_inner", default=4 * hidden)
         experts = read_width(config, where, "num_local_experts", "num_experts", "n_routed_experts", default=1)
@@ -94,31 +95,31 @@ class _Parameters:
         try:
             config = decode(file.read_bytes())
         except ValueError as error:
-            raise ValueError(f"{file} is no JSON: give the config.json of a model") from error
+            raise ValueError(f"{file} is not JSON: give the config.json of a model") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{file} is no configuration of a model")
-        # Of models with several parts, the one that generates.
+            raise ValueError(f"{file} is not a model's configuration: give its config.json")
+        # In models with several parts, the part that generates.
         text = config.get("text_config")
         return cls({**config, **text} if isinstance(text, dict) else config, str(file))
 
 
 def _of_weights(folder: Path, layers: int, *, tied: bool) -> tuple[list[int], int, int]:
-    """Bytes of each layer in a buffer, bytes of all else, and of a number of most weights."""
+    """Bytes of each layer in a buffer, of all other weights, and of one number of most weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} has no weights (*.safetensors): give its config.json alone for an estimate")
+        raise ValueError(f"{folder} has no weights (*.safetensors): give only its config.json for an estimate")
     tensors: dict[str, tuple[int, int]] = {}
     for file in files:
         tensors |= _header(file)
     if tied:
-        # Stored twice by some, loaded once.
+        # Some checkpoints store it twice; it is loaded once.
         tensors = {name: size for name, size in tensors.items() if not name.endswith("lm_head.weight")}
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     by_itemsize: dict[int, int] = defaultdict(int)
     for name, (size, itemsize) in tensors.items():
         by_itemsize[itemsize] += size
         if found := _LAYER.match(name):
-            # In a buffer of its own each tensor begins at such a multiple.
+            # Alignment of each tensor in a layer's buffer.
             lists[found[1]][int(found[2])] += -(-size // _ALIGNMENT) * _ALIGNMENT
     decoders = [name for name, sizes in lists.items() if sorted(sizes) == list(range(layers))]
     if not decoders:
@@ -146,4 +147,4 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
                 raise ValueError("the file ends before its tensors do")
             return found
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is no safetensors file, or is cut off: download it again") from error
+            raise ValueError(f"{file} is not a safetensors file, or truncated: download it again") from error

@@ -25,19 +25,19 @@ _logger = logging.getLogger("ragorder.profile")
 
 _POLL_S = 0.05
 _WIDE_SPREAD = 0.25
-# Another process measures for so long at most; then it is taken to hang.
+# Maximum wait for another process that measures.
 _PATIENCE_S = 120.0
 
 
 def profile_key(identity: Mapping[str, Any]) -> str:
-    """24 hexadecimal digits. `identity`: the JSON values on which the times depend."""
+    """Return 24 hexadecimal digits. `identity` has the JSON values that determine the times."""
     return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class ProfileCache:
-    """Profiles in `folder`, one file for each `profile_key`.
+    """Profiles in `folder`, one file per `profile_key`.
 
-    A damaged file counts as none, with a warning; neither reading nor writing raises.
+    A damaged file is ignored with a warning. Reading and writing never raise.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -47,19 +47,19 @@ class ProfileCache:
         return self.folder / f"{key}.json"
 
     def file_of(self, profile: PrefillProfile) -> Path | None:
-        """Where this profile is kept; None if it is not."""
+        """Return the file of this profile, or None if it is not stored."""
         key = profile.facts.get("key")
         return self.path(key) if isinstance(key, str) and self.find(key) == profile else None
 
     def find(self, key: str) -> PrefillProfile | None:
         path = self.path(key)
-        # Unlike Path.exists, without an error in a folder that cannot be read.
+        # Unlike Path.exists, this does not raise in an unreadable folder.
         if not os.path.exists(path):
             return None
         try:
             profile = PrefillProfile.from_file(path)
         except ValueError as error:
-            _logger.warning("%s: the profile is not used", error)
+            _logger.warning("%s: the profile is ignored", error)
             return None
         # A copy under another name may be another machine's.
         return profile if profile.facts.get("key") == key else None
@@ -67,9 +67,9 @@ class ProfileCache:
     def find_or_measure(
         self, key: str, measure: Callable[[], PrefillProfile], *, patience_s: float = _PATIENCE_S
     ) -> PrefillProfile:
-        """The cached profile, else a new one, which is cached. Raises as `measure` does.
+        """Return the cached profile, or measure and cache one. Raises as `measure` does.
 
-        Processes that start together measure once: the others wait, for `patience_s` at most.
+        Processes that start together measure once: the others wait up to `patience_s`.
         """
         found = self.find(key)
         if found is not None:
@@ -78,7 +78,7 @@ class ProfileCache:
             return self.find(key) or self.keep(key, measure())
 
     def keep(self, key: str, profile: PrefillProfile) -> PrefillProfile:
-        """The profile, with its key among the facts."""
+        """Store the profile and return it with its key among the facts."""
         profile = replace(profile, facts={**profile.facts, "key": key})
         path = self.path(key)
         try:
@@ -93,7 +93,9 @@ class ProfileCache:
                 os.unlink(written)
                 raise
         except OSError as error:
-            _logger.warning("%s: the profile is not kept (%s), the next start measures again", path, error.strerror)
+            _logger.warning(
+                "%s: the profile cannot be stored (%s), the next start measures again", path, error.strerror
+            )
         return profile
 
     @contextmanager
@@ -103,7 +105,7 @@ class ProfileCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
         except OSError:
-            # Where nothing can be written each process measures for itself.
+            # If nothing can be written, each process measures for itself.
             yield
             return
         with file:
@@ -114,7 +116,7 @@ class ProfileCache:
 
 
 def _report(path: Path, profile: PrefillProfile) -> None:
-    _logger.info("%s: the profile of this model and machine; --profile none does without", path)
+    _logger.info("%s: the profile of this model and machine; --profile none disables it", path)
     spread = profile.facts.get("spread_share", {}).get("median", 0.0)
     if spread > _WIDE_SPREAD:
         why = f"the same prefill took times that differ by {spread:.0%}, as on a busy machine"
@@ -125,12 +127,11 @@ def _default_folder() -> Path:
     try:
         return cache_folder() / "profiles"
     except RuntimeError:
-        # A user without a home has a folder that cannot be written.
+        # A user without a home gets a folder that cannot be written.
         return Path(os.devnull) / "profiles"
 
 
 def processor_name() -> str:
-    """The CPU's model name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

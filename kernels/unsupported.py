@@ -6,4 +6,5 @@ __all__ = ["UnsupportedModelError"]
 
 
 class UnsupportedModelError(ValueError):
-    """A model cannot be served exactly, or its documents' KV not be reused elsewhere; the message has the reasons."""
+    """A model cannot be served exactly, or cannot reuse documents' KV at other positions; the message has the
+    reasons."""

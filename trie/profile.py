@@ -25,17 +25,19 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds to prefill `new_tokens` behind `cached_tokens`, on an ascending grid: a row for each of `cached_tokens`.
+    """Seconds to prefill `new_tokens` after `cached_tokens`, on an ascending grid with one row per entry of
+    `cached_tokens`.
 
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid (Algorithm 1), linear outside, never falling nor negative: above it with the steepest last
-    slope so far, below the first new tokens with the flattest first slope, below the first cached tokens constant.
+    Bilinear inside the grid (Algorithm 1) and linear outside, never falling or negative: above the grid with the
+    steepest last slope so far, below the first new tokens with the flattest first slope, below the first cached tokens
+    constant.
 
-    `loads`: seconds in which a cached token comes to the device, by tier ("host", "disk"); a disk without a time costs
-    what the host does, a host without one nothing. `facts` are JSON values. Raises ValueError for an invalid grid,
-    falling times, or invalid loads.
+    `loads` are seconds to load a cached token to the device, by tier ("host", "disk"). A disk without a time costs as
+    much as the host; a host without a time costs nothing. `facts` are JSON values. Raises ValueError for an invalid
+    grid, falling times, or invalid loads.
     """
 
     cached_tokens: tuple[int, ...]
@@ -69,7 +71,7 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: float) -> float:
-        """Negative counts are taken as 0."""
+        """Negative counts are treated as 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)
@@ -86,7 +88,7 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def with_loads(self, cached_tokens: int, new_tokens: float, host_tokens: int, disk_tokens: int) -> float:
-        """Seconds to prefill if some of the cached tokens must be loaded first, from host memory and from disk."""
+        """Seconds of a prefill that first loads some cached tokens from host memory and disk."""
         host_s = self.loads.get("host", 0.0)
         return self(cached_tokens, new_tokens) + host_tokens * host_s + disk_tokens * self.loads.get("disk", host_s)
 
@@ -104,7 +106,8 @@ class PrefillProfile:
         facts: Mapping[str, Any] | None = None,
         loads: Mapping[str, float] | None = None,
     ) -> Self:
-        """A profile of measured times, pooled where they fall for noise (isotonic regression, rows then columns).
+        """Make a profile of measured times, pooled where noise makes them fall (isotonic regression, rows then
+        columns).
 
         The fact "pooled" has the number of changed `cells` and the largest change. Raises ValueError for an invalid
         grid.
@@ -146,30 +149,30 @@ class PrefillProfile:
             raise ValueError(f"this is not a prefill profile ({_FORMAT}): {_MEASURE}")
         if value.get("version") != _VERSION:
             raise ValueError(
-                f"the profile is of version {value.get('version')!r}, and this ragorder reads {_VERSION}: {_MEASURE}"
+                f"the profile has version {value.get('version')!r}, but this ragorder reads {_VERSION}: {_MEASURE}"
             )
         cached, new, seconds = (value.get(name) for name in ("cached_tokens", "new_tokens", "seconds"))
         rows = seconds if isinstance(seconds, list) else [seconds]
         if not all(isinstance(each, list) for each in [cached, new, *rows]):
             raise ValueError(
-                "cached_tokens and new_tokens are lists of token counts, and seconds is a list of rows, one for each "
+                "cached_tokens and new_tokens must be lists of token counts, and seconds a list of rows, one for each "
                 f"of cached_tokens: {_MEASURE}"
             )
         facts = value.get("facts", {})
         if not isinstance(facts, dict):
-            raise ValueError("facts is an object with facts about the measurement: leave it out if there are none")
+            raise ValueError("facts must be an object with facts about the measurement: leave it out if there are none")
         loads = value.get("load_s_per_token", {})
         if not isinstance(loads, dict):
-            raise ValueError("load_s_per_token is an object with seconds by tier: leave it out if there are none")
+            raise ValueError("load_s_per_token must be an object with seconds by tier: leave it out if there are none")
         return cls(tuple(cached or ()), tuple(new or ()), tuple(map(tuple, rows)), facts, loads)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Raises ValueError, naming the file."""
+        """Raises ValueError naming the file."""
         try:
             value = decode(Path(path).read_bytes())
         except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}: name a profile that can be read, or {_MEASURE}") from None
+            raise ValueError(f"{path}: {error.strerror}: give a readable profile, or {_MEASURE}") from None
         except ValueError:
             raise ValueError(f"{path}: this is not JSON: {_MEASURE}") from None
         try:
@@ -182,7 +185,7 @@ class PrefillProfile:
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Index of the last entry not above the value, and the share of the way to the next."""
+    """Index of the last entry not above the value, and the fraction of the distance to the next."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0
@@ -217,23 +220,23 @@ def _check_grid(cached_tokens: Sequence[int], new_tokens: Sequence[int], seconds
     for name, axis, least in (("cached_tokens", cached_tokens, 0), ("new_tokens", new_tokens, 1)):
         counts = axis and all(type(count) is int and least <= count <= _MOST_TOKENS for count in axis)
         if not counts or any(after <= before for before, after in pairwise(axis)):
-            raise ValueError(f"{name} are whole numbers of tokens that ascend, {least} or more, one at least")
+            raise ValueError(f"{name} must be one or more ascending whole numbers of tokens, {least} or more")
     if len(seconds) != len(cached_tokens) or any(len(row) != len(new_tokens) for row in seconds):
         raise ValueError(
-            f"seconds has a row for each of the {len(cached_tokens)} cached_tokens, and in it a time for each of the "
+            f"seconds must have a row for each of the {len(cached_tokens)} cached_tokens, with a time for each of the "
             f"{len(new_tokens)} new_tokens"
         )
     if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for row in seconds for time in row):
-        raise ValueError(f"seconds are numbers from 0 to {_LONGEST_S:,.0f}")
+        raise ValueError(f"seconds must be numbers from 0 to {_LONGEST_S:,.0f}")
 
 
 def _check_loads(loads: Mapping[str, float]) -> None:
     if unknown := [tier for tier in loads if tier not in _TIERS]:
         raise ValueError(f"load_s_per_token names {unknown[0]!r}: the tiers are {' and '.join(_TIERS)}")
     if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for time in loads.values()):
-        raise ValueError(f"load_s_per_token are numbers of seconds from 0 to {_LONGEST_S:,.0f}")
+        raise ValueError(f"load_s_per_token must be numbers of seconds from 0 to {_LONGEST_S:,.0f}")
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
-"""Default for an engine without a profile: 50 µs for each new token wherever it stands,
-no fixed costs, no price of longer contexts. PGDSF with it is GDSF, but for rounding."""
+"""Default for an engine without a profile: 50 µs per new token at any position, without fixed costs or costs of longer
+contexts. With it PGDSF equals GDSF up to rounding."""

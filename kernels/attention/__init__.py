@@ -1,4 +1,4 @@
-"""Attention over a paged cache, in Triton and in torch: of new tokens, and of rows at any positions."""
+"""Attention over a paged cache, in Triton and in torch."""
 
 from __future__ import annotations
 

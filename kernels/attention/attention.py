@@ -1,4 +1,4 @@
-"""Attention of new tokens to a paged prefix and causally to themselves."""
+"""Attention of new tokens to a paged prefix and to themselves."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def prefix_attention(
     softcap: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention of new tokens to their cached context and causally to themselves; returns (T, query heads, D).
+    """Return the attention (T, query heads, D) of new tokens to their cached context and causally to themselves.
 
     - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
     - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
-    - `scale`: default 1 / sqrt(D). `window`: positions seen, itself included. `softcap`: by tanh (Gemma 2).
-    - `backend` "auto": Triton on CUDA from 8.0, else torch, and for shapes without a configuration (logged once).
+    - `scale`: 1 / sqrt(D) by default. `window`: visible positions, its own included. `softcap`: by tanh (Gemma 2).
+    - `backend` "auto": Triton on CUDA from 8.0, else torch, also for unsupported shapes (logged once).
 
-    No gradients. Raises ValueError naming what is not supported.
+    No gradients. Raises ValueError for unsupported arguments.
     """
     check_tensors({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, batch)
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} have shapes that do not match")
     check_caches(q, k.shape[1], key_cache, value_cache, batch)
     check_numbers(scale=scale, window=window, softcap=softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -35,7 +35,7 @@ def choose_backend(backend: Backend, q: Tensor, key_cache: Tensor) -> Literal["t
 
 @lru_cache
 def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None:
-    """What the Triton kernel lacks; None if it can run. Logged once on CUDA."""
+    """Return what the Triton kernel lacks, or None. Logged once on CUDA."""
     lacking = None
     if head_dim not in HEAD_DIMS:
         lacking = f"has no head dim {head_dim}, only {', '.join(map(str, HEAD_DIMS))}"

@@ -15,16 +15,16 @@ __all__ = ["PackedBatch", "Span"]
 T = TypeVar("T")
 
 Span = tuple[int, int, int]
-"""One request: begin and end of its new tokens, and the length of its context."""
+"""Begin and end of a request's new tokens, and its context's length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """R requests with T new tokens, for all layers of a step.
 
-    - `query_starts` int32 (R + 1,): where each request's new tokens begin, and T.
-    - `context_lengths` int32 (R,): cached tokens; `longest_query`, `longest_context`: maxima.
-    - `block_tables` int32 (R, blocks): the context's blocks; further entries are ignored.
+    - `query_starts` int32 (R + 1,): first new token of each request, then T.
+    - `context_lengths` int32 (R,): cached tokens. `longest_query`, `longest_context`: maxima.
+    - `block_tables` int32 (R, blocks): blocks of the context; further entries are ignored.
 
         PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
 
@@ -81,7 +81,6 @@ class PackedBatch:
         return batch
 
     def with_rows(self, counts: Sequence[int]) -> PackedBatch:
-        """The same requests, with `counts` new tokens each."""
         starts = list(accumulate(counts, initial=0))
         query_starts = torch.tensor(starts, dtype=torch.int32).to(self.query_starts.device, non_blocking=True)
         batch = replace(self, query_starts=query_starts, longest_query=max(counts, default=0))
@@ -95,11 +94,11 @@ class PackedBatch:
 
     @property
     def spans(self) -> list[Span]:
-        # One for each request. Waits for the device once, unless `pack` made the batch.
+        # One per request. Waits for the device once, unless `pack` made the batch.
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value made under this key by an earlier layer, or by `make`."""
+        """Make the value of `key`, or return the one that an earlier layer made."""
         if key not in self._memo:
             self._memo[key] = make()
         found: T = self._memo[key]

@@ -1,4 +1,4 @@
-"""Checks of what attention is given."""
+"""Checks of the arguments of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tensors(named: Mapping[str, Tensor], batch: PackedBatch) -> None:
-    """`q` and others of its dtype and device; caches by their names."""
+    """Check dtypes and devices against `q`, and dimensions: 4 for names that end in "cache", else 3."""
     q = named["q"]
     if q.dtype not in DTYPES:
         raise ValueError(f"{q.dtype} is not supported: give one of {', '.join(map(str, DTYPES))}")

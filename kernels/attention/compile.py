@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the table's kernels, without a GPU.
 
-`python -m ragorder.kernels.attention.compile` fails for spilled registers, too much shared memory, or tiles of 64 rows
-or more without wgmma (Hopper).
+`python -m ragorder.kernels.attention.compile` fails for spilled registers, too much shared memory, or tiles of 64 or
+more rows without wgmma (Hopper).
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A configuration of the table and the other compile-time constants."""
-
     family: str
     head_dim: int
     dtype: str
@@ -47,12 +45,12 @@ class Variant:
     softcap: bool = False
     split: bool = False
     sparse: bool = False
-    """Rows at any positions, from a lowest key on. A window is for the other kernel alone."""
+    """Rows at any positions. Windows are for the other kernel only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Registers of a thread, bytes of stack, local (spills) and shared memory, and counts of instructions."""
+    """Registers per thread, bytes of memory (`local`: spills), and counts of instructions."""
 
     registers: int
     stack: int
@@ -68,7 +66,7 @@ class Compiled:
             found.append(f"spills: {self.stack} bytes of stack, {self.local} local")
         most = ARCHITECTURES[variant.family]
         if self.shared > most:
-            found.append(f"{self.shared} bytes of shared memory, {variant.family} has {most}")
+            found.append(f"{self.shared} bytes of shared memory, but {variant.family} has {most}")
         if variant.family == "sm_90" and variant.tile.rows >= 64 and variant.dtype != "fp32" and not self.wgmma:
             found.append("no wgmma")
         return found
@@ -76,7 +74,7 @@ class Compiled:
 
 def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence[int] = HEAD_DIMS,
              dtypes: Sequence[str] = ("bf16", "fp32")) -> Iterator[Variant]:  # fmt: skip
-    # All distinct configurations of the table. fp16 differs from bf16 in the instruction only.
+    # All distinct configurations of the table. fp16 differs from bf16 only in the instruction.
     seen = set()
     for family, head_dim, dtype, rows in product(families, head_dims, dtypes, ROWS):
         variant = Variant(family, head_dim, dtype, choose_tile(family, head_dim, _DTYPES[dtype], rows))
@@ -116,7 +114,7 @@ def _types(variant: Variant) -> dict[str, str]:
 def _compile(
     kernel: Any, types: dict[str, str], constexprs: Mapping[str, int], family: str, how: dict[str, Any]
 ) -> Compiled:
-    # Compile as at a launch: unchanging integers are multiples of 16.
+    # Compile as a launch does: integers that do not change are multiples of 16.
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}
     attributes = {

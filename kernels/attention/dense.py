@@ -1,4 +1,4 @@
-"""Attention of queries to keys that lie in one piece, in torch."""
+"""Attention to contiguous keys in torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Rule", "attend", "attend_with_weight", "product"]
 
 
 _ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's, which reads a mask in words of 16 bytes wherever it begins: a CUDA error that stays with the process."""
+"""Without cuDNN: it reads a mask in words of 16 bytes from any address, a CUDA error that persists in the process."""
 
 _MASK_ALIGNMENT = 8
-"""Numbers: rows of a mask on a GPU begin at multiples of as many, for backends that read words and do not all check."""
+"""Numbers. A mask's rows begin at multiples on a GPU, as some backends read words without checking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class Rule:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """q (n, query heads, D), k and v (m, KV heads, D), mask (n, m), added to scores; returns (n, query heads, D)."""
+    """q (n, query heads, D), k and v (m, KV heads, D), additive mask (n, m); returns (n, query heads, D)."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     if new == 1 and mask is None:
-        # A group's heads are queries of one KV head, each of which sees all keys.
+        # Each head of a group is a query of its one KV head and sees all keys.
         q = q.view(1, kv_heads, group, head_dim)
         found = product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
         return found.reshape(1, heads, head_dim)
-    # A group shares its keys by a stride of 0. As KV heads are the batch, no backend has to know of groups.
+    # A group shares its keys by a stride of 0. KV heads are the batch, so that no backend needs to support groups.
     q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
     k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
     found = product(q, k, v, mask, rule, causal=causal)
@@ -45,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, 
 
 
 def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *, causal: bool = False) -> Tensor:
-    """(batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
+    """(batch, heads, n, D). In float32 with a softcap, which torch's own function lacks."""
     if rule.softcap is None:
         if not q.is_cuda:
             return _sdpa(q, k, v, mask, rule, causal)
@@ -58,7 +58,7 @@ def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, *,
 
 
 def attend_with_weight(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Shapes as in `attend`; also each row's log-sum-exp, float32 (n, query heads). A row without keys: 0 and -inf."""
+    """As `attend`; also return each row's log-sum-exp, float32 (n, query heads). Rows without keys: 0 and -inf."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -83,7 +83,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, caus
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """A copy in rows that are aligned: masks are cut out of one of the whole step."""
+    """Copy a mask, cut out of the step's mask, into aligned rows."""
     width = mask.shape[-1]
     padded = mask.new_empty(*mask.shape[:-1], -(-width // _MASK_ALIGNMENT) * _MASK_ALIGNMENT)
     return padded[..., :width].copy_(mask)

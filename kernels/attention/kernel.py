@@ -1,8 +1,9 @@
-"""Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of splits.
+"""Triton kernels: attention to a paged prefix and to new tokens, and the merge of splits.
 
-Keys are numbered as positions: 0 to context - 1 are in the cache, by the block table; the request's new tokens follow.
-Tiles that all rows see whole are computed without masks in two loops, over the cache and over new tokens; the others (a
-window's edge, the end of the cache, the diagonal) in a third. Rows, tiles and the softmax are those of `tiles`.
+Keys are numbered as positions: 0 to context - 1 are in the cache, by the block table, and the request's new tokens
+follow. Tiles that all rows see fully are computed without masks in two loops, over the cache and over new tokens. A
+third loop computes the other tiles (a window's edge, the end of the cache, the diagonal). See `tiles` for rows, tiles
+and the softmax.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """
@@ -28,13 +29,13 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head, split). A head's dimensions are MAIN + TAIL, powers of two; TAIL may be 0.
+    """Program (tile, KV head, split). A head has MAIN + TAIL dimensions, powers of two; TAIL may be 0.
 
     `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
-    dimensions). With SPLIT, each split takes its share of the tile's keys and writes a float32 part to `out` (splits,
-    tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (the same without dimensions).
+    dimensions). With SPLIT each split processes a share of the tile's keys, and writes a float32 part to `out` (splits,
+    tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (without dimensions).
     """
-    # The last tiles of a request see most keys and go first.
+    # A request's last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
@@ -73,7 +74,8 @@ def attend(
         tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
         tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
 
-    # All in whole tiles of keys: the tile sees those from `low` to `high`, every row of it those from `free` to `edge`.
+    # In whole tiles of keys: the tile sees keys from `low` to `high`, and all of its rows see those from `free` to
+    # `edge`.
     low = 0
     free = 0
     if WINDOWED:
@@ -88,9 +90,9 @@ def attend(
         low = tl.minimum(low, high)
     free = tl.minimum(tl.maximum(free, low), high)
     edge = tl.minimum(tl.maximum(edge, free), high)
-    # The tile of keys that begins in the cache and ends behind it, if there is one.
+    # The tile of keys that begins in the cache and ends after it, if there is one.
     seam = context // BLOCK_N * BLOCK_N
-    behind = tl.cdiv(context, BLOCK_N) * BLOCK_N
+    after_seam = tl.cdiv(context, BLOCK_N) * BLOCK_N
     slots = tl.arange(0, BLOCK_N)
 
     following = tl.load(tables_ptr + (free + slots) // BLOCK_SIZE, mask=free + slots < context, other=0)
@@ -106,7 +108,7 @@ def attend(
             CAPPED, TAIL, UPCAST,
         )  # fmt: skip
 
-    for start in tl.range(tl.maximum(behind, free), edge, BLOCK_N):
+    for start in tl.range(tl.maximum(after_seam, free), edge, BLOCK_N):
         new = start - context + slots
         key_at = k_ptr + new * k_token
         value_at = v_ptr + new * v_token
@@ -118,7 +120,7 @@ def attend(
     # The keys that each row sees.
     row_high = context + token + 1
     row_low = row_high - window
-    at_seam = ((seam < behind) & (seam >= free) & (seam < edge)).to(tl.int32)
+    at_seam = ((seam < after_seam) & (seam >= free) & (seam < edge)).to(tl.int32)
     at_window = (free - low) // BLOCK_N
     masked = at_window + at_seam + (high - edge) // BLOCK_N
     for number in tl.range(0, masked):
@@ -133,7 +135,7 @@ def attend(
         new = position - context
         key_at = tl.where(cached, key_cache_ptr + (block * key_block + slot * key_slot), k_ptr + new * k_token)
         value_at = tl.where(cached, value_cache_ptr + (block * value_block + slot * value_slot), v_ptr + new * v_token)
-        # Rows are aligned to 16 bytes, which the compiler does not see through `where`.
+        # Rows are aligned to 16 bytes, which the compiler cannot see through `where`.
         key_at = tl.multiple_of(key_at, 16)
         value_at = tl.multiple_of(value_at, 16)
         top, total, sums, tail_sums = see_in_part(
@@ -141,11 +143,11 @@ def attend(
             top, total, sums, tail_sums, scale, cap, WINDOWED, CAPPED, TAIL, UPCAST,
         )  # fmt: skip
 
-    # A row without keys (in this split, or past the request's end) is zeros with a weight of zero.
+    # A row without keys (in this split, or past the request's end) is zeros with weight zero.
     total = tl.where(total > 0, total, 1.0)
     shrink = 1.0 / total
     sums = sums * shrink[:, None]
-    # Read again: values that only the stores need would occupy registers throughout.
+    # Read again: values needed only by the stores would occupy registers throughout.
     begin = tl.load(starts_ptr + request, volatile=True)
     rows = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP
@@ -170,8 +172,11 @@ def merge(
     parts_ptr, lse_ptr, out_ptr, weight_ptr, tokens, splits, out_token, out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): the weighted mean of its parts, and with WEIGHED the natural logarithm of their
-    whole weight, to `weight` (tokens, query heads). WIDTH and MOST: HEAD_DIM and `splits`, up to powers of two."""
+    """Program (token, query head): the weighted mean of its parts.
+
+    WEIGHED also writes the natural logarithm of their total weight to `weight` (tokens, query heads). WIDTH and MOST
+    are HEAD_DIM and `splits`, rounded up to powers of two.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST)

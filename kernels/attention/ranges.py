@@ -1,4 +1,4 @@
-"""Ranges of keys that the rows of a step attend to."""
+"""Key ranges for the rows of a step."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from ragorder.kernels.attention.batch import PackedBatch
 __all__ = ["Chunk", "Ranges"]
 
 _SLACK_TOKENS = 128
-"""Keys that are computed and hidden rather than cut off by another chunk; for long ranges, an eighth of them."""
+"""Keys computed and masked before a chunk is split; for long ranges, an eighth of their keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Rows `begin` to `end` of a step, some of which attend to keys from `first` on, none to `last` or later."""
+    """Rows `begin` to `end` of a step with keys from `first` to before `last`."""
 
     begin: int
     end: int
     first: int
     last: int
     whole: bool
-    """All of the rows attend to all of these keys."""
+    """All rows attend to all of these keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """`low`, `high` int32 (T,): row t attends to keys from `low[t]`, None: from 0, to before `high[t]`."""
+    """Row t attends to keys from `low[t]` (0 without `low`) to before `high[t]`; int32 (T,)."""
 
     low: Tensor | None
     high: Tensor
     given: tuple[Tensor, Tensor | None, Tensor | None]
-    """What they were made of: kept, so that its `id` stays its own."""
+    """Kept, so that their `id`s stay unique."""
 
     @classmethod
     def of(cls, batch: PackedBatch, positions: Tensor, low: Tensor | None, high: Tensor | None) -> Ranges:
-        """Made once for all layers of a step."""
         return batch.memo(
             ("ranges", id(positions), id(low), id(high)),
             lambda: cls(low, positions + 1 if high is None else high, (positions, low, high)),
         )
 
     def chunks(self, batch: PackedBatch, rows: int) -> list[list[Chunk]]:
-        """Of each request, at most `rows` at a time, with ranges about the same. Waits for the device once a step."""
+        """Return each request's chunks, up to `rows` rows with similar ranges. Waits for the device once a step."""
         return batch.memo(("chunks", id(self), rows), lambda: list(self._cut(batch, rows)))
 
     def _cut(self, batch: PackedBatch, rows: int) -> Iterator[list[Chunk]]:
@@ -62,7 +61,6 @@ class Ranges:
 
 
 def _next_chunk(ranges: Sequence[tuple[int, int]], start: int, rows: int, offset: int) -> tuple[Chunk, int]:
-    """The chunk of rows from `start` on, and where the next one begins."""
     first, last, least = sys.maxsize, 0, sys.maxsize
     whole, end = True, start
     for low, high in ranges[start : start + rows]:

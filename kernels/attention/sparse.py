@@ -67,18 +67,18 @@ def sparse_attention(
     lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of rows at any positions to ranges of their requests' keys; returns (T, query heads, D).
+    """Return the attention (T, query heads, D) of rows at any positions to ranges of their requests' keys.
 
-    - `q` (T, query heads, D): rotated, packed as in `batch`; ascending positions of a request are fastest.
-    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1, with the rows' own keys already.
+    - `q` (T, query heads, D): rotated, packed as in `batch`; fastest with ascending positions per request.
+    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1, already with the rows' own keys.
       `batch.context_lengths` count every key of a request.
-    - `positions` int32 (T,). Row t attends to the keys from `low[t]` to before `high[t]`, int32 (T,); default: from 0
-      to its own. Keys before a request's greatest `high` must have been written.
-    - `lse`: return also each row's log-sum-exp, float32 (T, query heads). A row without keys has 0, and -inf.
+    - `positions` int32 (T,). Row t attends to keys from `low[t]` to before `high[t]`, int32 (T,); by default from 0 to
+      its own position. Keys before a request's greatest `high` must have been written.
+    - `lse`: also return each row's log-sum-exp, float32 (T, query heads). A row without keys has 0 and -inf.
     - `scale`, `softcap`, `backend`: as in `prefix_attention`. There are no windows.
 
-    Keep `positions`, `low` and `high` between the layers of a step: what is derived of them is kept in `batch`. No
-    gradients. Raises ValueError naming what is not supported.
+    Pass the same `positions`, `low` and `high` objects to all layers of a step: `batch` caches values derived from
+    them. No gradients. Raises ValueError for unsupported arguments.
     """
     check_tensors({"q": q, "key_cache": key_cache, "value_cache": value_cache}, batch)
     check_caches(q, key_cache.shape[2], key_cache, value_cache, batch)
@@ -104,8 +104,11 @@ def sparse_attention(
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Attention over the union of disjoint key ranges, from those over each: `outs` (T, query heads, D) and `lses`
-    (T, query heads), as `sparse_attention` returns them. A row without any key gets 0."""
+    """Return the attention over the union of disjoint key ranges.
+
+    `outs` (T, query heads, D) and `lses` (T, query heads) are `sparse_attention`'s results per range. A row without
+    keys gets 0.
+    """
     weights = torch.stack(tuple(lses))
     top = weights.amax(0)
     weights = (weights - top.masked_fill(top == -math.inf, 0)).exp()

@@ -1,7 +1,7 @@
 """Triton kernel: attention of rows at any positions to cached keys (FusionRAG's Q-Sparse-Attn, section 4.3).
 
-All keys are in the cache, by the block table. Tiles that all rows see whole are computed without masks, the others in a
-second loop. Rows, tiles and the softmax are those of `tiles`.
+All keys are in the cache, by the block table. Tiles that all rows see fully are computed without masks, the others in a
+second loop. See `tiles` for rows, tiles and the softmax.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """
@@ -26,7 +26,7 @@ def attend_at(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, WEIGHED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, for rows that see the cached keys up to their `high`, BOUNDED: from their `low` on.
+    """As `attend`, for rows that see cached keys before their `high` and, if BOUNDED, from their `low`.
 
     With WEIGHED and no SPLIT, `lse` (tokens, query heads) is the natural logarithm of the sums of the softmax.
     """
@@ -49,7 +49,7 @@ def attend_at(
     value_cache_ptr += kv_head * value_head
     tables_ptr += request * table_row
 
-    # Rows without keys, those past the request's end too, move no bound.
+    # Rows without keys, including those past the request's end, do not change the bounds.
     row_high = tl.minimum(tl.load(highs_ptr + begin + token, mask=is_row, other=0), context)
     row_low = tl.zeros([BLOCK_M], tl.int32)
     if BOUNDED:
@@ -113,12 +113,13 @@ def attend_at(
             top, total, sums, tail_sums, scale, cap, BOUNDED, CAPPED, TAIL, UPCAST,
         )  # fmt: skip
 
-    # A row without keys, at all or in this split, is zeros with a weight of zero: tiles without masks do not ask.
+    # A row without keys (in total or in this split) is zeros with weight zero: tiles without masks do not check for
+    # such rows.
     is_weighed = (row_low < row_high) & (total > 0)
     total = tl.where(is_weighed, total, 1.0)
     shrink = tl.where(is_weighed, 1.0 / total, 0.0)
     sums = sums * shrink[:, None]
-    # Read again: values that only the stores need would occupy registers throughout.
+    # Read again: values needed only by the stores would occupy registers throughout.
     begin = tl.load(starts_ptr + request, volatile=True)
     rows = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP

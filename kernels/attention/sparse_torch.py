@@ -1,4 +1,4 @@
-"""Attention of rows at any positions in torch: the kernel's reference, and CPUs' backend."""
+"""Attention of rows at any positions in torch: reference, and backend on CPUs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ragorder.kernels.attention.ranges import Chunk, Ranges
 __all__ = ["torch_sparse_attention"]
 
 _ROWS = 256
-"""At a time: a mask has so many rows by the request's keys."""
+"""Rows per chunk."""
 
 _SCORES = 1 << 24
-"""Numbers of scores at a time, where they are not left to torch's own attention: 64 MiB."""
+"""Scores per chunk where torch's own attention is not used: 64 MiB."""
 
 
 def torch_sparse_attention(
@@ -47,7 +47,7 @@ def torch_sparse_attention(
             mask, blind = (None, None) if chunk.whole else _mask(chunk, ranges, q.dtype)
             if weight is None:
                 found = attend(q[own], keys[seen], values[seen], mask, rule)
-                # torch's attention makes other numbers of rows without keys from version to version.
+                # torch versions differ in their values for rows without keys.
                 out[own] = found if blind is None else found.masked_fill(blind[:, None, None], 0)
             else:
                 out[own], weight[own] = attend_with_weight(q[own], keys[seen], values[seen], mask, rule)
@@ -55,7 +55,7 @@ def torch_sparse_attention(
 
 
 def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
-    """Keys from `first` to before `last`, (last - first, KV heads, D)."""
+    """(last - first, KV heads, D)"""
     block_size = cache.shape[1]
     skipped = first // block_size
     blocks = table[skipped : -(-last // block_size)]
@@ -64,7 +64,7 @@ def _gather(cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
 
 
 def _mask(chunk: Chunk, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Added to scores, (rows, keys); and which rows see no key."""
+    """Return the additive mask (rows, keys), and the rows that see no key."""
     own = slice(chunk.begin, chunk.end)
     high = ranges.high[own, None]
     position = torch.arange(chunk.first, chunk.last, device=high.device)

@@ -1,4 +1,4 @@
-"""Tables of tiles and splits, by rows for one KV head, head dim, dtype and shared memory (docs/kernels.md)."""
+"""Tables of tiles and splits by rows per KV head, head dim, dtype and shared memory (docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -24,32 +24,30 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = tuple(range(16, 129, 16))
 
 ROWS = (16, 32, 64, 256, 512)
-"""Classes of the table, by the greatest number of rows; the last has all above, too."""
+"""Upper bounds of the table's row classes; the last one also serves more rows."""
 
 SCATTERED_ROWS = 64
-"""The greatest class for rows at any positions: the fewer rows a tile has, the fewer of its keys need a mask."""
+"""Largest class for rows at any positions: fewer rows per tile need fewer masked keys."""
 
 MAX_SPLITS = 32
 
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}
-"""Shared memory of a program in bytes, by family: A100, consumer cards from Ampere on, H100 and later."""
+"""Shared memory of a program in bytes: A100, consumer cards from Ampere, H100 and later."""
 
 _MIN_SPLIT_TOKENS = 256
-"""With fewer keys, a split is mostly overhead."""
+"""A split with fewer keys is mostly overhead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and keys of a tile; warps and pipeline stages of its program."""
-
     rows: int
     keys: int
     warps: int
     stages: int
 
 
-# By family, head dim and bytes of a number: a tile for each class of ROWS, the last one for all further ones. Timed, on
-# an H200, are those of sm_90 with head dim 128, and with 64 up to 16 rows and from 65 on: docs/kernels-h200.md.
+# By family, head dim and bytes per number: a tile per class of ROWS; the last tile also serves larger classes. Measured
+# on an H200: sm_90 with head dim 128, and with 64 up to 16 rows and from 65 (docs/kernels-h200.md).
 _TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
     ("sm_90", 64, 2): (
         *(Tile(16, 128, 4, 4), Tile(32, 128, 4, 4), Tile(64, 128, 4, 3)),
@@ -71,7 +69,7 @@ _TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
     ("sm_86", 256, 2): (Tile(16, 16, 4, 3), Tile(32, 16, 4, 3), Tile(64, 16, 4, 3), Tile(64, 16, 4, 3)),
 }
 
-# Single precision is computed as it is, without tensor cores: small tiles, for checks more than for speed.
+# Single precision is computed without tensor cores. These small tiles are for checks more than for speed.
 _SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
     80: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
@@ -90,28 +88,28 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
-    """For requests of up to `rows` rows. Raises KeyError if the table has none."""
+    """Return the tile for up to `rows` rows. Raises KeyError if the table has none."""
     tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
     return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
 
 
 def halves(head_dim: int) -> tuple[int, int]:
-    """A power of two and a rest, a power of two or 0: 80 = 64 + 16."""
+    """Split into a power of two and a rest, a power of two or 0: 80 = 64 + 16."""
     main = 1 << (head_dim.bit_length() - 1)
     return main, head_dim - main
 
 
 def count_programs(tile: Tile, tokens: int, requests: int, group: int, kv_heads: int) -> int:
-    """Those with work, at least: of requests that are equal."""
+    """Return a lower bound of the programs with work, exact for equal requests."""
     return max(-(-tokens * group // tile.rows), requests) * kv_heads
 
 
 @lru_cache(maxsize=4096)
 def choose_splits(tile: Tile, programs: int, keys: int, multiprocessors: int) -> int:
-    """Parts of the keys that keep all multiprocessors busy, as in FlashAttention."""
+    """Return the key splits that keep all multiprocessors busy, as in FlashAttention."""
     # The registers of eight warps fill a multiprocessor.
     room = multiprocessors * max(1, 8 // tile.warps)
-    # The fewest splits that fill the last wave of programs within 15 % of the best; one with programs enough.
+    # The fewest splits that fill the last wave of programs within 15 % of the best; 1 if there are enough programs.
     if programs >= 0.8 * room:
         return 1
     most = min(MAX_SPLITS, keys // _MIN_SPLIT_TOKENS)

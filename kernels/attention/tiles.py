@@ -1,10 +1,10 @@
-"""Parts of the Triton kernels: the request of a tile, and tiles of keys folded into the softmax.
+"""Parts of the Triton kernels: request lookup, and online softmax over tiles of keys.
 
-A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows go token by token, group by group, so
-that a group's heads share loaded keys (GQA packing); a tile may begin inside a group.
+A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are ordered by token, then by head in
+the group, so that a group's heads share loaded keys (GQA packing). A tile may begin inside a group.
 
-The softmax is online and in base 2. The running maximum starts finite, as exp2(-inf - -inf) is NaN for rows without
-keys.
+The softmax is online and in base 2. The running maximum starts finite, because exp2(-inf - -inf) is NaN for rows
+without keys.
 
 No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """
@@ -16,15 +16,15 @@ import triton.language as tl
 
 __all__ = ["ANYWHERE", "CHANGING", "find_request", "see", "see_in_part"]
 
-# Arguments that change from step to step: specialising on them would compile the kernel again and again.
+# Arguments that change between steps; specialising on them would recompile the kernel each time.
 CHANGING = ("requests", "tokens", "window", "table_row", "splits")
 ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr", "lows_ptr", "highs_ptr")
 
 
 @triton.jit
 def find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r on, enough for its rows
-    whatever the others' lengths; its last tile may be empty."""
+    """Return the request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r, enough for any
+    lengths of other requests; its last tile may be empty."""
     low = 0
     high = requests
     while low + 1 < high:
@@ -61,7 +61,7 @@ def _weigh(weights, values, sums, UPCAST: tl.constexpr):
 
 @triton.jit
 def _cap(scores, scale, cap):
-    """cap * tanh(scores * scale), cap in base 2, through exp2 of negative numbers, which does not overflow."""
+    """cap * tanh(scores * scale), with cap in base 2, by exp2 of negative numbers, which cannot overflow."""
     rest = tl.exp2(tl.abs(scores) * scale * -2.8853900817779268)
     bent = cap * (1.0 - rest) / (1.0 + rest)
     return tl.where(scores < 0, -bent, bent)
@@ -70,7 +70,7 @@ def _cap(scores, scale, cap):
 @triton.jit
 def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
           CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold a tile into the running softmax: each row's maximum, sum, and weighted sum of values."""
+    """Fold a tile into the running softmax: each row's maximum, sum and weighted sum of values."""
     highest = tl.maximum(top, tl.max(scores, 1))
     if CAPPED:
         weights = tl.exp2(scores - highest[:, None])
@@ -88,8 +88,8 @@ def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
 @triton.jit
 def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, sums, tail_sums, scale, cap,
         CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Fold in the keys at `key_at` and their values, which every row sees. Returns the running maximum, sum and
-    weighted sum of values."""
+    """Fold in the keys at `key_at` and their values, visible to every row. Return the running maximum, sum and weighted
+    sum of values."""
     keys = tl.load(key_at[:, None] + dims[None, :])
     tail_keys = keys
     if TAIL:
@@ -108,8 +108,8 @@ def see(queries, tail_queries, key_at, value_at, dims, tail_dims, top, total, su
 def see_in_part(queries, tail_queries, key_at, value_at, is_key, position, row_low, row_high, dims, tail_dims,
                 top, total, sums, tail_sums, scale, cap,
                 BOUNDED: tl.constexpr, CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """As `see`, of the keys at `position` that exist (`is_key`): each row sees those before its `row_high`, BOUNDED:
-    from its `row_low` on."""
+    """As `see`, for the keys at `position` that exist (`is_key`): rows see keys before `row_high` and, if BOUNDED, from
+    `row_low`."""
     keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
     tail_keys = keys
     if TAIL:

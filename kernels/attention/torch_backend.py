@@ -1,4 +1,4 @@
-"""Attention in torch: the kernels' reference, and CPUs' backend."""
+"""Attention in torch: reference, and backend on CPUs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from ragorder.kernels.attention.dense import Rule, attend, product
 __all__ = ["torch_attention"]
 
 _CHUNK = 256
-"""Queries at a time; keys that the mask hides are computed too."""
+"""Queries per chunk; masked keys are computed too."""
 
 _SLACK_TOKENS = 64
-"""Padding that takes less than another call; for long contexts, an eighth of them does."""
+"""Padding that costs less than another call; for long contexts, an eighth of their length."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """A batch of R requests with one new token each, padded to L keys."""
+    """R requests with one new token each, padded to L keys."""
 
     tokens: Tensor
     """int64 (R,): indices of their new tokens."""
 
     blocks: Tensor
-    """(R x blocks,): blocks to gather."""
+    """(R x blocks,)"""
 
     places: Tensor
-    """int64 (R,): places of the new keys among the L."""
+    """int64 (R,): indices of the new keys in L."""
 
     mask: Tensor
-    """(R, 1, 1, L), added to scores."""
+    """(R, 1, 1, L), additive."""
 
     hidden: Tensor
-    """int64: the hidden ones among the R x L keys."""
+    """int64: indices of hidden keys in R x L."""
 
 
 # Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
-# gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
-# Decoding requests of about equal length are batched.
+# gathered, and its queries are processed in chunks. One mask per step, cut to size, serves all chunks, requests and
+# layers. Decoding requests of similar length are batched.
 
 
 def torch_attention(
@@ -111,7 +111,7 @@ def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -
 
 
 def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
-    """Additive mask (0 or -inf) of the last `queries` of `keys` positions: a corner of the step's mask."""
+    """Return the additive mask of the last `queries` of `keys` positions: a corner of the step's mask."""
 
     def make() -> Tensor:
         height = min(_CHUNK, batch.longest_query)
@@ -149,7 +149,7 @@ def _decoding(
     firsts = torch.zeros_like(contexts) if window is None else (contexts + 1 - window).clamp_(min=0)
     starts = firsts // block_size
     blocks = int((contexts // block_size - starts).max()) + 1
-    # Padding repeats a request's last block: the mask hides it.
+    # Padding repeats a request's last block, and the mask hides it.
     last = (contexts - 1) // block_size
     places = torch.minimum(starts[:, None] + torch.arange(blocks), last[:, None]).to(device)
     positions = starts[:, None] * block_size + torch.arange(blocks * block_size)
@@ -174,7 +174,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], grou
 def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
     requests, (_, kv_heads, head_dim) = len(group.tokens), new.shape
     keys = cache.index_select(0, group.blocks).view(-1, kv_heads, head_dim)
-    # Unwritten memory may hold NaN, which a mask does not hide.
+    # Unwritten memory may contain NaN, which a mask does not hide.
     keys.index_fill_(0, group.hidden, 0)
     keys = keys.view(requests, -1, kv_heads, head_dim)
     keys[torch.arange(requests, device=new.device), group.places] = new[group.tokens]

@@ -1,4 +1,4 @@
-"""Attention weights over paged keys, a chunk at a time."""
+"""Attention weights over paged keys, in chunks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 __all__ = ["Keys", "Queries", "attention_received"]
 
 _ROWS = 256
-"""Queries at a time."""
+"""Queries per chunk."""
 
 _WEIGHTS = 1 << 22
-"""Weights of all heads at a time; of one block of keys at least."""
+"""Weights of all heads per chunk; at least one block of keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """A layer's n queries (n, HQ, D) at `positions` int64 (n,), and its rule (as `prefix_attention`'s)."""
+    """A layer's n queries (n, HQ, D) at `positions` int64 (n,), with `prefix_attention`'s options."""
 
     rows: Tensor
     positions: Tensor
@@ -36,9 +36,10 @@ class Queries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys:
-    """A sequence's keys in one layer, rotated: `tokens` in the pool, then `own` (n, HKV, D) behind them.
+    """A sequence's rotated keys in one layer: `tokens` in the pool, then `own` (n, HKV, D).
 
-    `cache` (blocks, block size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,): those with KV; None: all.
+    `cache` (blocks, block size, HKV, D), `table` int64 (blocks,). `held` bool (tokens,) marks tokens with KV; None
+    marks all.
     """
 
     cache: Tensor
@@ -51,14 +52,14 @@ class Keys:
         return self.tokens + (0 if self.own is None else len(self.own))
 
     def chunks(self, most: int) -> list[tuple[int, int]]:
-        """Begins and ends of whole blocks, `most` tokens or one block."""
+        """Begins and ends of chunks in whole blocks, of `most` tokens or one block."""
         size = self.cache.shape[1]
         step = max(size, most - most % size)
         borders = [*range(0, self.tokens, step), *range(self.tokens, len(self), step), len(self)]
         return list(pairwise(borders))
 
     def read(self, begin: int, end: int) -> Tensor:
-        """fp32 (HKV, D, end - begin) of a chunk."""
+        """fp32 (HKV, D, end - begin)"""
         if self.own is not None and begin >= self.tokens:
             rows = self.own[begin - self.tokens : end - self.tokens]
         else:
@@ -79,7 +80,7 @@ class Keys:
 
 
 def attention_received(queries: Queries, keys: Keys) -> Tensor:
-    """fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
+    """Return fp32 (keys,): weights that each key receives, summed over queries, mean over heads (FusionRAG 3.2)."""
     heads = queries.rows.shape[1]
     received = torch.zeros(len(keys), device=keys.cache.device)
     for (begin, end), weights in _weights(queries, keys):
@@ -88,8 +89,8 @@ def attention_received(queries: Queries, keys: Keys) -> Tensor:
 
 
 def _weights(queries: Queries, keys: Keys) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """A chunk of keys, and the weights of some queries (HQ, n, chunk)."""
-    # Scores are computed twice, as their sum over all keys has to come first: less work than a layer of the model.
+    """Yield chunks of keys with the weights (HQ, n, chunk) of some queries."""
+    # Scores are computed twice, because their sum over all keys is needed first: less work than a layer of the model.
     count, heads = queries.rows.shape[:2]
     for first in range(0, count, _ROWS):
         rows = slice(first, min(first + _ROWS, count))
@@ -107,5 +108,5 @@ def _scores(queries: Queries, keys: Keys, rows: slice, chunk: tuple[int, int]) -
     scores = torch.matmul(queries.grouped(rows, kv_heads), keys.read(*chunk)).view(heads, rows.stop - rows.start, -1)
     if queries.softcap is not None:
         scores = scores.div_(queries.softcap).tanh_().mul_(queries.softcap)
-    # Unwritten memory may hold NaN: hidden scores are replaced, not added to.
+    # Unwritten memory may contain NaN, so hidden scores are replaced, not added to.
     return scores.masked_fill_(keys.hidden(*chunk, queries, rows), float("-inf"))

@@ -1,7 +1,7 @@
-"""KV of documents over device, host and disk, shared by prefix (RAGCache section 5.1; states in `node`)."""
+"""Documents' KV on device, host and disk, shared by prefix (RAGCache section 5.1; states in `node`)."""
 
 from ragorder.kernels.cache.cache import KnowledgeCache
-from ragorder.kernels.cache.contents import Contents, Rank, Whereabouts
+from ragorder.kernels.cache.contents import Contents, CopyKind, CopyLocation
 from ragorder.kernels.cache.disk import DiskSettings
 from ragorder.kernels.cache.lease import Borrowed, KVLease
 from ragorder.kernels.cache.segments import Segment, content_of, segments_of
@@ -13,14 +13,14 @@ __all__ = [
     "CacheStats",
     "CacheTierStats",
     "Contents",
+    "CopyKind",
+    "CopyLocation",
     "DiskSettings",
     "KVLease",
     "KnowledgeCache",
     "OutOfBlocksError",
-    "Rank",
     "Segment",
     "TierTokens",
-    "Whereabouts",
     "content_of",
     "segments_of",
 ]

@@ -1,4 +1,4 @@
-"""Knowledge cache: documents' KV over device, host and disk."""
+"""Knowledge cache: documents' KV on device, host and disk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import chain
 
 import torch
 
-from ragorder.kernels.cache.contents import Contents, Rank, Whereabouts
+from ragorder.kernels.cache.contents import Contents, CopyKind, CopyLocation
 from ragorder.kernels.cache.copies import Copies
 from ragorder.kernels.cache.disk import DiskSettings, StoreTier
-from ragorder.kernels.cache.elsewhere import Elsewhere
+from ragorder.kernels.cache.document_index import DocumentIndex
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import BlockTables, Borrowed, KVLease
 from ragorder.kernels.cache.memory import MemoryTier
@@ -30,9 +30,9 @@ __all__ = ["KnowledgeCache", "prefetch", "purge"]
 
 
 def prefetch(tiers: Hierarchy, nodes: Iterable[CachedNode]) -> list[DeviceCopy]:
-    """Begin to load nodes, evicting no pinned or prefetched one; returns the copies, each pinned once."""
+    """Begin to load nodes, evicting no pinned or prefetched ones. Return the copies, each pinned once."""
     loaded: list[DeviceCopy] = []
-    # One by one: a document that stands in two places is loaded once.
+    # One by one: a document that appears twice is loaded once.
     for node in nodes:
         absent = node.device is None
         try:
@@ -56,17 +56,13 @@ class _Prefetched:
 
 
 def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) -> list[DeviceCopy]:
-    """Remove nodes, of `found` ones those that are not numbers, and all behind them, from all tiers; returns the copies
-    that were on the device.
-
-    Waits for loads, copies and writes that are under way.
-    """
+    """See `KnowledgeCache.purge`. Return the copies that were on the device."""
     disk = tiers.disk
     tiers.drain()
     if disk is not None:
         disk.wait()
     removed = []
-    for key in _with_all_behind(tiers, [*keys, *(key for key in found if _is_broken(tiers, key))]):
+    for key in _with_descendants(tiers, [*keys, *(key for key in found if _is_broken(tiers, key))]):
         node = tiers.nodes.get(key)
         if node is not None and (copy := tiers.drop(node)) is not None:
             removed.append(copy)
@@ -75,7 +71,7 @@ def purge(tiers: Hierarchy, keys: Iterable[bytes], found: Iterable[bytes] = ()) 
     return removed
 
 
-def _with_all_behind(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]:
+def _with_descendants(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]:
     parents = {key: node.parent for key, node in tiers.nodes.items()}
     if tiers.disk is not None:
         parents |= tiers.disk.parents()
@@ -93,7 +89,7 @@ def _with_all_behind(tiers: Hierarchy, keys: Iterable[bytes]) -> Iterable[bytes]
 
 
 def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
-    """Whether a node's KV in memory is not all numbers; that on the disk alone is not looked at."""
+    """Return whether a node's KV in memory contains NaN or inf."""
     node = tiers.nodes.get(key)
     if node is None:
         return False
@@ -102,24 +98,25 @@ def _is_broken(tiers: Hierarchy, key: bytes) -> bool:
 
 
 def _are_numbers(pool: BlockPool, blocks: Sequence[int], node: CachedNode) -> bool:
-    # Others' tokens in the blocks at both ends do not count.
+    # Tokens of other nodes in the first and last block do not count.
     first = node.start % pool.shape.block_size
     rows = pool.kv[list(blocks)].movedim(3, 1).flatten(0, 1)
     return bool(rows[first : first + node.tokens].isfinite().all())
 
 
 class KnowledgeCache:
-    """KV of documents in blocks, keyed by path, on three tiers (RAGCache 5.1). One thread makes all calls but `stats`.
+    """KV of documents in blocks, keyed by path, on three tiers (RAGCache 5.1). One thread calls everything but `stats`.
 
         lease = cache.acquire(segments_of(token_ids, ends))  # pin the cached prefix, begin to load it
-        cache.extend(lease, len(token_ids))  # wait, and take blocks for the other tokens
+        cache.extend(lease, len(token_ids))  # wait, and allocate blocks for the other tokens
         cache.commit(lease, len(token_ids))  # others may share them: compute from lease.cached_tokens on
         cache.release(lease)
 
     Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
-    its leases first. A PENDING node's last block cannot be copied: others compute its tokens again.
+    its leases first. The last block of a PENDING node cannot be copied, so other requests compute its tokens again.
 
-    A lease may also borrow documents computed elsewhere (FusionRAG 4.1): copy them between `extend` and `give_back`.
+    A lease may borrow copies of documents outside its cached prefix (FusionRAG 4.1): copy their KV between `extend` and
+    `give_back`.
 
     `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early. Raises
     ValueError for invalid settings, MemoryError for oversized pools.
@@ -146,7 +143,7 @@ class KnowledgeCache:
         if replicate_nodes < 0:
             raise ValueError(f"replicate_nodes is {replicate_nodes}: give 0 or more")
         if disk is not None and not identity:
-            raise ValueError("a disk tier outlives the process: give the identity of the model whose KV it keeps")
+            raise ValueError("a disk tier outlives the process: give the identity of the model that computes its KV")
         pinned = torch.device(device).type == "cuda"
         self.shape = shape
         self.pool = BlockPool(shape, device_blocks, device)
@@ -163,7 +160,7 @@ class KnowledgeCache:
         self._copies = copies
         self._replicas = Replicas(replicate_nodes, self._tiers)
         self.contents = Contents(self._tiers.holds)
-        self._elsewhere = Elsewhere(self.contents, self._tiers, self._disk)
+        self._index = DocumentIndex(self.contents, self._tiers, self._disk)
         self._tables = BlockTables(self.pool)
         self._uses = NodeUses(self._device, self._host, self._disk, profile)
         self._leases: dict[int, KVLease] = {}
@@ -171,30 +168,30 @@ class KnowledgeCache:
         self._closed = False
 
     def find(self, path: Sequence[Segment]) -> TierTokens:
-        """Tokens of the longest cached prefix, by tier."""
+        """Return the tokens of the longest cached prefix, by tier."""
         return tokens_by_tier(self._tiers.match(path))
 
-    def find_elsewhere(self, path: Sequence[Segment]) -> TierTokens:
-        """Tokens of documents behind that prefix with KV elsewhere, by tier."""
-        return tokens_by_tier(node for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path))))
+    def find_copies(self, path: Sequence[Segment]) -> TierTokens:
+        """Return the tokens of documents after that prefix that have a copy, by tier."""
+        return tokens_by_tier(node for _, node in self._index.nodes(path, len(self._tiers.match(path))))
 
-    def ranks_elsewhere(self, path: Sequence[Segment]) -> list[Rank | None]:
-        """How the copy of each document of a path that a lease would borrow was made; None: there is none."""
-        return self._elsewhere.ranks(path)
+    def copy_kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
+        """Return each document's best kind of copy, or None."""
+        return self._index.kinds(path)
 
     def acquire(
         self, path: Sequence[Segment], *, borrow: bool = False, tokens: int = 0, background: bool = False
     ) -> KVLease:
-        """Pin the longest cached prefix, and begin to load it; with `borrow` also documents behind it that have KV
-        elsewhere, as far as the pool has room for them beside the path, or the request's `tokens`. In the
-        `background` a use counts as none, and the device is not emptied for want of room.
+        """Pin the longest cached prefix and begin to load it.
 
-        Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
+        `borrow` also pins copies of later documents, if they fit beside the path or the request's `tokens`. A
+        `background` lease does not count as a use and never evicts everything. Raises OutOfBlocksError, changing
+        nothing; ValueError for empty segments or a path longer than the pool.
         """
         lease = KVLease(tuple(path), self._tiers.poll, background=background)
         self._check_fits(sum(segment.tokens for segment in path))
         if any(segment.tokens < 1 for segment in path):
-            raise ValueError("a segment has 1 or more tokens: leave empty ones out")
+            raise ValueError("a segment has no tokens: leave out empty segments")
         self.poll()
         self._map(lease, load_prefix(self._tiers, path, alone=not self._leases and not background))
         self._leases[id(lease)] = lease
@@ -207,7 +204,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Wait for the lease, and grow its block table to `tokens` tokens. Implies `mark_computed`.
+        """Wait for the loads and grow the block table to `tokens` tokens. Implies `mark_computed`.
 
         Raises OutOfBlocksError, changing nothing; ValueError if the pool is too small.
         """
@@ -225,8 +222,10 @@ class KnowledgeCache:
             self._tables.grow(lease, tokens)
 
     def give_back(self, lease: KVLease, computed: Container[bytes] = ()) -> TierTokens:
-        """End the borrowing, by copies that are made or queued on the device; returns the tokens by tier, without nodes
-        `computed` for this request."""
+        """End the borrowing, once the KV is copied or its copy is queued on the device.
+
+        Returns the borrowed tokens by tier, without nodes `computed` for this request.
+        """
         tokens = dict.fromkeys(TierTokens._fields, 0)
         for borrowed in lease.borrowed:
             tokens[borrowed.copy.origin] += borrowed.tokens * (borrowed.copy.node.key not in computed)
@@ -240,14 +239,15 @@ class KnowledgeCache:
         return found
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes that the first `tokens` tokens complete, or share those inserted meanwhile. Implies
-        `mark_computed`.
+        """Insert the nodes completed by the first `tokens` tokens, or share equal ones. Implies `mark_computed`.
 
         Raises ValueError if the lease is shorter.
         """
         self.mark_computed(lease)
         if tokens > lease.tokens:
-            raise ValueError(f"{tokens} tokens are committed, and {lease.tokens} have blocks: extend the lease first")
+            raise ValueError(
+                f"{tokens} tokens are committed, but only {lease.tokens} have blocks: extend the lease first"
+            )
         new = [self._insert(lease, segment) for segment in self._completed(lease, tokens)]
         known = len(lease.pinned) - len(new)
         found = [] if lease.counted else lease.path[:known]
@@ -255,7 +255,7 @@ class KnowledgeCache:
         self._uses.count_path(found, lease.path[known : known + len(new)], lease.cached_tokens, tokens)
 
     def mark_computed(self, lease: KVLease) -> None:
-        """The step of the pending nodes has run, or is queued on the device."""
+        """Mark pending nodes as READY: their step has run or is queued on the device."""
         self._check_open(lease)
         for copy in lease.pending:
             if copy.state is CopyState.PENDING:
@@ -270,7 +270,7 @@ class KnowledgeCache:
             self._close(lease)
 
     def discard(self, lease: KVLease) -> None:
-        """End the lease after a failed step: its pending nodes leave the tree."""
+        """End the lease after a failed step and remove its pending nodes."""
         if lease.closed:
             return
         # Children before their parents.
@@ -282,10 +282,9 @@ class KnowledgeCache:
         self._close(lease)
 
     def purge(self, keys: Iterable[bytes], *, found: Iterable[bytes] = ()) -> None:
-        """Remove nodes whose KV is suspect, of `found` ones those whose KV in memory is not all numbers, and all behind
-        them, from all tiers; waits for what is under way.
+        """Remove suspect nodes, of `found` those with NaN or inf in memory, and all their descendants, from all tiers.
 
-        Leases keep their blocks, and those that have begun commit nothing behind such nodes.
+        Waits for running transfers. Leases keep their blocks; a lease with such a node commits nothing after it.
         """
         for copy in purge(self._tiers, keys, found):
             self._withdraw(copy)
@@ -293,15 +292,15 @@ class KnowledgeCache:
                 if copy in lease.pinned:
                     lease.path = lease.path[: len(lease.pinned)]
 
-    def adopt(self, content: bytes, copy: Whereabouts, kv: BlockPool) -> bool:
-        """Take up a document's KV that was computed elsewhere, for requests to borrow; False without room for it.
+    def adopt(self, content: bytes, copy: CopyLocation, kv: BlockPool) -> bool:
+        """Insert a document's KV computed outside the cache, for requests to borrow. Return False if it does not fit.
 
-        `kv`: the blocks that cover it from `copy.start` on, the end of the system prompt included. `copy.key` is that
-        of no path (`store.variants`), or `content` itself for KV computed directly behind `copy.parent`. What is held
-        already stays. Raises ValueError for blocks of another shape or number.
+        `kv` covers it from `copy.start`, with the end of the system prompt. `copy.key` is a variant's
+        (`store.variants`), or `content` for KV computed directly after `copy.parent`. A cached key stays as it is.
+        Raises ValueError for blocks of another shape or number.
         """
         if kv.shape != self.shape or kv.blocks != len(self.shape.covering(copy.start, copy.tokens)):
-            raise ValueError(f"{copy.tokens} tokens from {copy.start} on are not in {kv.blocks} blocks of {kv.shape}")
+            raise ValueError(f"{kv.blocks} blocks of {kv.shape} do not cover {copy.tokens} tokens from {copy.start}")
         self.poll()
         if not self._tiers.holds(copy.key):
             try:
@@ -314,38 +313,38 @@ class KnowledgeCache:
             made.state = CopyState.READY
             self.pool.release(blocks)
             self._uses.count_adopted(made.node)
-        self.contents.add(content, copy, Rank.STANDALONE if copy.key == content else Rank.PREPROCESSED)
+        self.contents.add(content, copy, CopyKind.STANDALONE if copy.key == content else CopyKind.PREPROCESSED)
         return True
 
     def expect(self, path: Sequence[Segment], *, borrow: bool = False) -> tuple[Key, ...]:
-        """A waiting request will use this path: others leave the host first, while such nodes take up to half of it.
-        Returns what `settle` ends."""
+        """Announce a waiting request: the host evicts its nodes last, up to half of the host. Return the argument of
+        `settle`."""
         nodes = [(segment.key, segment.tokens) for segment in path]
         if borrow:
-            nodes += [(node.key, node.tokens) for _, node in self._elsewhere.nodes(path, len(self._tiers.match(path)))]
+            nodes += [(node.key, node.tokens) for _, node in self._index.nodes(path, len(self._tiers.match(path)))]
         return self._tiers.awaited.add(nodes)
 
     def settle(self, expected: Sequence[Key]) -> None:
-        """The request waits no longer. Once for each `expect`."""
+        """End one `expect`."""
         self._tiers.awaited.remove(expected)
 
     def prefetch(self, path: Sequence[Segment], *, borrow: bool = False) -> None:
-        """Begin to load what a waiting request will find, evicting no pinned or prefetched node."""
+        """Begin to load a waiting request's nodes, evicting no pinned or prefetched ones."""
         self.poll()
         nodes = self._tiers.match(path)
-        elsewhere = self._elsewhere.nodes(path, len(nodes)) if borrow else iter(())
-        for copy in prefetch(self._tiers, chain(nodes, (node for _, node in elsewhere))):
+        copies = self._index.nodes(path, len(nodes)) if borrow else iter(())
+        for copy in prefetch(self._tiers, chain(nodes, (node for _, node in copies))):
             self._unpin(copy)
 
     def poll(self) -> None:
         self._tiers.poll()
 
     def resize(self, *, device_blocks: int | None = None, host_blocks: int | None = None) -> None:
-        """Have pools of so many blocks, between two steps. A smaller pool lets go what the policy evicts; leases keep
-        their blocks, which may have other numbers afterwards.
+        """Change the pools' numbers of blocks, between two steps.
 
-        Raises OutOfBlocksError if what is in use does not fit, MemoryError without room for the new pool beside the old
-        one, both with the pool as it was; ValueError for a device pool without blocks.
+        A smaller pool evicts by the policy. Leases keep their blocks, which may get other numbers. Raises
+        OutOfBlocksError if the used blocks do not fit, MemoryError without room for old and new pool together (both
+        change nothing), and ValueError for a device pool without blocks.
         """
         if device_blocks is not None:
             if device_blocks < 1:
@@ -355,12 +354,14 @@ class KnowledgeCache:
             self._sizes.resize_host(host_blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """The same for the device without leases, whose KV moves down a tier: the old pool is gone before the new one
-        is made. Raises ValueError if there are leases, MemoryError."""
+        """Move the device's KV down a tier, free the pool, then allocate the new one.
+
+        Raises ValueError if there are leases, and MemoryError.
+        """
         self._sizes.replace_device(blocks)
 
     def forget_device(self) -> None:
-        """Drop all nodes from an untrusted device. Raises ValueError before its leases are discarded."""
+        """Drop all nodes from an untrusted device. Raises ValueError if there are leases."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.forget_device()
@@ -404,13 +405,13 @@ class KnowledgeCache:
             self._uses.count_found(lease.tokens_by_tier)
         parent, start = None, 0
         for segment in lease.path[: len(lease.pinned)]:
-            self._elsewhere.add(segment, parent, start)
+            self._index.add(segment, parent, start)
             parent, start = segment.key, start + segment.tokens
 
     def _borrow(self, lease: KVLease, tokens: int) -> None:
         tokens = max(tokens, sum(segment.tokens for segment in lease.path))
         room = self.pool.blocks - self.shape.blocks_for(tokens)
-        for start, node in self._elsewhere.nodes(lease.path, len(lease.pinned)):
+        for start, node in self._index.nodes(lease.path, len(lease.pinned)):
             size = len(self.shape.covering(node.start, node.tokens))
             if size > room:
                 continue
@@ -449,7 +450,7 @@ class KnowledgeCache:
             copy = self._tiers.insert(segment, start, blocks, parent, lease.pinned)
             lease.pending.append(copy)
             self._uses.new_tokens += segment.tokens
-        self._elsewhere.add(segment, parent, start)
+        self._index.add(segment, parent, start)
         self._device.tier.pin(segment.key)
         lease.pinned.append(copy)
         return copy
@@ -484,6 +485,6 @@ class KnowledgeCache:
     def _check_fits(self, tokens: int) -> None:
         if self.shape.blocks_for(tokens) > self.pool.blocks:
             raise ValueError(
-                f"{tokens} tokens need {self.shape.blocks_for(tokens)} blocks, and the device has {self.pool.blocks}: "
-                "make the prompt shorter, or the device's pool larger"
+                f"{tokens} tokens need {self.shape.blocks_for(tokens)} blocks, but the device has {self.pool.blocks}: "
+                "shorten the prompt, or enlarge the device's pool"
             )

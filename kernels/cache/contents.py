@@ -1,4 +1,4 @@
-"""Copies of documents by content, wherever they were computed (FusionRAG 4.1, alternative paths)."""
+"""Index of documents' copies by content (FusionRAG 4.1, alternative paths)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Contents", "Rank", "Whereabouts"]
+__all__ = ["Contents", "CopyKind", "CopyLocation"]
 
-# As many entries are kept before dead ones are looked for the first time.
+# Minimum number of entries before dead ones are searched for.
 _FEWEST = 1024
-# Of one document: each is looked at whenever a request waits for its turn.
+# Copies per document; all are read whenever a request waits.
 _MOST_COPIES = 32
 
 
-class Whereabouts(NamedTuple):
-    """A node: `tokens` tokens of KV, computed at position `start`, directly behind the node `parent`."""
+class CopyLocation(NamedTuple):
+    """`tokens` tokens of KV computed at position `start`, directly after the node `parent`."""
 
     key: bytes
     parent: bytes | None
@@ -23,23 +23,25 @@ class Whereabouts(NamedTuple):
     tokens: int
 
 
-class Rank(IntEnum):
-    """How a copy was made, the preferred way first."""
+class CopyKind(IntEnum):
+    """How a copy was computed; better kinds first."""
 
     PREPROCESSED = 0
-    """In the sight of similar documents (FusionRAG 3.1)."""
+    """Computed after similar documents (FusionRAG 3.1)."""
     STANDALONE = 1
-    """Behind the system prompt alone."""
-    ELSEWHERE = 2
-    """Behind other documents."""
+    """Computed directly after the system prompt."""
+    AFTER_DOCUMENTS = 2
+    """Computed after other documents."""
 
 
-_Copy = tuple[Rank, Whereabouts]
+_Copy = tuple[CopyKind, CopyLocation]
 
 
 class Contents:
-    """Index of nodes by a document's content (`Segment.content`). It keeps no node: an entry is forgotten once no tier
-    holds its node. Of a document that stands behind many others the latest copies are known. Not thread-safe."""
+    """Index of nodes by a document's content (`Segment.content`). Not thread-safe.
+
+    Entries are dropped once no tier has their node. Of the copies made after other documents only the latest are kept.
+    """
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
@@ -50,10 +52,10 @@ class Contents:
     def __len__(self) -> int:
         return self._entries
 
-    def add(self, content: bytes, copy: Whereabouts, rank: Rank) -> None:
+    def add(self, content: bytes, copy: CopyLocation, kind: CopyKind) -> None:
         copies = self._copies.setdefault(content, {})
         self._entries += copies.pop(copy.key, None) is None
-        copies[copy.key] = rank, copy
+        copies[copy.key] = kind, copy
         if len(copies) > _MOST_COPIES:
             self._thin(content, copies)
         if self._entries > self._most:
@@ -61,11 +63,11 @@ class Contents:
                 self._alive(each)
             self._most = max(_FEWEST, 2 * self._entries)
 
-    def cover(self, documents: Sequence[bytes]) -> list[Whereabouts | None]:
-        """For each of consecutive documents the copy to use, or None.
+    def cover(self, documents: Sequence[bytes]) -> list[CopyLocation | None]:
+        """Return the copy to use, or None, for each of consecutive documents.
 
-        A preprocessed copy, or the next one of a run: copies computed one behind the other have seen each other. Else
-        the copy that begins the longest run, among equals a stand-alone one.
+        First choice is a preprocessed copy, then the copy that continues the last one, because such copies have
+        attended to each other, then the copy that begins the longest run; ties go to a stand-alone copy.
         """
         alive = [self._alive(content) for content in documents]
         runs: list[dict[bytes, int]] = []
@@ -77,15 +79,14 @@ class Contents:
             for _, copy in copies:
                 if copy.parent is not None:
                     following[copy.parent] = max(following.get(copy.parent, 0), lengths[copy.key])
-        chosen: list[Whereabouts | None] = []
+        chosen: list[CopyLocation | None] = []
         for copies, lengths in zip(alive, reversed(runs), strict=True):
             last = chosen[-1].key if chosen and chosen[-1] is not None else None
             chosen.append(_preferred(copies, lengths, last))
         return chosen
 
-    def best(self, content: bytes) -> Rank | None:
-        """None: there is no copy."""
-        return min((rank for rank, _ in self._alive(content)), default=None)
+    def best(self, content: bytes) -> CopyKind | None:
+        return min((kind for kind, _ in self._alive(content)), default=None)
 
     def clear(self) -> None:
         self._copies.clear()
@@ -93,7 +94,7 @@ class Contents:
 
     def _thin(self, content: bytes, copies: dict[bytes, _Copy]) -> None:
         self._alive(content)
-        others = [key for key, (rank, _) in copies.items() if rank is Rank.ELSEWHERE]
+        others = [key for key, (kind, _) in copies.items() if kind is CopyKind.AFTER_DOCUMENTS]
         for key in others[: len(copies) - _MOST_COPIES]:
             del copies[key]
             self._entries -= 1
@@ -110,10 +111,10 @@ class Contents:
         return list(copies.values())
 
 
-def _preferred(copies: Iterable[_Copy], lengths: dict[bytes, int], last: bytes | None) -> Whereabouts | None:
-    def preference(entry: _Copy) -> tuple[bool, bool, int, Rank, bytes]:
-        rank, copy = entry
+def _preferred(copies: Iterable[_Copy], lengths: dict[bytes, int], last: bytes | None) -> CopyLocation | None:
+    def preference(entry: _Copy) -> tuple[bool, bool, int, CopyKind, bytes]:
+        kind, copy = entry
         continues = last is not None and copy.parent == last
-        return rank is not Rank.PREPROCESSED, not continues, -lengths[copy.key], rank, copy.key
+        return kind is not CopyKind.PREPROCESSED, not continues, -lengths[copy.key], kind, copy.key
 
     return min(copies, key=preference, default=(None, None))[1]

@@ -1,4 +1,4 @@
-"""Copies under way between pools."""
+"""Running copies between pools."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer that holds its blocks. `leaving`: nothing else holds the source's blocks. `distrusted`: the source's
-    device failed before the copy was known to have ended."""
+    """A transfer that retains its blocks.
+
+    `leaving`: only this copy holds the source's blocks. `distrusted`: the source's device failed before the copy was
+    known to have ended.
+    """
 
     __slots__ = (
         "distrusted",
@@ -46,11 +49,11 @@ class Copy:
 
     @property
     def failed(self) -> bool:
-        """The target may hold anything."""
+        """Whether the copy failed; its target may hold anything."""
         return self.distrusted or self.transfer.failed
 
     def free_source(self) -> None:
-        """Release the source's blocks once later computations may overwrite them."""
+        """Release the source's blocks, once later computations may overwrite them."""
         if self.holds_source:
             self.transfer.fence()
             self._release_source()
@@ -68,7 +71,7 @@ class Copy:
 
 
 class Copies:
-    """Copies under way; `poll` handles those that ended. Not thread-safe."""
+    """Running copies; `poll` handles the ended ones. Not thread-safe."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -101,7 +104,7 @@ class Copies:
                 copy.end()
 
     def leaving(self, pool: BlockPool) -> int:
-        """Blocks that will be free after the copies under way."""
+        """Return the blocks that will be free after the running copies."""
         held = Counter(block for copy in self._leaving(pool) for block in copy.source_blocks)
         return sum(pool.references(block) == count for block, count in held.items())
 
@@ -116,7 +119,7 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def distrust(self, pool: BlockPool) -> None:
-        """Have the copies under way out of a failed device end as failed."""
+        """Let running copies from a failed device end as failed."""
         for copy in self._running:
             copy.distrusted |= copy.source is pool
 

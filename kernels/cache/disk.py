@@ -1,4 +1,4 @@
-"""Disk tier: nodes that left the host, kept over restarts."""
+"""Disk tier: nodes evicted from the host, kept over restarts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 
 
 
 def store_identity(identity: str, shape: KVShape) -> str:
-    """Of the KV of a model with this identity in blocks of this shape."""
     return f"{identity}\n{shape}\n{_LAYOUT}"
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """`bytes` in the folder `path`, for one process at a time; up to `backlog_bytes` of memory for nodes to be written,
-    more are dropped. Raises ValueError for invalid numbers."""
+    """`bytes` in the folder `path`, for one process at a time.
+
+    Nodes to write take up to `backlog_bytes` of memory; more are dropped. Raises ValueError for invalid numbers.
+    """
 
     path: Path
     bytes: int
@@ -39,7 +40,7 @@ class DiskSettings:
 
     def __post_init__(self) -> None:
         if self.bytes < 0 or self.backlog_bytes < 0 or self.io_threads < 1:
-            raise ValueError("a disk tier has 0 or more bytes and backlog_bytes, and at least 1 of io_threads")
+            raise ValueError("give 0 or more bytes and backlog_bytes, and 1 or more io_threads")
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -50,7 +51,7 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, and are read from there.
+    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog and can be read from it.
 
     A store that cannot be opened is logged and counted once; the tier stays empty.
     """
@@ -87,12 +88,12 @@ class StoreTier:
         return key in self._backlog or (self._store is not None and key in self._store)
 
     def variant(self, content: bytes) -> bytes | None:
-        """The key of a document's KV that an earlier process made in another way than behind its prefix alone."""
+        """Return the key of a document's preprocessed KV from an earlier process, or None."""
         key = self._variants.get(content)
         return key if key is not None and key in self else None
 
     def pin(self, key: bytes) -> bool:
-        """Keep the node until `unpin`; False if it is absent."""
+        """Keep the node until `unpin`. Return False if it is absent."""
         if self._store is None:
             return False
         self._store.pin((key,))
@@ -114,7 +115,7 @@ class StoreTier:
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
     ) -> Copy | None:
-        """Begin to write a node from these blocks; returns the copy out of them, or None."""
+        """Begin to write a node. Return the copy out of `blocks`, or None."""
         store = self._store
         if store is None or key in self:
             return None
@@ -128,11 +129,11 @@ class StoreTier:
         try:
             staged = BlockPool(self._shape, len(blocks), pinned=self._pinned)
         except MemoryError:
-            # A node that leaves for want of memory is lost, and nothing else.
+            # Without memory only this node is lost.
             self._refused["memory"] += 1
             return None
         write = _Write(staged, self._copies.start(source, blocks, staged, staged.allocate(len(blocks))))
-        # Without a history the store knows of no use before.
+        # Without a history the store knows no earlier use.
         used = not self._history
 
         def job() -> bool:
@@ -154,23 +155,21 @@ class StoreTier:
         return write.copy if write is not None else None
 
     def discard_distrusted(self) -> None:
-        """Remove nodes that were being copied from a failed device."""
         for key in [key for key, write in self._backlog.items() if write.copy.distrusted]:
             future = self._backlog[key].future
             if future is not None and _written(future) and self._store is not None:
                 self._store.remove(key)
 
     def parents(self) -> dict[bytes, bytes | None]:
-        """The parent of each node that has been written."""
         return {} if self._store is None else self._store.parents()
 
     def remove(self, key: bytes) -> None:
-        """Of a node that is not being written: see `wait`."""
+        """Remove a node that is not being written; see `wait`."""
         if self._store is not None:
             self._store.remove(key)
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
-        """The node's blocks in a pool of their own; None if unreadable."""
+        """Return the node's blocks in a separate pool, or None if unreadable."""
         waiting = self._backlog.get(key)
         try:
             return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
@@ -202,7 +201,7 @@ class StoreTier:
         if self._store is None:
             return
         self._store.close()
-        # A store of capacity 0 removes what it finds.
+        # A store of capacity 0 removes every chunk it finds.
         emptied = self._open(0)
         if emptied is not None:
             emptied.close()
@@ -249,7 +248,7 @@ class StoreTier:
             )
         except StoreRefusedError as refused:
             self._refused[refused.reason] += 1
-            _logger.warning("no disk tier: %s; device and host go on without it", refused)
+            _logger.warning("no disk tier: %s; continuing with device and host only", refused)
             return None
         self._variants = {variant_content(key): key for key in store if is_variant(key)}
         return store

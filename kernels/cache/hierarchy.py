@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise
 
-from ragorder.kernels.cache.contents import Whereabouts
+from ragorder.kernels.cache.contents import CopyLocation
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.memory import MemoryTier
@@ -22,9 +22,9 @@ __all__ = ["Hierarchy"]
 class Hierarchy:
     """The nodes in memory by key, and their tiers.
 
-    A node leaving the device is copied to the host, one leaving the host is written to the disk with its ancestors.
-    What waiting requests will use leaves the host last.
-    Blocks are reused after the copies from them. `on_load_failed` gets the GONE copy.
+    Nodes evicted from the device are copied to the host; from the host they are written to the disk with their
+    ancestors. The host evicts nodes of waiting requests last. Blocks are reused after the copies from them.
+    `on_load_failed` gets the GONE copy.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Hierarchy:
 
     def poll(self) -> None:
         if self.disk is not None:
-            # First: of a write that it has forgotten the copy has ended, and must hold no blocks that are needed.
+            # Before `copies.poll`, so that the copies of finished writes release their blocks in this call.
             self.disk.poll()
         self.copies.poll()
         if self.loads:
@@ -66,18 +66,18 @@ class Hierarchy:
             self.poll()
 
     def match(self, path: Sequence[Segment]) -> list[CachedNode]:
-        """The longest prefix of the path in any tier."""
+        """Return the longest prefix of the path in any tier."""
         found: list[CachedNode] = []
         start, parent = 0, None
         for segment in path:
-            node = self.find(Whereabouts(segment.key, parent, start, segment.tokens))
+            node = self.find(CopyLocation(segment.key, parent, start, segment.tokens))
             if node is None:
                 break
             found.append(node)
             start, parent = node.end, node.key
         return found
 
-    def find(self, where: Whereabouts) -> CachedNode | None:
+    def find(self, where: CopyLocation) -> CachedNode | None:
         node = self.nodes.get(where.key)
         if node is None:
             return CachedNode(*where) if self.disk is not None and where.key in self.disk else None
@@ -87,9 +87,9 @@ class Hierarchy:
         return key in self.nodes or (self.disk is not None and key in self.disk)
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device, loading absent ones; a prefix of them if the disk has lost one.
+        """Pin nodes on the device and load absent ones, up to the first one that the disk has lost.
 
-        Raises OutOfBlocksError, changing nothing, without room beside pinned and `protected` nodes.
+        Raises OutOfBlocksError, changing nothing, if they do not fit beside pinned and `protected` nodes.
         """
         pinned: list[CachedNode] = []
         for node in nodes:
@@ -107,8 +107,9 @@ class Hierarchy:
         return [node.device or self._begin_load(node, blocks) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Have `blocks` free blocks on the device. Raises OutOfBlocksError; what is in use stays as it is."""
-        # Again if a node that has lost its parent holds a block of what has left.
+        """Evict until `blocks` blocks are free on the device. Raises OutOfBlocksError; blocks in use stay as they
+        are."""
+        # Repeat if a node without its parent holds a block of an evicted node.
         while blocks > self.device.pool.free_blocks:
             for key in self.device.evict(blocks, protected):
                 self._offload(self.nodes[key])
@@ -137,7 +138,7 @@ class Hierarchy:
         parent: bytes | None,
         above: Iterable[DeviceCopy] = (),
     ) -> DeviceCopy:
-        """`above`: copies of the nodes in front of it, any of which may end in its first block."""
+        """Insert a PENDING node. `above` are its ancestors' copies, which may end in its first block."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
@@ -153,7 +154,7 @@ class Hierarchy:
         self._forget(node)
 
     def drop(self, node: CachedNode) -> DeviceCopy | None:
-        """Remove a node from device and host, with none of its copies under way; returns the one on the device."""
+        """Remove a node without running copies from device and host. Return the device's copy."""
         copy = node.device
         if node.host is not None:
             self._drop_host(node, node.host)
@@ -163,18 +164,18 @@ class Hierarchy:
         return copy
 
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
-        """A device node's host copy, made if absent; None without room."""
+        """Return a device node's host copy, made if absent, or None if it does not fit."""
         if node.host is None and node.device is not None:
             self._to_host(node, node.device)
         return node.host
 
     def forget_device(self) -> None:
-        # What was copied while the device failed may be anything.
+        # Copies that ran while the device failed may hold anything.
         self.copies.distrust(self.device.pool)
         if self.disk is not None:
             self.disk.discard_distrusted()
         self.drain()
-        # Whatever the failure has interrupted: a node may have left the tier, and not yet the tree.
+        # The failure may have interrupted an eviction: the node has left the tier, but not the tree.
         for node in list(self.nodes.values()):
             if node.device is not None:
                 self._detach(node.device)
@@ -201,7 +202,7 @@ class Hierarchy:
             self.disk.clear()
 
     def close(self) -> None:
-        # Nothing of a lost device keeps the disk's folder.
+        # The disk's folder is released even if the device is lost.
         with ExitStack() as closing:
             closing.callback(self.copies.close)
             if self.disk is not None:
@@ -209,14 +210,14 @@ class Hierarchy:
             self.drain()
 
     def _merge_boundary(self, parent: DeviceCopy, child: DeviceCopy) -> None:
-        # Free the parent's last block if it is the parent's alone: the child's first block covers the same positions of
+        # Free the parent's last block if only the parent uses it: the child's first block covers the same positions of
         # the same path, so it has the parent's tokens too.
         pool = self.device.pool
         own, common = parent.blocks[-1], child.blocks[0]
         if own == common or not child.node.start % pool.shape.block_size or not child.ready:
             return
         if child.node.parent != parent.node.key:
-            # What is between them could not be loaded: these blocks cover other positions.
+            # Nodes between them could not be loaded: these blocks cover other positions.
             return
         enders = self._ending_in(own, parent)
         if pool.references(own) > len(enders) or not all(copy.ready for copy in enders):
@@ -314,7 +315,7 @@ class Hierarchy:
         self._on_load_failed(copy)
 
     def _offload(self, node: CachedNode) -> None:
-        # Move a node that the device's tier has evicted to the host, or else to the disk.
+        # Move a node evicted by the device's tier to the host, or else to the disk.
         copy = node.device
         assert copy is not None
         self._detach(copy)
@@ -336,8 +337,8 @@ class Hierarchy:
         return there.arrival
 
     def _to_disk(self, node: CachedNode, copy: DeviceCopy | HostCopy) -> Copy | None:
-        # Write a node and its ancestors: after a restart the disk is all there is, and a node is found through its
-        # parent.
+        # Write a node and its ancestors: after a restart only the disk is left, and nodes are found through their
+        # parents.
         if self.disk is None:
             return None
         for above in reversed(self._not_on_disk(node.parent)):
@@ -359,7 +360,7 @@ class Hierarchy:
         return found
 
     def _mark_leaving(self, node: CachedNode, pool: BlockPool, moving: Copy | None) -> None:
-        # The copies of a node out of this pool now hold its blocks alone.
+        # Only the node's copies out of this pool now hold its blocks.
         for copy in (moving, self.disk.copying(node.key) if self.disk is not None else None):
             if copy is not None and copy.source is pool:
                 copy.leaving = True
@@ -375,7 +376,7 @@ class Hierarchy:
             self._forget(node)
 
     def make_host_room(self, blocks: int) -> bool:
-        """Have `blocks` free blocks in the host; False if they cannot be had."""
+        """Evict until `blocks` blocks are free in the host. Return False if that is impossible."""
         host = self.host
         if blocks > host.pool.blocks:
             if host.pool.blocks:
@@ -384,7 +385,7 @@ class Hierarchy:
         try:
             evicted = self._evict_host(blocks)
         except OutOfBlocksError:
-            # Copies on their way into the host are pinned until they arrive.
+            # Copies into the host are pinned until they have ended.
             self.copies.wait()
             try:
                 evicted = self._evict_host(blocks)

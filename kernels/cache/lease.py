@@ -15,7 +15,7 @@ __all__ = ["BlockTables", "Borrowed", "KVLease"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Borrowed:
-    """A copy of a document that stands at position `start` of the request."""
+    """A copy of a document at position `start` of the request."""
 
     start: int
     copy: DeviceCopy
@@ -30,11 +30,11 @@ class KVLease:
     """Blocks of one request: cached ones and its own. Written by the cache only.
 
     - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls before `extend` if a load fails.
-    - `block_table`: the pool's blocks of the first `tokens` tokens, writable from entry `writable_from` on.
-    - `pinned`: nodes of the path kept on the device, root first, ending at token `committed`; `pending` ones are in the
-      step under way.
-    - `borrowed`: copies of documents behind the cached prefix, computed elsewhere, to be copied into own blocks.
-    - `background`: it is of no request, and what it finds is no use of that.
+    - `block_table`: the pool's blocks of the first `tokens` tokens, writable from index `writable_from`.
+    - `pinned`: nodes of the path kept on the device, root first, up to token `committed`. The running step writes the
+      `pending` ones.
+    - `borrowed`: copies of documents after the cached prefix, to be copied into own blocks.
+    - `background`: belongs to no request and does not count as a use.
     """
 
     path: tuple[Segment, ...]
@@ -55,7 +55,7 @@ class KVLease:
 
     @property
     def ready(self) -> bool:
-        """Whether everything cached is on the device. Advances the loads."""
+        """Whether all cached KV is on the device. Advances the loads."""
         self.poll()
         # A borrowed copy is read before the step that may be computing it now.
         return all(copy.load is None for copy in self.pinned) and not any(
@@ -63,7 +63,6 @@ class KVLease:
         )
 
     def wait(self) -> None:
-        """Until the loads have ended."""
         while (load := self._load_under_way()) is not None:
             load.wait()
 
@@ -74,18 +73,16 @@ class KVLease:
 
 
 class BlockTables:
-    """Changes the tables of leases on one pool."""
-
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._size = pool.shape.block_size
 
     def map(self, lease: KVLease, pinned: list[DeviceCopy]) -> Sequence[DeviceCopy]:
-        """Begin the table with the blocks of pinned nodes, root first; returns those that cannot be used."""
+        """Begin the table with the blocks of pinned nodes, root first. Return the unusable nodes."""
         kept, tokens = self._usable(pinned)
         table: list[int] = []
         for copy in kept:
-            # Where two nodes cover a block, the deeper one's has the tokens of both.
+            # Where two nodes cover a block, the deeper node's block has the tokens of both.
             del table[copy.node.start // self._size :]
             table += copy.blocks
         del table[self._pool.shape.blocks_for(tokens) :]
@@ -103,12 +100,12 @@ class BlockTables:
         return pinned[len(kept) :]
 
     def needed(self, lease: KVLease, tokens: int) -> int:
-        """Free blocks that it takes to grow to `tokens` tokens."""
+        """Return the free blocks needed to grow to `tokens` tokens."""
         missing = self._pool.shape.blocks_for(tokens) - len(lease.block_table)
         return max(0, missing) + self._must_copy(lease)
 
     def grow(self, lease: KVLease, tokens: int) -> None:
-        """Have writable blocks up to `tokens` tokens."""
+        """Allocate writable blocks for up to `tokens` tokens."""
         place = lease.tokens // self._size
         if self._must_copy(lease):
             [block] = self._pool.allocate(1)
@@ -120,7 +117,7 @@ class BlockTables:
         lease.tokens = tokens
 
     def _must_copy(self, lease: KVLease) -> bool:
-        # Whether the next block to write holds others' tokens behind those of the lease.
+        # Whether the next block to write holds other nodes' tokens after those of the lease.
         place = lease.tokens // self._size
         if place >= lease.writable_from:
             return False
@@ -134,8 +131,8 @@ class BlockTables:
         return self._pool.references(block) > ours
 
     def _usable(self, pinned: list[DeviceCopy]) -> tuple[list[DeviceCopy], int]:
-        # The nodes that can be used, and how many tokens of them: the last block, if only partly filled, will be copied
-        # or written to, and a PENDING node's block cannot be copied yet.
+        # Return the usable nodes and the number of their usable tokens. A partly filled last block will be copied or
+        # written to, and a PENDING node's block cannot be copied yet.
         end = pinned[-1].node.end if pinned else 0
         whole = end - end % self._size
         if end == whole:

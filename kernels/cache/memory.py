@@ -37,7 +37,7 @@ class MemoryTier:
     def resize(self, key: bytes, size: int) -> TierNode | None:
         entry = self.tier.get(key)
         if entry is None:
-            raise KeyError("the tier does not hold this node")
+            raise KeyError("the node is not in this tier")
         pins, parent = entry.pins, cast("bytes | None", entry.parent)
         self.tier.remove(key)
         self.tier.insert(key, size, parent, known=entry)
@@ -46,7 +46,7 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free after copies; returns the keys, children first.
+        """Evict until `blocks` blocks are free after copies. Return the keys, children first.
 
         Raises OutOfBlocksError, evicting nothing.
         """
@@ -55,15 +55,17 @@ class MemoryTier:
             missing -= self._copies.leaving(self.pool)
         if missing <= 0:
             return []
-        # Every key was a node's.
+        # All keys are nodes'.
         evicted = cast("list[bytes] | None", self.tier.evict(missing, protected))
         if evicted is None:
-            raise OutOfBlocksError(f"{blocks} blocks are needed, and all but {self.pool.free_blocks} are in use")
+            raise OutOfBlocksError(
+                f"{blocks} blocks are needed, but only {self.pool.free_blocks} are free and the others in use"
+            )
         self.evicted += len(evicted)
         return evicted
 
     def evict_unpinned(self) -> list[bytes]:
-        """Evict everything that is neither pinned nor above a pinned node."""
+        """Evict every node that is neither pinned nor an ancestor of a pinned node."""
         evicted = cast("list[bytes]", list(self.tier.victims()))
         for key in evicted:
             self.tier.remove(key)

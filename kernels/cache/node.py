@@ -1,4 +1,4 @@
-"""Nodes of the knowledge tree and the states of their copies."""
+"""Nodes of the knowledge tree, and states of their copies."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ __all__ = ["CachedNode", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
 _logger = logging.getLogger("ragorder.kernels")
 
 
-# States of a copy on the device:
-#
-#     insert ──▶ PENDING ──step has run──▶ READY ──evict, remove──▶ GONE
-#                   └──step failed──▶ GONE   ▲
-#     load ────▶ LOADING ──copied────────────┘
-#                   └──failed──▶ GONE
-#
-# A copy in the host is on its way (`arrival`) or ready. The disk tier keeps its chunks by key, outside of these
-# classes.
 class CopyState(Enum):
-    """State of a node's copy on the device; see the diagram above."""
+    """State of a node's copy on the device.
+
+        insert ──▶ PENDING ──step has run──▶ READY ──evict, remove──▶ GONE
+                      └──step failed──▶ GONE   ▲
+        load ────▶ LOADING ──copied────────────┘
+                      └──failed──▶ GONE
+
+    A copy in the host is arriving (`arrival`) or ready. The disk tier keeps chunks by key, without these classes.
+    """
 
     PENDING = auto()
-    """Committed: the step under way writes it, and every later step may read it."""
+    """Committed: the running step writes it, and later steps may read it."""
     LOADING = auto()
-    """On its way from host or disk."""
+    """Being loaded from host or disk."""
     READY = auto()
     GONE = auto()
-    """No longer in the tree; leases may still hold its blocks."""
+    """Removed from the tree; leases may still hold its blocks."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -56,10 +55,10 @@ class CachedNode:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
-    """KV in the device's `blocks`; those at both ends may hold neighbours' tokens too.
+    """KV in the device's `blocks`; the first and last block may also hold neighbours' tokens.
 
-    `shares_first`: the first block counts as that of a node above. `load` is set while LOADING, `origin` is its tier;
-    `prefetched`: unused so far; `entry`: the policy's record.
+    `shares_first`: the first block is counted for an ancestor. `load` is set while LOADING, `origin` is its tier.
+    `prefetched`: not used yet. `entry` is the policy's record.
     """
 
     node: CachedNode
@@ -73,7 +72,7 @@ class DeviceCopy:
 
     @property
     def size(self) -> int:
-        """Blocks that are free without this copy."""
+        """Blocks that eviction of this copy frees."""
         return len(self.blocks) - self.shares_first
 
     @property
@@ -87,7 +86,7 @@ class DeviceCopy:
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostCopy:
-    """KV in the host's blocks. `arrival`: the copy that brings it."""
+    """KV in the host's blocks. `arrival` is the running copy into them."""
 
     blocks: list[int]
     arrival: Copy | None = None
@@ -99,7 +98,7 @@ class HostCopy:
 
 
 class DeviceLoad:
-    """A load from the host or, by `reading`, the disk. `succeeded` is None until the end."""
+    """A load from the host, or from the disk by `reading`. `succeeded` is None until it ends."""
 
     def __init__(self, copy: DeviceCopy, reading: Future[BlockPool | None] | None) -> None:
         self.copy = copy

@@ -1,4 +1,4 @@
-"""Host copies of the most used nodes, against a failing device (RAGCache 6)."""
+"""Host copies of the most used nodes, in case the device fails (RAGCache 6)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ragorder.kernels.cache.node import CachedNode, DeviceCopy, HostCopy
 
 __all__ = ["Replicas"]
 
-# The host's blocks that replicas may pin: the others are for what leaves the device.
+# Share of the host's blocks that replicas may pin; evicted nodes of the device use the rest.
 _MOST = 0.5
 
 
 class Replicas:
-    """The `count` most used nodes, pinned in the host. Parents are used at least as often."""
+    """The `count` most used nodes, pinned in the host. Parents are used at least as often as their children."""
 
     def __init__(self, count: int, tiers: Hierarchy) -> None:
         self._count = count
@@ -37,11 +37,9 @@ class Replicas:
                 return
 
     def resize(self, host_blocks: int) -> None:
-        """Of the host, from now on."""
         self._most_blocks = int(_MOST * host_blocks)
 
-    def let_go(self) -> None:
-        """Have them be nodes like others, which may leave the host."""
+    def unpin_all(self) -> None:
         for replica in list(self._nodes.values()):
             self._forget(replica)
 
@@ -50,7 +48,6 @@ class Replicas:
         self._blocks = 0
 
     def _replicate(self, node: CachedNode, blocks: int, frequency: int) -> bool:
-        """Whether the node is a replica now."""
         replica = self._nodes.get(node.key)
         if replica is not None and replica.copy is node.host:
             replica.frequency = frequency
@@ -71,7 +68,7 @@ class Replicas:
         return True
 
     def _weaker(self, blocks: int, frequency: int) -> list[_Replica] | None:
-        """Replicas that make way; None if too few are used less."""
+        """Return the replicas to replace, or None if too few are used less."""
         missing_nodes = len(self._nodes) + 1 - self._count
         missing_blocks = self._blocks + blocks - self._most_blocks
         by_use = sorted(self._nodes.values(), key=lambda each: -each.frequency)
@@ -81,7 +78,7 @@ class Replicas:
                 return None
             weakest = by_use.pop()
             if weakest.frequency >= frequency:
-                # What was used often long ago makes way in the end.
+                # Old uses decay, so that a replica used often long ago is replaced in the end.
                 weakest.frequency -= 1
                 return None
             weaker.append(weakest)
@@ -92,7 +89,7 @@ class Replicas:
     def _forget(self, replica: _Replica) -> None:
         del self._nodes[replica.node.key]
         self._blocks -= replica.blocks
-        # Unless its copy to the host has failed: making room for another one waits for it.
+        # Skipped if its copy to the host has failed; making room for another replica waits for that copy.
         if replica.node.host is replica.copy:
             self._tiers.host.tier.unpin(replica.node.key)
 

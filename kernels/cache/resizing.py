@@ -1,4 +1,4 @@
-"""Pools that shrink and grow between steps (RAGDoll 4.2: KV by share of device and host)."""
+"""Resizing of pools between steps (RAGDoll 4.2: KV by share of device and host)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ __all__ = ["PoolSizes", "load_prefix", "make_room"]
 
 
 class PoolSizes:
-    """Numbers of blocks of the pools of a cache. What a smaller pool cannot hold leaves it by the policy, as when room
-    is needed; nodes and leases keep their KV, in blocks that may have other numbers."""
+    """Resizes a cache's pools. Smaller pools evict by the policy; kept blocks may get other numbers."""
 
     def __init__(self, tiers: Hierarchy, replicas: Replicas, leases: Mapping[int, KVLease]) -> None:
         self._tiers = tiers
@@ -24,7 +23,7 @@ class PoolSizes:
         self._leases = leases
 
     def resize_device(self, blocks: int) -> None:
-        """Raises OutOfBlocksError if leases use more, MemoryError, both without a smaller pool."""
+        """Resize the device. Raises OutOfBlocksError if leases use more, and MemoryError; both keep the size."""
         tiers = self._tiers
         pool = tiers.device.pool
         # Loads and copies hold blocks by their numbers.
@@ -35,8 +34,7 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def replace_device(self, blocks: int) -> None:
-        """The same without leases: all nodes move down a tier, and the old pool is gone before the new one is made.
-        Raises ValueError if there are leases, MemoryError."""
+        """See `KnowledgeCache.replace_device`."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases hold blocks of the device: discard them first")
         self._tiers.compact(())
@@ -44,14 +42,16 @@ class PoolSizes:
         self._resize_device(blocks)
 
     def resize_host(self, blocks: int) -> None:
-        """Raises OutOfBlocksError if loads hold more, MemoryError, both without a smaller pool."""
+        """Resize the host. Raises OutOfBlocksError if loads use more, and MemoryError; the pool then keeps its size."""
         tiers = self._tiers
         pool = tiers.host.pool
         tiers.drain()
         if blocks < pool.blocks:
-            self._replicas.let_go()
+            self._replicas.unpin_all()
             if not tiers.make_host_room(pool.blocks - blocks):
-                raise OutOfBlocksError(f"{pool.used_blocks} blocks of the host are in use, and {blocks} are to be left")
+                raise OutOfBlocksError(
+                    f"{pool.used_blocks} blocks of the host are in use: it cannot shrink to {blocks}"
+                )
             tiers.drain()
         moves = pool.resize(blocks)
         self._replicas.resize(blocks)
@@ -73,8 +73,10 @@ class PoolSizes:
 
 
 def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> list[DeviceCopy]:
-    """The cached prefix of a path, pinned, and loads of what is absent; `alone` as much of it as fits. Raises
-    OutOfBlocksError, changing nothing."""
+    """Pin the cached prefix of a path and load absent nodes; if `alone`, only the part that fits.
+
+    Raises OutOfBlocksError, changing nothing.
+    """
     nodes = tiers.match(path)
     try:
         return tiers.load(nodes)
@@ -91,7 +93,7 @@ def load_prefix(tiers: Hierarchy, path: Sequence[Segment], *, alone: bool) -> li
 
 
 def make_room(tiers: Hierarchy, tables: BlockTables, lease: KVLease, tokens: int, *, alone: bool) -> None:
-    """Have the free blocks in which a lease grows to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
+    """Free enough blocks for a lease to grow to `tokens` tokens. Raises OutOfBlocksError, changing nothing."""
     try:
         tiers.make_room(tables.needed(lease, tokens))
     except OutOfBlocksError:

@@ -14,8 +14,10 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant. A document's `content` is the
-    key that it would have directly behind the system prompt. `exact`: its KV is not taken over from elsewhere."""
+    """A node of `tokens` tokens; `key` identifies them, all tokens before them, and the tenant.
+
+    A document's `content` is the key that it would have directly after the system prompt. `exact`: never reuse a copy.
+    """
 
     key: bytes
     tokens: int
@@ -33,17 +35,17 @@ def segments_of(
     expected_uses: Sequence[float] = (),
     prefix_tokens: int | None = None,
 ) -> tuple[Segment, ...]:
-    """The nodes of a prompt, root first.
+    """Return the nodes of a prompt, root first.
 
-    `ends` are the documents', in tokens. Neither the question nor the prompt's last token (which must be computed) is
-    in a node. An end out of order or range is ignored with all that follow. Without ends, every `chunk_tokens` tokens
-    are a node. Documents behind `prefix_tokens`, 0 or one of the ends, have their `content`.
+    `ends` are the documents' ends in tokens. Neither the question nor the prompt's last token (which must be computed)
+    is in a node. An end out of order or range is ignored, with all later ones. Without ends, every `chunk_tokens`
+    tokens are a node. Documents after `prefix_tokens` (0 or one of the ends) get their `content`.
 
     A key is the 32-byte BLAKE2b digest of the parent's key and the tokens (8 bytes each, little-endian); the root's
     parent is the digest of `salt`. Raises ValueError for `chunk_tokens` below 1.
 
-    >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
-    [4, 3]
+        >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
+        [4, 3]
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}: give 1 or more")
@@ -55,7 +57,7 @@ def segments_of(
 
 
 def content_of(prefix: Sequence[int], document: Sequence[int], *, salt: str | None = None) -> bytes:
-    """The content of a document behind a system prompt of these tokens, none or more."""
+    """Return the content of a document after this system prompt, which may be empty."""
     return _digest(_digest(_root(salt), prefix) if prefix else _root(salt), document)
 
 
@@ -78,19 +80,19 @@ def _chain(
     prefix_tokens: int | None,
 ) -> Iterator[Segment]:
     key = _root(salt)
-    in_front = key if prefix_tokens == 0 else None
+    preceding = key if prefix_tokens == 0 else None
     for (start, end), uses in zip(pairwise(borders), chain(expected_uses, repeat(0.0)), strict=False):
         if end > start:
             own = token_ids[start:end]
-            content = b"" if in_front is None else _digest(in_front, own)
+            content = b"" if preceding is None else _digest(preceding, own)
             key = _digest(key, own)
             yield Segment(key, end - start, uses, content)
             if end == prefix_tokens:
-                in_front = key
+                preceding = key
 
 
 def _root(salt: str | None) -> bytes:
-    # Prompts without a salt are not those of a tenant with an empty name.
+    # Prompts without a salt differ from those of a tenant with an empty name.
     person = b"ragorder-shared" if salt is None else b"ragorder-tenant"
     return blake2b((salt or "").encode(), digest_size=_KEY_BYTES, person=person).digest()
 

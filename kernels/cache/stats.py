@@ -10,7 +10,7 @@ __all__ = ["CacheStats", "CacheTierStats", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
-    """Tokens by the tier in which they were found."""
+    """Tokens by the tier that had them."""
 
     device: int = 0
     host: int = 0
@@ -23,9 +23,11 @@ class TierTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStats:
-    """One tier's snapshot: `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and
-    copies. `hit_tokens` were found here, `received` nodes copied here, `failed` not copied from here; `refused` by
-    reason."""
+    """One tier's snapshot.
+
+    `nodes`, `tokens` (None for the disk) and `bytes` are the tree's; `used_bytes` adds leases and copies. `hit_tokens`
+    were found here, `received` nodes copied here, `failed` ones not copied from here. `refused` is by reason.
+    """
 
     nodes: int = 0
     tokens: int | None = 0
@@ -41,7 +43,7 @@ class CacheTierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """All tiers' snapshot. `loads` and `copies` are under way; `new_tokens` were computed for the tree."""
+    """All tiers' snapshot. `loads` and `copies` are running; `new_tokens` were computed for the tree."""
 
     device: CacheTierStats
     host: CacheTierStats

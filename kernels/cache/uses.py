@@ -1,4 +1,4 @@
-"""Uses of nodes by requests, counted for the tiers' policies and for the statistics."""
+"""Uses of nodes by requests, counted for policies and statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NodeUses", "tokens_by_tier"]
 
 
 class NodeUses:
-    """`requests` that began, and `new_tokens` of nodes that they computed."""
+    """`requests` begun, and `new_tokens` of nodes that they computed."""
 
     def __init__(self, device: MemoryTier, host: MemoryTier, disk: StoreTier | None, profile: PrefillProfile) -> None:
         self.requests = self.new_tokens = 0
@@ -31,7 +31,7 @@ class NodeUses:
                 tier.hit_tokens += count
 
     def count_path(self, found: Sequence[Segment], new: Sequence[Segment], cached: int, tokens: int) -> None:
-        """A request's nodes: each new token costs its share of the prefill of `tokens` behind `cached` ones."""
+        """Count a request's nodes. New tokens cost their share of the prefill of `tokens` after `cached` ones."""
         segments = [*found, *new]
         if not segments:
             return
@@ -42,7 +42,7 @@ class NodeUses:
         self._count(keys, cost, computed, expected)
 
     def count_borrowed(self, keys: Sequence[bytes], end: int) -> None:
-        """Nodes taken over into a request's first `end` tokens, at the cost of computing these."""
+        """Count borrowed nodes in a request's first `end` tokens, at the cost of computing these."""
         self._count(keys, self._profile.cost(0, end))
 
     def count_adopted(self, node: CachedNode) -> None:
@@ -64,7 +64,7 @@ class NodeUses:
 
 
 def tokens_by_tier(nodes: Iterable[CachedNode]) -> TierTokens:
-    """Each counts in the fastest tier that has it."""
+    """Count each node in the fastest tier that has it."""
     tokens = dict.fromkeys(TierTokens._fields, 0)
     for node in nodes:
         tier = "device" if node.device is not None else "host" if node.host is not None else "disk"

@@ -1,4 +1,4 @@
-"""Embedded engine: a causal language model of transformers, its documents' KV over device, host and disk."""
+"""Embedded engine: a transformers model with documents' KV on three tiers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Paged attention for transformers' models, by AttentionInterface.
 
-No model is patched: the step travels in keyword arguments, and replaces the mask.
+No model is patched: the step is passed in keyword arguments and replaces the mask.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "ScatteredRows"
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
 
-# Arguments of models to their attention without effect on its result: transformers' cache and masks are not used, and
-# positions are in the keys already.
+# Arguments of models to their attention that do not change its result: transformers' cache and masks are not used, and
+# keys already include positions.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -58,7 +58,7 @@ class StepAttention(Protocol):
 
 
 class PagedLayers:
-    """A pool's views for each layer, as it is now."""
+    """Current views of a pool, per layer."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -91,8 +91,8 @@ class ScatteredRows:
 
 
 class PagedStep:
-    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token. The rows behind those of `batch`
-    are `scattered`."""
+    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token. Rows after those of `batch` are
+    `scattered`."""
 
     def __init__(
         self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor, scattered: ScatteredRows | None = None
@@ -114,7 +114,7 @@ class PagedStep:
         softcap: float | None,
     ) -> torch.Tensor:
         layers = self._layers
-        # All new tokens are written before any sequence reads the pool: one may begin with nodes that another computes.
+        # Write all new tokens before any sequence reads the pool: one may begin with nodes that another computes.
         layers.key_rows[layer].index_copy_(0, self._slots, key)
         layers.value_rows[layer].index_copy_(0, self._slots, value)
         caches = layers.key_caches[layer], layers.value_caches[layer]
@@ -125,7 +125,7 @@ class PagedStep:
             own = (query, key, value) if scattered is None else (query[:rows], key[:rows], value[:rows])
             parts.append(prefix_attention(*own, *caches, self._batch, scale=scale, window=window, softcap=softcap))
         if scattered is not None:
-            # No model with a window has such rows.
+            # Models with a window have no such rows.
             found = sparse_attention(
                 query[rows:], *caches, scattered.batch, scattered.positions, scale=scale, softcap=softcap
             )
@@ -165,7 +165,7 @@ def _attention(
         effects.append("is_causal=False")
     if effects:
         raise UnsupportedModelError(
-            f"{type(module).__name__} requires of its attention what the embedded engine cannot do exactly: "
+            f"{type(module).__name__} needs attention that the embedded engine cannot compute exactly: "
             f"{', '.join(sorted(effects))}"
         )
     if query.shape[0] != 1:

@@ -1,4 +1,4 @@
-"""Packing of a step's sequences as tensors."""
+"""Packing of a step's sequences into tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last token.
+    """New tokens of one sequence after `start` tokens in the blocks of `table`; `wants_logits` of the last one.
 
-    `positions`: those of the tokens, if they are not adjacent, `start` first. Between them there is KV.
+    `positions` of tokens that are not adjacent begin with `start`; the positions between them have KV.
     """
 
     token_ids: Sequence[int]
@@ -36,7 +36,7 @@ class Piece:
 
     @property
     def context(self) -> int:
-        """Tokens whose KV is attended to; of scattered rows with their own."""
+        """Tokens attended to; for scattered rows with their own."""
         return self.start if self.positions is None else int(np.max(self.positions)) + 1
 
 
@@ -51,7 +51,7 @@ class PackedStep:
 
 
 def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
-    # Pieces of scattered rows come last: the others are attended to as if there were none.
+    # Scattered rows come last, so that the attention of the other pieces ignores them.
     order = sorted(range(len(pieces)), key=lambda place: pieces[place].positions is not None)
     packed = [pieces[place] for place in order]
     counts = [len(piece.token_ids) for piece in packed]
@@ -85,7 +85,7 @@ def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | st
 def _batch(
     counts: Sequence[int], contexts: Sequence[int], tables: Sequence[_Ints], device: torch.device | str
 ) -> PackedBatch:
-    # Where the pieces begin, their contexts, and the tables.
+    # Starts of the pieces, their contexts, and the tables.
     size = len(counts)
     width = max(map(len, tables), default=0)
     short = np.zeros(2 * size + 1 + size * width, dtype=np.int32)
@@ -112,12 +112,14 @@ def _to(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.devic
 
 
 class ForwardEnded(Exception):  # noqa: N818
-    """Raised by a step's attention to which the rest of the forward is of no use."""
+    """Raised by a step's attention once the rest of the forward is not needed."""
 
 
 class Forward:
-    """Calls a causal language model with the step's attention; logits are scaled and capped as by its own forward.
-    `streamer`: of its layers' weights, if they stream."""
+    """Calls a causal language model with the step's attention; scales and caps logits as its own forward does.
+
+    `streamer` supplies the layers' weights if they stream.
+    """
 
     def __init__(self, model: Any, streamer: LayerStreamer | None = None) -> None:
         self._model = model
@@ -127,7 +129,7 @@ class Forward:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
-        """token_ids, positions int64 (T,), kept int64 (N,): tokens whose logits are wanted; (N, vocabulary)."""
+        """token_ids, positions int64 (T,), kept int64 (N,): tokens with logits; returns (N, vocabulary)."""
         arguments = {STEP: attention}
         if self._selects:
             arguments["logits_to_keep"] = kept
@@ -139,6 +141,6 @@ class Forward:
         return logits if self._selects else logits[kept]
 
     def until_ended(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> None:
-        """Without logits, up to the layer in which `attention` raises ForwardEnded."""
+        """Run without logits until `attention` raises ForwardEnded."""
         with suppress(ForwardEnded):
             self(token_ids, positions, token_ids[:0], attention)

@@ -1,4 +1,4 @@
-"""Engine within memory budgets: its plan, its layers placed by it, and memory given back under pressure."""
+"""Engine within memory budgets: its plan, placement, and memory pressure."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from ragorder.kernels.offload.stream import LayerStreamer
 from ragorder.kernels.paging import KVShape, OutOfBlocksError
 from ragorder.pipelining.placement.base import Placement
 
-__all__ = ["Relief", "StreamedMemory", "StreamedModel", "load_streamed"]
+__all__ = ["MemoryPressure", "StreamedMemory", "StreamedModel", "load_streamed"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# While there is more to give back than the size of a step, steps stay at least as large.
+# Steps are not made smaller than this while other memory can be given back.
 _LEAST_STEP = 64
-# Steps without a shortage of memory before a part of what was given back is taken again.
+# Steps without a memory shortage before a part of the memory is taken back.
 _STEPS_TO_GROW = 256
-# Pinned buffers through which layers pass from the disk to a GPU.
+# Pinned buffers between disk and GPU.
 _STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """A model whose decoder layers have no weights but those that `streamer` gives them. `weights`: all of them."""
+    """A model whose decoder layers get their weights from `streamer`; `weights` has all sizes."""
 
     model: Any
     streamer: LayerStreamer
@@ -63,8 +63,10 @@ class StreamedModel:
 def _plan_streamed(
     model: Any, settings: EngineSettings, weights: Footprint, shape: KVShape | None = None, slot: int = 0
 ) -> MemoryPlan:
-    """The plan for a model (which may be on the meta device) within `device_bytes` and `host_bytes`. `shape` of its KV
-    and bytes of a `slot`, once known. Raises BudgetError."""
+    """Plan a model (possibly on the meta device) within `device_bytes` and `host_bytes`.
+
+    `shape` of its KV and bytes of a `slot` are given once known. Raises BudgetError.
+    """
     assert settings.device_bytes is not None
     gpu = str(settings.device or "").startswith("cuda")
     layers = [max(slot, each) for each in weights.layers]
@@ -89,7 +91,7 @@ def _plan_streamed(
 
 
 class StreamedMemory:
-    """The memory of an engine whose layers stream: `plan`, and the settings that follow from it. Raises BudgetError."""
+    """The memory of an engine with streamed layers: `plan`, and the settings derived from it. Raises BudgetError."""
 
     def __init__(self, model: PatchedModel, streamed: StreamedModel, settings: EngineSettings) -> None:
         self.streamer = streamer = streamed.streamer
@@ -105,7 +107,7 @@ class StreamedMemory:
         )
 
     def make_cache(self, make: Callable[[int, int], KnowledgeCache]) -> KnowledgeCache:
-        """`make(blocks, host bytes)` with as much of the planned pools as there is memory for. Raises MemoryError."""
+        """Return `make(blocks, host bytes)` with as large a part of the planned pools as fits. Raises MemoryError."""
         blocks, host_bytes = self.plan.blocks, self.plan.host_kv_bytes
         while True:
             try:
@@ -114,15 +116,15 @@ class StreamedMemory:
                 if fault_of(error) != "memory":
                     raise
                 if self.streamer.shed():
-                    _logger.warning("no memory for %d KV blocks beside the planned layers: some go out", blocks)
+                    _logger.warning("no memory for %d KV blocks beside the planned layers: evicting layers", blocks)
                 elif blocks == 1:
                     raise
                 else:
-                    _logger.warning("there is no memory for %d KV blocks: half as many are made", blocks)
+                    _logger.warning("no memory for %d KV blocks: trying half of them", blocks)
                     blocks, host_bytes = (blocks + 1) // 2, host_bytes // 2
 
     def place_layers(self) -> None:
-        """As planned, as far as there is memory. Raises LayerReadError."""
+        """Place the layers as planned, if they fit. Raises LayerReadError."""
         plan, streamer = self.plan, self.streamer
         layers = len(streamer.store)
         if plan.streams:
@@ -130,7 +132,7 @@ class StreamedMemory:
         reached = streamer.move(Residency.spread(layers, plan.device_layers, plan.host_layers))
         if reached.count(Place.DEVICE) < plan.device_layers:
             _logger.warning(
-                "there is memory for %d of the %d layers that the budget has room for: the others stream",
+                "only %d of the %d layers within the budget fit into memory: the others stream",
                 reached.count(Place.DEVICE),
                 plan.device_layers,
             )
@@ -138,29 +140,33 @@ class StreamedMemory:
             streamer.room = self._room
 
     def _room(self, tokens: int) -> int:
-        # What a small step leaves of the workspace of the largest one holds layers ahead (RAGDoll 4.3).
+        # A small step's unused workspace is used for layers read ahead (RAGDoll 4.3).
         most, rows = self.plan.step_tokens, self.settings.max_requests
         spare = self.weights.workspace(most, rows) - self.weights.workspace(min(tokens, most), rows)
         return self.plan.slots * self.streamer.store.slot_bytes + spare
 
 
-class Relief:
-    """Memory given back between steps, what costs least first (RAGDoll 4.2): smaller steps, then KV that moves down a
-    tier and a smaller pool, then layers. Without a streamer only steps become smaller. After many steps without a
-    shortage pool and layers come back."""
+class MemoryPressure:
+    """Gives memory back between steps, cheapest first (RAGDoll 4.2): smaller steps, a smaller pool with KV moved down a
+    tier, then layers.
+
+    Without a streamer only steps shrink. After many steps without a shortage, pool and layers grow back.
+    """
 
     def __init__(self, scheduler: Scheduler, cache: KnowledgeCache, streamer: LayerStreamer | None) -> None:
         self._scheduler = scheduler
         self._cache = cache
         self._streamer = streamer
-        # As planned.
+        # The planned sizes.
         self._blocks = cache.pool.blocks
         self._residency = None if streamer is None else streamer.residency
         self._calm = 0
 
-    def give(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
-        """After a step of `tokens` tokens; the pool keeps room for each of the `unfinished` requests. `failed`: the
-        step did, so its blocks are of no use. False if nothing is left to give back."""
+    def shrink(self, tokens: int, unfinished: Collection[Sequence], *, failed: bool) -> bool:
+        """Give memory back after a step of `tokens` tokens; the pool still fits each `unfinished` request.
+
+        After a `failed` step its blocks are useless. Return False if nothing is left to give back.
+        """
         self._calm = 0
         if failed:
             self._scheduler.requeue()
@@ -169,11 +175,12 @@ class Relief:
         if min(tokens, self._scheduler.step_tokens) > _LEAST_STEP and self._scheduler.shrink(tokens):
             return True
         given = self._shrink_pool(unfinished) or self._streamer.shed() or self._scheduler.shrink(tokens)
-        # A pool that made way for a smaller one may have found no memory: what was given back is for it.
-        return self.hold(_needed_tokens(unfinished)) and given
+        # Shrinking the pool may have found no memory for the new one: it gets the memory that was given back.
+        return self.fit(_needed_tokens(unfinished)) and given
 
-    def hold(self, tokens: int) -> bool:
-        """Have a pool that holds a request of so many tokens, as large as planned at most; False without the memory."""
+    def fit(self, tokens: int) -> bool:
+        """Enlarge the pool for a request of `tokens` tokens, up to the planned size. Return False without the
+        memory."""
         blocks = self._cache.shape.blocks_for(tokens)
         while self._cache.pool.blocks < min(blocks, self._blocks):
             try:
@@ -184,17 +191,19 @@ class Relief:
         return True
 
     def restore_pool(self, unfinished: Collection[Sequence]) -> bool:
-        """Have a pool that holds each of the `unfinished` requests, if a shortage has left a smaller one; whether it
-        changed. Raises MemoryError without the memory."""
+        """Enlarge a pool that a shortage left too small for an `unfinished` request. Return whether it changed.
+
+        Raises MemoryError.
+        """
         before = self._cache.pool.blocks
         if before >= self._blocks:
             return False
-        if not self.hold(_needed_tokens(unfinished)):
-            raise MemoryError("there is no memory for the KV of a request")
+        if not self.fit(_needed_tokens(unfinished)):
+            raise MemoryError("not enough memory for the KV of a request")
         return self._cache.pool.blocks != before
 
     def step_succeeded(self) -> bool:
-        """Whether pool or layers have come back by a part."""
+        """Return whether a part of pool or layers has grown back."""
         if self._streamer is None or self._residency is None:
             return False
         self._calm += 1
@@ -207,19 +216,21 @@ class Relief:
                 return self._streamer.regain(self._residency)
             self._cache.resize(device_blocks=min(max(1, 2 * pool.blocks), self._blocks))
         except (MemoryError, RuntimeError, LayerReadError):
-            # Nothing needs it now. A device that has failed fails in the next step, too, which is computed again.
+            # Not needed now. A failed device also fails in the next step, which is computed again.
             return False
         return True
 
     def make_blocks(self) -> bool:
-        """Have layers go out, and a larger pool in their place: there were too few blocks for the only request that
-        runs. False if there are none, or no memory."""
+        """Evict layers for a larger pool: the only running request has too few blocks.
+
+        Return False without layers to evict, or without memory.
+        """
         if self._streamer is None:
             return False
         before = self._streamer.held_bytes
         if not self._streamer.shed():
             return False
-        # The buffers of the first layer that streams may take more than it did.
+        # The first streamed layer's buffers may take more than the layer did.
         more = max(0, before - self._streamer.held_bytes) // self._cache.shape.block_bytes
         try:
             self._cache.resize(device_blocks=self._cache.pool.blocks + more)
@@ -228,9 +239,9 @@ class Relief:
         return True
 
     def move(self, residency: Residency) -> Residency:
-        """Of layers, which come back there after a shortage. Raises ValueError without a streamer, LayerReadError."""
+        """Move layers; after a shortage they return there. Raises ValueError without a streamer, LayerReadError."""
         if self._streamer is None:
-            raise ValueError("the layers lie on the device: load the engine with device_bytes to move them")
+            raise ValueError("all layers are on the device: load the engine with device_bytes to move them")
         try:
             return self._streamer.move(residency)
         finally:
@@ -240,10 +251,10 @@ class Relief:
         """See `TieredEngine.place`."""
         streamer, shape = self._streamer, self._cache.shape
         if streamer is None:
-            raise ValueError("the layers lie on the device: load the engine with device_bytes to place them")
+            raise ValueError("all layers are on the device: load the engine with device_bytes to place them")
         if placement.weights.total != len(streamer.store):
             raise ValueError(
-                f"the placement is of {placement.weights.total} layers, the model has {len(streamer.store)}"
+                f"the placement has {placement.weights.total} layers, but the model has {len(streamer.store)}"
             )
         residency = Residency.spread(len(streamer.store), placement.weights.device, placement.weights.host)
         blocks = placement.kv.device // shape.block_bytes
@@ -258,17 +269,17 @@ class Relief:
             pools()
 
     def resize(self, device_tokens: int | None, host_bytes: int | None, unfinished: Collection[Sequence]) -> None:
-        """Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had
-        (a device's pool that had lost all its blocks keeps the new ones); ValueError for less than a block on the
-        device, or less than nothing."""
+        """Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes (a device pool
+        that had lost all its blocks keeps the new ones). Raises ValueError for less than one block on the device, or a
+        negative size."""
         shape, needed = self._cache.shape, _needed_tokens(unfinished)
         if device_tokens is not None and device_tokens < shape.block_size:
-            raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} or more, a block")
+            raise ValueError(f"device_tokens is {device_tokens}: give {shape.block_size} (one block) or more")
         if host_bytes is not None and host_bytes < 0:
             raise ValueError(f"host_bytes is {host_bytes}: give 0 or more")
         blocks = None if device_tokens is None else device_tokens // shape.block_size
         if blocks is not None and blocks < shape.blocks_for(needed):
-            raise OutOfBlocksError(f"device_tokens is {device_tokens}, and a request needs {needed}: wait for its end")
+            raise OutOfBlocksError(f"device_tokens is {device_tokens}, but a request needs {needed}: wait for its end")
         self._forget_tables()
         before = self._cache.pool.blocks
         self._cache.resize(device_blocks=blocks)
@@ -276,8 +287,8 @@ class Relief:
             try:
                 self._cache.resize(host_blocks=host_bytes // shape.block_bytes)
             except (OutOfBlocksError, MemoryError):
-                # Without the memory for it the device's pool grows for the next request that needs more. One that had
-                # lost all its blocks keeps the new ones.
+                # If there is no memory for this either, the device's pool grows for the next request that needs more. A
+                # pool that had lost all its blocks keeps the new ones.
                 if before:
                     with suppress(MemoryError):
                         self._cache.resize(device_blocks=before)
@@ -295,7 +306,7 @@ class Relief:
         try:
             self._cache.resize(device_blocks=blocks)
         except (OutOfBlocksError, MemoryError):
-            # Requests wait for their turn again, and find on other tiers what is cached.
+            # Requests wait for their turn again, and find their cached KV on other tiers.
             self._scheduler.requeue()
             try:
                 self._cache.replace_device(blocks)
@@ -304,7 +315,7 @@ class Relief:
         return True
 
     def _forget_tables(self) -> None:
-        """Have no copies of block tables, whose numbers a pool of another size changes."""
+        """Drop copies of block tables: resizing changes the blocks' numbers."""
         turns = self._scheduler.with_turns
         if any(sequence.selecting is not None for sequence in turns):
             self._scheduler.requeue()
@@ -313,7 +324,7 @@ class Relief:
 
 
 def _needed_tokens(unfinished: Collection[Sequence]) -> int:
-    """Of the longest request and its answer."""
+    """Tokens of the longest request with its answer."""
     return max((each.prompt_tokens + each.request.sampling.max_tokens for each in unfinished), default=1)
 
 
@@ -323,11 +334,10 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def load_streamed(
     name: str | Path, settings: EngineSettings, *, source: Callable[[Checkpoint], Source] | None = None
 ) -> StreamedModel:
-    """A causal language model whose weights outside the decoder layers are in memory. `source`: another reader of the
-    layers than the checkpoint.
+    """Load a causal language model with only the weights outside the decoder layers in memory.
 
-    Raises BudgetError before anything is read, ModelLoadError, UnsupportedModelError for weights that cannot be
-    streamed, MemoryError, and ValueError for an absent device.
+    `source` replaces the checkpoint as the layers' reader. Raises BudgetError before reading anything, ModelLoadError,
+    UnsupportedModelError for weights that cannot be streamed, MemoryError, and ValueError for an absent device.
     """
     device = pick_device(settings.device)
     config = load_config(name)
@@ -363,7 +373,7 @@ def _load(
     found = CheckpointMap(empty, prefix, layers, checkpoint)
     weights = {each: checkpoint.tensor(each) for each in found.rest}
     for number, layer in enumerate(layers):
-        # In no memory: the streamer gives layers their weights.
+        # These take no memory: the streamer gives layers their weights.
         weights |= {
             f"{prefix}.{number}.{each}": torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             for each, parameter in layer.named_parameters()
@@ -403,16 +413,16 @@ def _folder_of(name: str | Path) -> Path:
 def _check_quantised(name: str | Path, config: Any) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
-        facts = quantised if isinstance(quantised, dict) else vars(quantised)
-        method = str(getattr(facts.get("quant_method"), "value", facts.get("quant_method", "unknown")))
+        entries = quantised if isinstance(quantised, dict) else vars(quantised)
+        method = str(getattr(entries.get("quant_method"), "value", entries.get("quant_method", "unknown")))
         raise UnsupportedModelError(
-            f"{name} cannot be streamed: its weights are quantised ({method}), and what its layers compute with is "
-            "made from them when they are loaded; leave device_bytes out, or give the model before it was quantised"
+            f"{name} cannot be streamed: its weights are quantised ({method}) and "
+            "converted when they are loaded; leave out device_bytes, or give the model before quantisation"
         )
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint, settings: EngineSettings) -> torch.dtype:
-    """As transformers chooses it with dtype="auto"."""
+    """As transformers chooses with dtype="auto"."""
     named = settings.dtype or getattr(config, "dtype", None)
     if isinstance(named, str):
         return getattr(torch, named.removeprefix("torch."))

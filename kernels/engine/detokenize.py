@@ -8,22 +8,22 @@ from typing import Any
 
 __all__ = ["TextStream"]
 
-# The tokenizers' text for bytes that are not a whole character.
+# The tokenizers' text for bytes of an incomplete character.
 _BROKEN = "\ufffd"
-# Tokenizers look back no further than the first of these for spaces and joined characters. The others are for prompts
-# of single bytes, in which one of four in a row begins a character, and for prompts that end within a character.
+# For spaces and joined characters tokenizers look back at most 6 tokens. The other lengths are for prompts of single
+# bytes, in which one of four consecutive bytes begins a character, and for prompts that end within a character.
 _CONTEXT_TOKENS = (6, 7, 8, 9, 24)
-# A character has at most four bytes: text that is still broken with more tokens behind it stays so.
+# A character has at most four bytes: text that is still broken after this number of further tokens stays broken.
 _CHARACTER_TOKENS = 3
 _PENDING_TOKENS = 8
 
 
-# tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
-# more once bytes do not make a character.
+# tokenizers' DecodeStream cannot replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
+# after bytes that do not make a character.
 class TextStream:
     """Pieces of text that are never revised and add up to `text`; none without a tokenizer.
 
-    Decoded behind the prompt's last tokens, for the first word's space. Possible beginnings of `stop` strings are held
+    Decoded after the prompt's last tokens, for the first word's space. Possible beginnings of `stop` strings are held
     back.
     """
 
@@ -34,20 +34,20 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._tokens = self._tail(prompt)
-        # Tokens in front of `_read` are in the text, those from `_context` on are decoded again with what follows.
+        # Tokens before `_read` are in the text; those from `_context` are decoded again with the next tokens.
         self._context = 0
         self._read = len(self._tokens)
         self._waiting = ""
 
     def push(self, token_id: int) -> str:
-        """The new text; "" after a stop string (`stopped`)."""
+        """Return the new text; "" after a stop string (`stopped`)."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token_id)
         return self._emit(self._decode())
 
     def finish(self) -> str:
-        """The text held back, incomplete characters included."""
+        """Return the text held back, including incomplete characters."""
         if self._tokenizer is None or self.stopped:
             return ""
         new = self._emit(self._decode(to_the_end=True))
@@ -66,7 +66,7 @@ class TextStream:
                 return ""
             end -= _CHARACTER_TOKENS
             after = self._text_of(self._tokens[self._context : end])
-        # All of it, unless the prompt, or what was emitted as complete, ended within a character.
+        # All of it, unless the prompt, or text emitted as complete, ended within a character.
         known = _common(before, after)
         if len(after) == known:
             return ""

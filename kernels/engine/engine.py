@@ -1,4 +1,4 @@
-"""Embedded engine: a causal language model with its documents' KV over device, host and disk."""
+"""Embedded engine: a language model with documents' KV on three tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.attention import PagedLayers
-from ragorder.kernels.engine.budgeted import Relief, StreamedMemory, StreamedModel, load_streamed
+from ragorder.kernels.engine.budgeted import MemoryPressure, StreamedMemory, StreamedModel, load_streamed
 from ragorder.kernels.engine.failures import Ended, FailedSteps
 from ragorder.kernels.engine.fused import Fuser, check_fusion
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -55,26 +55,26 @@ _FORWARD_FAILED = "the model's forward failed"
 
 
 class TieredEngine:
-    """Serves a transformers model from a paged KV pool in which documents stay cached over three tiers.
+    """Serves a transformers model from a paged KV pool, with documents cached on three tiers.
 
         with TieredEngine.load("Qwen/Qwen2.5-0.5B-Instruct") as engine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
-    Answers are those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
-    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. `profile`: the prefill times by
-    which its tiers evict.
+    Answers equal those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
+    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time. The tiers' policy uses the
+    prefill times of `profile`.
 
-    With `reuse="fused"` a request with marked documents also takes over KV that was computed elsewhere, and recomputes
-    a share of its tokens: its answer is approximately the model's (FusionRAG). No other request sees such KV.
+    With `reuse="fused"` a request with marked documents also reuses KV at other positions, and recomputes a share of
+    its tokens: its answer approximates the model's (FusionRAG). No other request uses such KV.
 
-    A step that fails with the device is computed again, from the copies in host memory and on the disk: at most
-    `max_retries` times for a request, and until its deadline (RAGCache section 6).
+    A step that fails with the device is computed again, from copies in host memory and on the disk, up to `max_retries`
+    times per request and until its deadline (RAGCache section 6).
 
     With `device_bytes`, `load` streams the decoder layers that do not fit beside KV and workspace from host memory and
-    from the model's files (RAGDoll 4.2, 4.3): answers are those of the whole model.
+    the model's files (RAGDoll 4.2, 4.3).
 
-    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool; DeviceLostError, from each step
-    and `add`, once only another process can use the device.
+    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool. Each step and `add` raise
+    DeviceLostError once only another process can use the device.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class TieredEngine:
         self.settings = settings = settings or EngineSettings()
         streamed = model if isinstance(model, StreamedModel) else None
         if settings.device_bytes is not None and streamed is None:
-            raise ValueError("device_bytes is for weights that stream from files: use TieredEngine.load, or give none")
+            raise ValueError(
+                "device_bytes needs weights that stream from files: use TieredEngine.load, or leave it out"
+            )
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = RLock()
@@ -145,7 +147,7 @@ class TieredEngine:
             fuser,
         )
         self._runner = ModelRunner(model.forward, layers, model.device)
-        self._relief = Relief(self._scheduler, self._cache, self._streamer)
+        self._memory = MemoryPressure(self._scheduler, self._cache, self._streamer)
         self._failures = FailedSteps(
             self._scheduler, self._runner, self._counters, settings.max_retries, self.forget_device
         )
@@ -159,8 +161,10 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError; with `device_bytes`
-        BudgetError if these are less than a layer and a request."""
+        """Load model and tokenizer from a folder or the Hub.
+
+        Also raises ModelLoadError, and BudgetError if `device_bytes` do not fit a layer and a request.
+        """
         settings = settings or EngineSettings()
         if settings.device_bytes is None:
             return cls(load_model(name, settings), load_tokenizer(name), settings)
@@ -183,7 +187,7 @@ class TieredEngine:
             return self._idle is not None and self._idle.has_work
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its id. Raises RequestRefusedError; RuntimeError after `close`."""
+        """Queue a request and return its id. Raises RequestRefusedError; RuntimeError after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
@@ -202,7 +206,7 @@ class TieredEngine:
             return request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request; False if it was absent. The next `step` has its completion."""
+        """End a request; the next `step` has its completion. Return False if it was absent."""
         with self._lock:
             sequence = self._sequences.get(request_id)
             if sequence is None:
@@ -211,13 +215,13 @@ class TieredEngine:
             return True
 
     def step(self) -> list[Update]:
-        """Compute a step; returns its updates, none while all requests wait for prefixes."""
+        """Compute a step and return its updates; none while all requests wait for prefixes."""
         with self._lock:
             self._run_step()
             return self._updates.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serve requests together; completions in their order, with finish reason "error" for refused ones."""
+        """Serve requests together. Return completions in order; refused ones have the finish reason "error"."""
         completions: dict[int, Completion] = {}
         ids: list[int] = []
         try:
@@ -233,8 +237,10 @@ class TieredEngine:
         return [completions[request_id] for request_id in ids]
 
     def stream(self, request: Request) -> Iterator[Update]:
-        """A request's updates, the last with its completion. Closing the iterator aborts it. The first update raises
-        RequestRefusedError."""
+        """Yield a request's updates, the last with its completion. Closing the iterator aborts it.
+
+        The first update raises RequestRefusedError.
+        """
         with self._lock:
             request_id = self.add(request)
             self._updates.subscribe(request_id)
@@ -256,8 +262,11 @@ class TieredEngine:
             return self._counters.snapshot(self._cache.stats(), len(running), waiting, scheduler.preempted, stream)
 
     def relieve(self) -> bool:
-        """Give memory back between two steps: a smaller step, else KV down a tier and a smaller pool, else layers out.
-        No request is lost; some may wait for their turn again. False if nothing is left to give back."""
+        """Give memory back between two steps: a smaller step, else a smaller pool with KV moved down a tier, else
+        evicted layers.
+
+        No request is lost; some may wait again. Return False if nothing is left to give back.
+        """
         with self._lock:
             self._failures.check_device()
             if self._closed:
@@ -266,43 +275,46 @@ class TieredEngine:
             return self._relieve(self._scheduler.step_tokens)
 
     def resize(self, *, device_tokens: int | None = None, host_bytes: int | None = None) -> None:
-        """Have KV pools of so many tokens and bytes from the next step on; what does not fit leaves by the policy.
+        """Resize the KV pools from the next step on; smaller pools evict by the policy.
 
-        Raises OutOfBlocksError if requests need more, and MemoryError, both with pools of the sizes that they had;
-        ValueError for less than a block on the device, or less than nothing."""
+        Raises OutOfBlocksError if requests need more, and MemoryError; both keep the pools' sizes. Raises ValueError
+        for less than one block on the device, or a negative size.
+        """
         with self._lock:
             self._failures.check_device()
             self._forget_work()
             try:
-                self._relief.resize(device_tokens, host_bytes, self._sequences.values())
+                self._memory.resize(device_tokens, host_bytes, self._sequences.values())
             finally:
                 self._pool_changed()
             if device_tokens is not None:
                 self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def place(self, placement: Placement) -> None:
-        """Have layers and KV lie like this from the next step on, each pool as large as its share; the largest step and
-        batch stay as they are. What becomes smaller does so first.
+        """Place layers and KV from the next step on, reductions first. The largest step and batch stay.
 
-        Raises ValueError for a model that does not stream and for another number of layers, and what `resize` and
-        `move_layers` raise, after a part of it."""
+        Raises ValueError for a model that does not stream or has another number of layers, and, after partial changes,
+        the errors of `resize` and `move_layers`.
+        """
         with self._lock:
             self._failures.check_device()
             self._forget_work()
             try:
-                self._relief.place(placement, self._sequences.values())
+                self._memory.place(placement, self._sequences.values())
             finally:
                 self._pool_changed()
             self._validator = replace(self._validator, device_tokens=self.device_tokens)
 
     def move_layers(self, residency: Residency) -> Residency:
-        """Have the decoder layers lie there from the next step on; returns where they do. Raises ValueError for a model
-        that does not stream, LayerReadError."""
+        """Place the decoder layers from the next step on. Return the reached residency.
+
+        Raises ValueError for a model that does not stream, LayerReadError.
+        """
         with self._lock:
-            return self._relief.move(residency)
+            return self._memory.move(residency)
 
     def forget_device(self) -> None:
-        """Drop the device's KV, as after a failure: requests are computed again, from what host and disk hold."""
+        """Drop the device's KV, as after a failure. Requests are computed again from host and disk."""
         with self._lock:
             self._forget_work()
             self._scheduler.requeue()
@@ -353,13 +365,13 @@ class TieredEngine:
             if builder.has_work and not builder.step():
                 sleep(_IDLE_S)
         except Exception as error:
-            # Without memory it has written into blocks of its own alone: the cache stays.
+            # Without memory it has only written into its own blocks, so the cache stays valid.
             if fault_of(error) != "memory":
                 builder.give_up()
             self._failures.recover([], error, "a document could not be built", builder.shrink)
 
     def _forget_work(self) -> None:
-        """What is not of requests, and reads the cache."""
+        """Drop work outside requests that reads the cache."""
         if self._idle is not None:
             self._idle.abort()
         if self._questions is not None:
@@ -368,15 +380,15 @@ class TieredEngine:
     def _advance(self) -> list[Update]:
         scheduler = self._scheduler
         try:
-            if self._relief.restore_pool(self._sequences.values()):
+            if self._memory.restore_pool(self._sequences.values()):
                 self._pool_changed()
             chunks = scheduler.plan()
         except OutOfBlocksError:
-            if self._relief.make_blocks():
+            if self._memory.make_blocks():
                 self._pool_changed()
                 return []
             [first, *_] = _requests(scheduler.running or scheduler.waiting)
-            why = "the pool has no room for it: give the engine more device_tokens"
+            why = "the request does not fit into the pool: give the engine more device_tokens"
             return [self._end(first, "error", why, "memory")]
         except Exception as error:
             # Any of them may be the cause.
@@ -406,7 +418,7 @@ class TieredEngine:
                 updates.append(self._take(chunk, *next(results)))
             else:
                 scheduler.mark_computed(chunk)
-        if self._relief.step_succeeded():
+        if self._memory.step_succeeded():
             self._pool_changed()
         return updates
 
@@ -414,9 +426,11 @@ class TieredEngine:
         sequence = chunk.sequence
         first = sequence.ttft_s is None
         if choice.token_id is None:
-            # Its KV may be as bad, that of earlier steps too: no other request may find it.
+            # Its KV, even of earlier steps, may be bad: no other request may use it.
             self._scheduler.reject(sequence)
-            return self._ended(sequence.end("error", "the model's logits are not numbers (overflow, or bad weights)"))
+            return self._ended(
+                sequence.end("error", "the model's logits contain NaN or inf (overflow, or bad weights)")
+            )
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
         self._scheduler.mark_computed(chunk)
@@ -438,15 +452,15 @@ class TieredEngine:
         return update
 
     def _relieve(self, tokens: int, *, failed: bool = False) -> bool:
-        given = self._relief.give(tokens, self._sequences.values(), failed=failed)
+        given = self._memory.shrink(tokens, self._sequences.values(), failed=failed)
         self._pool_changed()
         return given
 
     def _hold(self, sequence: Sequence) -> None:
-        """Raises ShortOfMemoryError if memory was short, and still is."""
+        """Enlarge the pool for a request. Raises ShortOfMemoryError if memory is still short."""
         needed = sequence.prompt_tokens + sequence.request.sampling.max_tokens - 1
         if needed > self.device_tokens:
-            if not self._relief.hold(needed):
+            if not self._memory.fit(needed):
                 why = f"not enough KV memory now for {needed} tokens: retry later, or shorten the request"
                 raise ShortOfMemoryError(why) from MemoryError(why)
             self._pool_changed()
@@ -457,7 +471,7 @@ class TieredEngine:
     def _end(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, fault: Fault | None = None
     ) -> Update:
-        # Nothing of a lost device is given back.
+        # Nothing is released on a lost device.
         if self._failures.lost is None:
             self._scheduler.finish(sequence)
         return self._ended(sequence.end(reason, error, fault))
@@ -507,5 +521,5 @@ class TieredEngine:
 
 
 def _requests(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Those that are answered: helpers count as their owners."""
+    """Return the answered requests; helpers count as their owners."""
     return list(dict.fromkeys(sequence.owner or sequence for sequence in sequences))

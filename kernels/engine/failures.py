@@ -1,4 +1,4 @@
-"""Failed steps: what is computed again, and the requests that end (RAGCache section 6)."""
+"""Recovery from failed steps (RAGCache section 6)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ __all__ = ["Ended", "FailedSteps"]
 _logger = logging.getLogger("ragorder.kernels.engine")
 
 Ended = list[tuple[Sequence, str, Fault]]
-"""Requests that have left the scheduler, why, and what was at fault."""
+"""Requests removed from the scheduler, with reason and fault."""
 
 
 class FailedSteps:
-    """Failures of an engine's steps. `forget_device` drops all that the device holds; a request is computed again
-    `max_retries` times, after weights that could not be read with all that is cached. `lost`: why the device cannot be
-    used any more."""
+    """Handles failures of an engine's steps.
+
+    `forget_device` drops all KV on the device. A request is retried `max_retries` times; after unreadable weights with
+    all its cached KV. `lost` is why the device cannot be used any more, or None.
+    """
 
     def __init__(
         self,
@@ -47,9 +49,9 @@ class FailedSteps:
     def recover(
         self, sequences: list[Sequence], error: Exception, what: str, shrink: Callable[[], bool] = lambda: False
     ) -> Ended:
-        """Have what has failed computed again, after a shortage of memory in smaller steps if it can `shrink`.
+        """Requeue failed work, after a memory shortage in smaller steps if it can `shrink`.
 
-        Returns those of the requests that were retried enough. Raises DeviceLostError.
+        Return the requests without retries left. Raises DeviceLostError.
         """
         fault, why = fault_of(error), describe(error, what)
         if fault == "other":
@@ -59,7 +61,7 @@ class FailedSteps:
             if fault == "memory" and shrink():
                 sequences = []
             elif fault == "disk":
-                # What earlier steps have computed is as it was.
+                # KV of earlier steps is intact.
                 self._scheduler.requeue()
             else:
                 self._forget_device()

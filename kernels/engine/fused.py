@@ -1,4 +1,4 @@
-"""Start of fused requests: documents computed elsewhere are copied, and critical tokens selected."""
+"""Start of fused requests: copies of documents, selection of critical tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Fuser", "check_fusion"]
 
 
 def check_fusion(model: Any) -> None:
-    """Raises UnsupportedModelError for a model whose layers do not see all documents."""
+    """Raises UnsupportedModelError for a model with layers that do not see all documents."""
     config = text_config(model)
     types = getattr(config, "layer_types", None)
     if "sliding_attention" in types if types else getattr(config, "sliding_window", None) is not None:
@@ -37,8 +37,11 @@ class Fuser:
         self._questions = questions
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
-        """Sequences that compute the documents without KV behind the first borrowed one, each behind the system prompt
-        alone: among approximate KV they would be computed for this request only."""
+        """Return sequences that compute the documents without KV after the first borrowed one, each after the system
+        prompt alone.
+
+        Computed among approximate KV they would serve this request only.
+        """
         lease, path = sequence.lease, sequence.path
         assert lease is not None
         if not lease.borrowed:
@@ -47,10 +50,10 @@ class Fuser:
         front = path[:1] if not path[0].content else ()
         prefix = sequence.tokens[: sum(segment.tokens for segment in front)]
         helpers, start = [], 0
-        # What has KV, but no room for a copy, is computed in place.
-        for segment, rank in zip(path, self._cache.ranks_elsewhere(path), strict=True):
+        # A document with KV but no room for its copy is computed in place.
+        for segment, kind in zip(path, self._cache.copy_kinds(path), strict=True):
             end = start + segment.tokens
-            if start > first and rank is None:
+            if start > first and kind is None:
                 request = Request([*prefix, *sequence.tokens[start:end]])
                 alone = (*front, segment._replace(key=segment.content))
                 helpers.append(Sequence(-1, request, alone, None, frozenset(), owner=sequence))
@@ -58,7 +61,7 @@ class Fuser:
         return helpers
 
     def begin(self, sequence: Sequence, most_tokens: int) -> None:
-        """Copy what it borrows, and begin to select, in forwards of at most `most_tokens` tokens."""
+        """Copy the borrowed documents and begin to select, in forwards of at most `most_tokens` tokens."""
         lease, fusion = sequence.lease, sequence.fusion
         assert lease is not None
         if fusion is None or not lease.borrowed:
@@ -68,14 +71,14 @@ class Fuser:
         self._assembler.copy(list(map(_rows, borrowed)), lease.block_table)
         found = [_span(each) for each in borrowed if each.copy.node.key not in own]
         spans = list(map(_span, borrowed))
-        sequence.take_over(spans, found, self._cache.give_back(lease, own))
+        sequence.reuse(spans, found, self._cache.give_back(lease, own))
         sequence.selecting = TokenSelecting(
             sequence, fusion, spans, self._scorer, self._cache, self._questions, most_tokens
         )
         self.advance(sequence)
 
     def advance(self, sequence: Sequence) -> None:
-        """Have what was selected computed, if nothing is left to select."""
+        """Schedule the chosen tokens once the selection has ended."""
         if sequence.selecting is not None and not sequence.selecting.pending:
             sequence.choose(sequence.selecting.chosen, in_full=sequence.selecting.in_full)
             sequence.selecting = None

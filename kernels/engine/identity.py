@@ -1,4 +1,4 @@
-"""Identity of a model: a digest of what its KV depends on."""
+"""Identity of a model: a digest of everything that determines its KV."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["ORIGIN", "device_name", "identity"]
 
-# To be raised whenever the engine's own computation changes the contents of a KV block.
+# Increase whenever the engine's own computation changes the contents of a KV block.
 _FORMAT = 2
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-"""Entries of a configuration that name a model's origin, not its computation."""
+"""Entries of a configuration about a model's origin, not its computation."""
 
-# Attributes of a module that are digested elsewhere, or have no effect.
+# Attributes of a module that are digested separately, or have no effect.
 _DIGESTED_ELSEWHERE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
 _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initialized"})
 
 
 def identity(model: Any, shape: KVShape, stored: Mapping[str, StoredParameter] = MappingProxyType({})) -> str:
-    """Digest of parameters, buffers, modules' other attributes, configuration, KV layout, device and versions.
-    `stored`: parameters that are not in memory, by name.
+    """Digest parameters, buffers, modules' other attributes, configuration, KV layout, device and versions.
 
-    About a second per GB and thread. Raises ValueError for unreadable weights.
+    `stored` are parameters outside memory, by name. About a second per GB and thread. Raises ValueError for unreadable
+    weights.
     """
     with digest_threads() as threads:
         serializer = _Serializer(threads)
-        facts = {
+        contents = {
             "format": _FORMAT,
             "versions": [torch.__version__, transformers.__version__],
             "device": device_name(torch.device(model.device)),
             "precision": torch.get_float32_matmul_precision(),
             "kv": [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, shape.dtype],
             "config": model.config,
-            # A shared module or tensor counts under each of its names, as it matters which ones share it.
+            # A shared module or tensor counts under each of its names, because the sharing matters.
             "modules": {name: _attributes(module) for name, module in model.named_modules(remove_duplicate=False)},
             "parameters": dict(model.named_parameters(remove_duplicate=False)) | dict(stored),
             "buffers": dict(model.named_buffers(remove_duplicate=False)),
         }
         digest = sha256()
-        for part in serializer.parts(facts):
+        for part in serializer.parts(contents):
             digest.update(f"{len(part)} {part}".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
 class _Serializer:
-    """Injective and the same in every process: tensors by digest, functions by name and bound values."""
+    """Injective and equal in every process: tensors by digest, functions by name and bound values."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
@@ -70,7 +70,7 @@ class _Serializer:
         if isinstance(value, _SCALARS):
             yield f"{type(value).__name__} {value!r}"
         elif isinstance(value, StoredParameter):
-            # As if it were in memory, and read when its turn comes.
+            # The same parts as in memory; read only now.
             yield f"{torch.nn.Parameter.__module__}.{torch.nn.Parameter.__qualname__}"
             yield f"{tuple(value.shape)} {value.dtype}"
             yield from self.parts({})
@@ -87,7 +87,7 @@ class _Serializer:
         if isinstance(value, torch.Tensor):
             yield from self._tensor(value)
         elif isinstance(value, torch.nn.Module):
-            # Among the named modules if it takes part at all.
+            # Already among the named modules if it is used.
             return
         elif isinstance(value, Mapping):
             yield str(len(value))
@@ -113,7 +113,7 @@ class _Serializer:
 
     def _tensor(self, tensor: torch.Tensor) -> Iterator[str]:
         yield f"{tuple(tensor.shape)} {tensor.dtype}"
-        # Quantised weights keep their scales beside them.
+        # Quantised weights keep their scales in attributes.
         yield from self.parts({name: entry for name, entry in vars(tensor).items() if name not in _WITHOUT_EFFECT})
         if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
@@ -130,7 +130,7 @@ class _Serializer:
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"a disk tier needs the model's identity, and weights on {tensor.device} ({tensor.layout}) cannot "
-                "be read: load the whole model into memory, or leave disk_path out"
+                "be read: load the whole model into memory, or leave out disk_path"
             ) from error
 
 
@@ -150,7 +150,7 @@ def _bound(function: FunctionType) -> list[Any]:
     try:
         return [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
-        # A variable that is not assigned yet.
+        # A variable without a value yet.
         return []
 
 
@@ -166,5 +166,5 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The hardware, as far as it changes rounding."""
+    """The hardware, if it affects rounding."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -1,4 +1,4 @@
-"""Documents computed behind those that were asked for with them, while no request is due (FusionRAG 3.1)."""
+"""Idle precomputation of documents after documents requested with them (FusionRAG 3.1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ragorder.kernels.cache import KnowledgeCache, KVLease, OutOfBlocksError, Rank, Segment, Whereabouts, segments_of
+from ragorder.kernels.cache import (
+    CopyKind,
+    CopyLocation,
+    KnowledgeCache,
+    KVLease,
+    OutOfBlocksError,
+    Segment,
+    segments_of,
+)
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.model import PatchedModel
@@ -24,27 +32,26 @@ __all__ = ["BuildQueue", "IdleBuilder"]
 
 
 class BuildQueue:
-    """Documents by content, in the order of their requests; among equals the one that has waited longest comes first.
+    """Documents by content, most requested first; ties go to the one that has waited longest.
 
-    The number of documents does not matter to `put` and `remove`, and to `take` only that of different counts.
+    `put` and `remove` take constant time, `take` depends on the number of different counts.
     """
 
     def __init__(self) -> None:
         self._requests: dict[bytes, int] = {}
-        # Without empty ones.
+        # Without empty entries.
         self._by_requests: dict[int, OrderedDict[bytes, None]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def put(self, content: bytes, requests: int) -> None:
-        """Add a document, or change the number of its requests."""
         self.remove(content)
         self._requests[content] = requests
         self._by_requests.setdefault(requests, OrderedDict())[content] = None
 
     def take(self) -> bytes | None:
-        """The next document, which waits no longer; None: there is none."""
+        """Remove and return the next document, or None."""
         if not self._requests:
             return None
         content = next(iter(self._by_requests[max(self._by_requests)]))
@@ -63,12 +70,11 @@ class BuildQueue:
 
 # As in `ragorder fuse build`.
 _NEIGHBOURS = 10
-# Of all documents that are remembered and their system prompts, how many documents, and how many of those that were
-# asked for with one of them.
+# Limits: tokens of all known documents and system prompts, documents, and companions counted per document.
 _MOST_TOKENS = 1 << 20
 _MOST_DOCUMENTS = 1 << 14
 _MOST_COMPANIONS = 64
-# Of a step: among more there may be none to build, and requests wait meanwhile.
+# Documents examined per step: possibly none of them needs work, and requests wait meanwhile.
 _MOST_EXAMINED = 8
 
 
@@ -81,8 +87,6 @@ class _SystemPrompt:
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """A document that requests asked for behind a system prompt."""
-
     segment: Segment
     token_ids: tuple[int, ...]
     prompt: _SystemPrompt
@@ -99,7 +103,7 @@ class _Document:
 
 @dataclass(slots=True, eq=False)
 class _Build:
-    """The document behind its neighbours, and what is left to compute once these are in place."""
+    """The document after its neighbours, and the positions to compute once these are copied."""
 
     document: _Document
     neighbours: tuple[bytes, ...]
@@ -113,12 +117,12 @@ class _Build:
 
 
 class IdleBuilder:
-    """Computes documents of fused requests that have no preprocessed KV, those asked for most often first.
+    """Computes documents of fused requests without preprocessed KV, most requested first.
 
-    Each is computed behind its system prompt and the documents that were asked for with it most often and have KV; its
-    keys are turned to where it stands directly behind the system prompt, and the cache adopts it. At most `build_idle`
-    times the tokens that requests compute. One that cannot be built, for want of neighbours or room, waits until it is
-    asked for again. The caller serialises all calls.
+    Each is computed after its system prompt and those documents with KV that most often share its requests. Its keys
+    are rotated to the position directly after the system prompt, and the cache adopts it. The total is at most
+    `build_idle` times the tokens that requests compute. A document without neighbours or room waits until it is
+    requested again. The caller serialises all calls.
     """
 
     def __init__(
@@ -144,26 +148,24 @@ class IdleBuilder:
         self._queue = BuildQueue()
         self._tokens = 0
         self._build: _Build | None = None
-        # The next document is beyond the budget, and no request has come since.
+        # The next document exceeds the budget, and no request has arrived since.
         self._exhausted = False
 
     @property
     def _longest(self) -> int:
-        """Tokens of a document behind its neighbours, in the pool as it is now: copies take as much room again."""
+        """Maximum tokens of a document with its neighbours; copies take the same room again."""
         return min(self._most_tokens, self._cache.pool.blocks * self._cache.shape.block_size // 2)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would find something to compute, as far as is known."""
         return self._build is not None or (len(self._queue) > 0 and not self._exhausted)
 
     def observe(self, sequence: Sequence) -> None:
-        """Documents of a request that has come."""
         front, *documents = sequence.path or (None,)
         if sequence.fusion is None or front is None or front.content or not documents or not documents[0].content:
             return
         self._exhausted = False
-        # Of very many the first ones: each is counted with each.
+        # Limited, because each document is counted with each other one.
         others = {segment.content for segment in documents[:_MOST_COMPANIONS]}
         start = front.tokens
         for segment in documents:
@@ -182,7 +184,7 @@ class IdleBuilder:
             self._forget(next(iter(self._documents)))
 
     def step(self) -> int:
-        """Tokens computed; 0 without a document, and while its neighbours are loaded."""
+        """Compute a part. Return its tokens: 0 without a document, and while its neighbours load."""
         build = self._build or self._begin()
         if build is None or not build.lease.ready:
             return 0
@@ -205,20 +207,19 @@ class IdleBuilder:
         return len(positions)
 
     def abort(self) -> None:
-        """Give the blocks back to a request that is due. The document is begun again later."""
+        """Return the blocks for a request. The document is started again later."""
         if self._build is not None:
             self._counters.idle_aborted += 1
             self._put_back(self._build)
 
     def give_up(self) -> None:
-        """Of a document that has failed, or for which there is no room."""
+        """Drop a document that failed or does not fit."""
         if self._build is not None:
             self._forget(self._build.document.segment.content)
             self._end(self._build)
 
     def shrink(self) -> bool:
-        """After a step without memory compute in smaller ones: True. A document for which the smallest did not suffice
-        is given up."""
+        """Use smaller steps after one without memory, and drop a document that fails in the smallest. Return True."""
         if self._step_tokens == 1:
             self.give_up()
         elif self._build is not None:
@@ -233,11 +234,11 @@ class IdleBuilder:
             if content is None:
                 return None
             document = self._documents[content]
-            [_, rank] = self._cache.ranks_elsewhere([document.prompt.segment, document.segment])
-            if rank is Rank.PREPROCESSED:
+            [_, kind] = self._cache.copy_kinds([document.prompt.segment, document.segment])
+            if kind is CopyKind.PREPROCESSED:
                 continue
             if len(document.token_ids) > left:
-                # The budget grows with requests alone.
+                # Only requests increase the budget.
                 self._queue.put(content, document.requests)
                 self._exhausted = True
                 return None
@@ -262,7 +263,7 @@ class IdleBuilder:
             ends.append(len(token_ids))
         # The last token of a prompt is in no node.
         path = segments_of([*token_ids, 0], ends, salt=document.salt, prefix_tokens=document.prompt.segment.tokens)
-        # It is to be computed here, whatever else there is of it.
+        # It must be computed here, even if it has other copies.
         path = (*path[:-1], path[-1]._replace(content=b""))
         try:
             lease = self._cache.acquire(path, borrow=True, background=True)
@@ -272,17 +273,17 @@ class IdleBuilder:
 
     def _neighbours(self, document: _Document) -> list[_Document]:
         known = [self._documents[each] for each, _ in document.companions.most_common() if each in self._documents]
-        ranks = self._cache.ranks_elsewhere([document.prompt.segment, *(each.segment for each in known)])[1:]
+        kinds = self._cache.copy_kinds([document.prompt.segment, *(each.segment for each in known)])[1:]
         left = self._longest - document.prompt.segment.tokens - len(document.token_ids)
         chosen: list[_Document] = []
-        for each, rank in zip(known, ranks, strict=True):
-            if rank is not None and len(each.token_ids) <= left and len(chosen) < _NEIGHBOURS:
+        for each, kind in zip(known, kinds, strict=True):
+            if kind is not None and len(each.token_ids) <= left and len(chosen) < _NEIGHBOURS:
                 left -= len(each.token_ids)
                 chosen.append(each)
         return chosen
 
     def _put_neighbours(self, build: _Build) -> Positions:
-        """Copy what is taken over into the build's own blocks; the positions that are still to compute."""
+        """Copy the borrowed KV into the build's blocks. Return the positions to compute."""
         lease, missing = build.lease, np.ones(len(build.token_ids), dtype=np.bool_)
         self._cache.extend(lease, len(build.token_ids))
         missing[: lease.cached_tokens] = False
@@ -299,21 +300,21 @@ class IdleBuilder:
         document, front = build.document, build.document.prompt.segment
         with torch.inference_mode():
             own = read_rows(self._cache.pool, build.lease.block_table, build.start, len(build.token_ids))
-            in_front = read_rows(self._cache.pool, build.lease.block_table, 0, front.tokens)
+            preceding = read_rows(self._cache.pool, build.lease.block_table, 0, front.tokens)
             own = moved_rows(own, build.start, front.tokens, self._rotation)
-            blocks = as_blocks(own, front.tokens, in_front, self._cache.shape)
+            blocks = as_blocks(own, front.tokens, preceding, self._cache.shape)
         self._end(build)
         if not bool(own.isfinite().all()):
             # Requests would fail with it.
             self._forget(document.segment.content)
             return
         key = variant_key(document.segment.content, b"".join(build.neighbours))
-        copy = Whereabouts(key, front.key, front.tokens, len(own))
+        copy = CopyLocation(key, front.key, front.tokens, len(own))
         if self._cache.adopt(document.segment.content, copy, blocks):
             self._counters.idle_documents += 1
             self._step_tokens = min(2 * self._step_tokens, self._most_step_tokens)
         else:
-            # There is no room, nor will there be for the next attempt.
+            # There is no room, and the next attempt would find none either.
             self._forget(document.segment.content)
 
     def _end(self, build: _Build) -> None:

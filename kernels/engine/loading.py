@@ -1,4 +1,4 @@
-"""Whole models and tokenizers from a folder or the Hub."""
+"""Loading of models and tokenizers from a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelLoadError(ValueError):
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Default: a GPU if there is one. Raises ValueError for an absent device."""
+    """Return the device, by default a GPU if there is one. Raises ValueError for an absent device."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -60,7 +60,7 @@ def pick_device(name: str | None) -> torch.device:
 
 @contextmanager
 def progress_on_terminals() -> Iterator[None]:
-    """In the block, progress bars of transformers are shown on a terminal only: they would fill a log."""
+    """Show transformers' progress bars only on a terminal: they would fill a log."""
     if sys.stderr.isatty() or not bars.is_progress_bar_enabled():
         yield
         return
@@ -72,13 +72,13 @@ def progress_on_terminals() -> Iterator[None]:
 
 
 def load_config(name: str | Path) -> Any:
-    """The configuration of a causal language model. Raises ModelLoadError, UnsupportedModelError."""
+    """Load the configuration of a causal language model. Raises ModelLoadError, UnsupportedModelError."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} is not a model: it has no config.json")
     if not folder.is_dir() and not may_be_on_hub(str(name)):
         raise ModelLoadError(
-            f"there is no folder {name}: give the folder of a model, or its whole name on the Hugging Face Hub "
+            f"there is no folder {name}: give the folder of a model, or its full name on the Hugging Face Hub "
             "(organisation/name)"
         )
     try:
@@ -96,8 +96,10 @@ def load_config(name: str | Path) -> Any:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """A causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError, and ValueError for an
-    absent device."""
+    """Load a causal language model with all its weights.
+
+    Raises ModelLoadError, UnsupportedModelError, and ValueError for an absent device.
+    """
     device = pick_device(settings.device)
     config = load_config(name)
     try:
@@ -114,17 +116,19 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
 
 
 def check_loaded(name: str | Path, report: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError if, by `report` of transformers, weights are missing or of another shape."""
+    """Raises ModelLoadError if transformers' `report` has weights that are missing or have another shape."""
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ModelLoadError(f"{name} lacks {len(missing)} of its weights: {shown}")
     if report.get("mismatched_keys"):
-        raise ModelLoadError(f"{name}: {len(report['mismatched_keys'])} of its weights are not of the configured shape")
+        raise ModelLoadError(
+            f"{name}: {len(report['mismatched_keys'])} of its weights do not have the configured shape"
+        )
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
-    """The model's tokenizer, or None with a warning. Raises ModelLoadError for an unreadable one."""
+    """Return the model's tokenizer, or None with a warning. Raises ModelLoadError for an unreadable one."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
@@ -136,8 +140,7 @@ def load_tokenizer(name: str | Path) -> Any | None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Names without an organisation are old ones, accepted if downloaded: asking the Hub takes a minute without a
-    network."""
+    """Old names without an organisation only count if downloaded: the Hub's answer takes a minute without a network."""
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)

@@ -27,26 +27,26 @@ __all__ = ["PatchedModel", "cache_maker", "device_blocks", "wanted_tokens"]
 
 _CPU_PROMPTS = 4
 _CPU_SHARE = 0.25
-# For models without a greatest length.
+# For models without a maximum length.
 _CPU_TOKENS = 32768
 
-# The number of engines on each model, and its attention and mode before the first.
+# Per model, the number of its engines, and its attention and mode before the first.
 _held: WeakKeyDictionary[Any, tuple[int, str, bool]] = WeakKeyDictionary()
 _lock = Lock()
 
 
 class PatchedModel:
-    """A model with the engine's attention until its last engine calls `restore`. `longest`: in tokens, or None.
-    `streamer`: of its layers' weights, if they stream; the model is on its device then.
+    """A model with the engine's attention until its last engine calls `restore`.
 
-    Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
+    `longest` is in tokens, or None. `streamer` supplies the layers' weights if they stream; the model is then already
+    on its device. Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
     """
 
     def __init__(self, model: Any, settings: EngineSettings, streamer: LayerStreamer | None = None) -> None:
         check_model(model)
         self.model = model
         self.name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        # Streamed weights are made for a device and a dtype.
+        # Streamed weights already have a device and a dtype.
         if settings.device is not None and streamer is None:
             model.to(pick_device(settings.device))
         if settings.dtype is not None and streamer is None:
@@ -58,13 +58,13 @@ class PatchedModel:
         register()
         self._patch()
         try:
-            facts = observe(model, self.forward)
+            observed = observe(model, self.forward)
             if settings.verify:
-                verify(model, self.forward, facts, settings.block_size, self.longest)
+                verify(model, self.forward, observed, settings.block_size, self.longest)
         except BaseException:
             self.restore()
             raise
-        self.shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, settings.block_size, facts.dtype)
+        self.shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, settings.block_size, observed.dtype)
 
     def end_tokens(self, tokenizer: Any | None) -> frozenset[int]:
         ends: set[int] = set()
@@ -95,21 +95,24 @@ class PatchedModel:
         exact = longest_exact_length(self.model)
         if wanted and exact and wanted > exact:
             raise ValueError(
-                f"max_model_len is {wanted}, and {self.name} is exact up to {exact} tokens: give less, or none"
+                f"max_model_len is {wanted}, but {self.name} is exact only up to {exact} tokens: give less, or none"
             )
         return wanted or exact
 
 
 def wanted_tokens(longest: int | None) -> int:
-    """KV beyond which more is hardly of use on a CPU: that of four longest prompts."""
+    """Tokens of KV that can be useful on a CPU: four prompts of maximum length."""
     return _CPU_PROMPTS * (longest or _CPU_TOKENS)
 
 
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Blocks of the pool: `device_tokens`, a share of a GPU's free memory, or on a CPU four longest prompts within a
-    quarter of the memory. Raises ValueError if that is no block."""
+    """Return the pool's blocks: `device_tokens`, else a share of a GPU's free memory, or on a CPU four longest prompts
+    within a quarter of the memory.
+
+    Raises ValueError if that is less than a block.
+    """
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":
@@ -123,15 +126,17 @@ def device_blocks(
         room = f"{_CPU_SHARE:.0%} of the {memory} bytes of memory"
     if blocks < 1:
         raise ValueError(
-            f"{room} hold no KV block of {shape.block_bytes} bytes: give device_tokens, a smaller block_size, or "
+            f"{room} cannot hold a KV block of {shape.block_bytes} bytes: give device_tokens, a smaller block_size, or "
             "a smaller model"
         )
     return blocks
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Make the model as if it were loaded in this dtype: what files of weights do not hold, such as the rotary
-    frequencies, keeps its own. One that was loaded in it may have weights in another on purpose."""
+    """Cast as if loaded in this dtype: values outside weight files, such as rotary frequencies, keep their dtype.
+
+    A model already loaded in it may have other weights on purpose.
+    """
     if model.dtype == dtype:
         return
     for tensor in model.state_dict(keep_vars=True).values():
@@ -142,8 +147,8 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 def cache_maker(
     model: PatchedModel, settings: EngineSettings, profile: PrefillProfile, streamer: LayerStreamer | None
 ) -> Callable[[int, int], KnowledgeCache]:
-    """Makes caches of so many device blocks and host bytes."""
-    # Reads all weights, so only for KV that outlives the process.
+    """Return a maker of caches by device blocks and host bytes."""
+    # Reads all weights, so it is only done for KV that outlives the process.
     name = "" if settings.disk_path is None else _identity(model, streamer)
     shape = model.shape
 

@@ -1,4 +1,4 @@
-"""Prefill and load times of the embedded engine, measured before it serves."""
+"""Prefill and load times of the embedded engine, measured before serving."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _KEY = b"load"
 
 
 def _blocks_of_a_load(shape: KVShape, longest_tokens: int) -> int:
-    """Those of a few documents."""
     return max(1, min(shape.blocks_for(min(longest_tokens, _TOKENS)), _BYTES // shape.block_bytes))
 
 
 @contextmanager
 def _tier_loads(shape: KVShape, blocks: int, device: torch.device, disk: Path | None) -> Iterator[LoadTimes]:
-    """Loads of `blocks` blocks as the cache makes them, between pools of their own. Those from disk, through a
-    temporary folder in `disk` or next to it, find nothing of their file in memory; they raise OSError."""
+    """Time loads of `blocks` blocks as in the cache, between separate pools.
+
+    Loads from disk use a temporary folder in `disk` or its parent, with pages dropped from memory. They raise OSError.
+    """
     pinned = device.type == "cuda"
     on_device, host = BlockPool(shape, blocks, device), BlockPool(shape, blocks, pinned=pinned)
     # Pages that were never written take no time to read.
@@ -81,7 +82,7 @@ class _StoredChunk:
         self._store = store
 
     def forget_pages(self) -> None:
-        """As though the file had been written long ago."""
+        """Drop the file's pages, as if it had been written long ago."""
         for path in self._folder.rglob("*"):
             if path.is_file() and hasattr(os, "posix_fadvise"):
                 with path.open("rb") as file:
@@ -91,7 +92,7 @@ class _StoredChunk:
 
     def read(self, into: BlockPool) -> None:
         if not self._store.read(_KEY, memoryview(into.rows())):
-            raise OSError("what was written cannot be read")
+            raise OSError("the written chunk cannot be read")
 
 
 @contextmanager
@@ -105,19 +106,22 @@ def _stored_chunk(disk: Path, content: BlockPool) -> Iterator[_StoredChunk]:
             raise OSError(str(refused)) from refused
         with closing(store):
             if not store.write(_KEY, memoryview(content.rows())):
-                raise OSError("the disk takes no chunk")
+                raise OSError("a chunk cannot be written to the disk")
             yield _StoredChunk(folder, store)
 
 
 _logger = logging.getLogger("ragorder.profile")
 
-# Of the budget; loads have the rest.
+# Share of the budget for prefills; loads have the rest.
 _PREFILLS_SHARE = 0.8
 
 
 def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -> PrefillProfile:
-    """The cached profile of this model on this machine, else a new one, for which a pool of `blocks` at most is made
-    and freed. LINEAR, with a warning, if it cannot be measured."""
+    """Return the cached profile of this model on this machine, or measure one in a temporary pool of at most `blocks`
+    blocks.
+
+    Returns LINEAR, with a warning, if that fails.
+    """
     longest = min(blocks * settings.block_size, model.longest or LONGEST_TOKENS, LONGEST_TOKENS)
 
     def measure(identity: Mapping[str, Any]) -> PrefillProfile:
@@ -146,7 +150,7 @@ def engine_profile(model: PatchedModel, settings: EngineSettings, blocks: int) -
             return _with_loads(profile, model, settings, begun_s + budget_s - time.monotonic())
         finally:
             if model.device.type == "cuda":
-                # The engine's own pool was sized before this one took its room.
+                # The engine's own pool was sized before this pool took memory.
                 torch.cuda.empty_cache()
 
     try:
@@ -168,7 +172,7 @@ def _with_loads(
 
 
 def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """What the times depend on: shapes, dtypes, hardware, threads, versions, disk. Not the values of the weights."""
+    """What determines the times: shapes, dtypes, hardware, threads, versions, disk; not the weights' values."""
     config = {name: entry for name, entry in model.model.config.to_dict().items() if name not in ORIGIN}
     weights = Counter[str]()
     for parameter in model.model.parameters():
@@ -195,7 +199,7 @@ def _profile_identity(model: PatchedModel, settings: EngineSettings, longest: in
 
 
 class _PrefillTimer:
-    """Prefills on a pool of its own. Cached tokens are zeros there: no time depends on contents."""
+    """Prefills on a separate pool, with zeros as cached tokens: times do not depend on contents."""
 
     def __init__(self, model: PatchedModel, longest: int, max_batch_tokens: int) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Probes of what a configuration does not say: shapes, windows, agreement with eager attention."""
+"""Probes of a model: shapes, windows, agreement with eager attention."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ragorder.kernels.engine.batch import Forward, Piece, pack
 from ragorder.kernels.engine.support import UnsupportedModelError, text_config
 from ragorder.kernels.paging import BlockPool, KVShape
 
-__all__ = ["AttentionFacts", "observe", "verify"]
+__all__ = ["AttentionShape", "observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Relative difference of the logits' norms. Wrong masks, biases or positions are far above, rounding is far below.
+# Relative difference of the logits' norms: far below that of wrong masks, biases or positions, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFacts:
+class AttentionShape:
     """Shapes and dtype of all layers' attention."""
 
     layers: int
@@ -58,9 +58,11 @@ class _Observer:
         return attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
-def observe(model: Any, forward: Forward) -> AttentionFacts:
-    """Facts from a run of two tokens. Raises UnsupportedModelError if layers differ, do not attend, or contradict the
-    configured windows."""
+def observe(model: Any, forward: Forward) -> AttentionShape:
+    """Measure shapes in a run of two tokens.
+
+    Raises UnsupportedModelError if layers differ, do not attend, or contradict the configured windows.
+    """
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)
@@ -90,30 +92,32 @@ def observe(model: Any, forward: Forward) -> AttentionFacts:
     if dtype not in _TOLERANCE:
         raise UnsupportedModelError(f"{name} cannot be served: KV of {dtype}; load it as float32, bfloat16 or float16")
     _check_windows(name, config, observer.windows)
-    return AttentionFacts(wanted, heads, kv_heads, head_dim, dtype)
+    return AttentionShape(wanted, heads, kv_heads, head_dim, dtype)
 
 
 def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> None:
-    # transformers passes windows in masks, of which there are none here, and to the attention.
+    # transformers passes windows in masks, which are not used here, and to the attention.
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     for layer, told in windows.items():
         sliding = types[layer] == "sliding_attention" if types else window is not None
         if told != (window if sliding else None):
             raise UnsupportedModelError(
-                f"{name} cannot be served exactly: layer {layer} asks for a window of {told} tokens, its configuration "
-                f"for {window if sliding else None}"
+                f"{name} cannot be served exactly: layer {layer} uses a window of {told} tokens, but its "
+                f"configuration has {window if sliding else None}"
             )
 
 
-def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int, longest: int | None) -> None:
-    """Compare with eager attention on a prompt split inside a block. Raises UnsupportedModelError for differences
-    beyond rounding."""
+def verify(model: Any, forward: Forward, observed: AttentionShape, block_size: int, longest: int | None) -> None:
+    """Compare with eager attention on a prompt split inside a block.
+
+    Raises UnsupportedModelError for differences beyond rounding.
+    """
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)
     device = ids.device
-    shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, block_size, facts.dtype)
+    shape = KVShape(observed.layers, observed.kv_heads, observed.head_dim, block_size, observed.dtype)
     blocks = shape.blocks_for(length)
     pool = BlockPool(shape, blocks, device)
     layers = PagedLayers(pool)
@@ -134,10 +138,10 @@ def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int,
     eager = eager.float()
     difference = ((ours.float() - eager).norm() / eager.norm().clamp_min(1e-12)).item()
     _logger.debug("%s: the engine's logits differ from eager attention's by %.2e", type(model).__name__, difference)
-    if not difference <= _TOLERANCE[facts.dtype]:
+    if not difference <= _TOLERANCE[observed.dtype]:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be served exactly: over a cached prefix the logits differ from those of "
-            f"transformers' eager attention by {difference:.1e} of their norm (allowed: {_TOLERANCE[facts.dtype]:g})"
+            f"transformers' eager attention by {difference:.1e} of their norm (allowed: {_TOLERANCE[observed.dtype]:g})"
         )
 
 

@@ -35,7 +35,7 @@ __all__ = [
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 Fault = Literal["memory", "device", "disk", "other"]
-"""Too little memory for the step; a failed device; weights that could not be read; an error that would come again."""
+"""Too little memory for the step; a failed device; unreadable weights; an error that would recur."""
 
 
 class RequestRefusedError(ValueError):
@@ -43,16 +43,16 @@ class RequestRefusedError(ValueError):
 
 
 class ShortOfMemoryError(RequestRefusedError):
-    """The request can be served when memory is there again."""
+    """The request can be served once memory is available again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Choice of tokens, and the end of an answer.
 
-    `temperature` 0 takes the likeliest token. A `seed` gives the same samples whatever else is served. Text excludes
-    `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs`: alternatives for each
-    token.
+    `temperature` 0 takes the likeliest token. A `seed` gives the same samples beside any other requests. Text excludes
+    `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs` is the number of
+    alternatives per token.
     """
 
     max_tokens: int = 16
@@ -67,9 +67,9 @@ class Sampling:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}: give 1 or more")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}: give 0 or more, and a finite number")
+            raise ValueError(f"temperature is {self.temperature}: give a finite number, 0 or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give more than 0, and 1 at most")
+            raise ValueError(f"top_p is {self.top_p}: give more than 0, and at most 1")
         if self.logprobs is not None and self.logprobs < 0:
             raise ValueError(f"logprobs is {self.logprobs}: give 0 or more, or None")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -89,13 +89,16 @@ class Sampling:
 class Request:
     """Prompt tokens, and the documents' ends from the prompt's beginning, ascending.
 
-    The `prefix_tokens` first tokens are a node of their own, shared by all that begin with them; by default the system
-    prompt is in the first document's node. The question is not cached. A cache is shared within a `salt`.
-    `expected_uses`: for each end, the requests to come that will contain all documents up to it, if forecast.
-    `fusion`: how documents behind the cached prefix are reused, for engines with `reuse="fused"`; None: as its settings
-    say. `exact_documents`: leading ones that are computed exactly even if they could be taken over. `keep_question`: a
-    warm-up, of a system prompt (its only document) and a question whose fused request follows.
-    `keep_logits`: of the first token. `deadline_s` runs from `add`: then the request ends with reason "timeout".
+    The first `prefix_tokens` tokens are a separate node, shared by all prompts that begin with them; by default the
+    system prompt is in the first document's node. The question is not cached. A cache is shared within a `salt`.
+    `expected_uses` forecasts, for each end, future requests with all documents up to it.
+
+    `fusion` reuses documents after the cached prefix in engines with `reuse="fused"`; None means the engine's settings.
+    The first `exact_documents` are computed exactly despite copies. `keep_question` marks a warm-up of a system prompt
+    (its only document) and a question before its fused request.
+
+    `keep_logits` keeps the first token's logits. `deadline_s` runs from `add`; then the request ends with reason
+    "timeout".
     """
 
     token_ids: Sequence[int]
@@ -113,7 +116,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Before temperature and top_p, natural: the chosen token's, and the `top` ones'."""
+    """Natural logarithms before temperature and top_p, of the chosen token and the `top` ones."""
 
     token_id: int
     logprob: float
@@ -122,11 +125,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`token_ids` include a stop token, `text` does not. Times run from `add`. `logits` (vocabulary,): the first
-    token's, fp32 on the CPU. `tbt_s`: the mean time between its tokens (RAGCache 5.4).
+    """`token_ids` include a stop token, `text` does not. Times run from `add`. `logits` (vocabulary,) are the first
+    token's, fp32 on the CPU. `tbt_s` is the mean time between tokens (RAGCache 5.4).
 
-    Of the prompt's tokens `cached` are an exact prefix, `fused` were taken over from elsewhere, and `recomputed` of
-    these were recomputed (FusionRAG). `fault`: what an `error` came from; None: the request.
+    Of the prompt's tokens, `cached` are an exact prefix, `fused` were reused at other positions, and `recomputed` of
+    these were recomputed (FusionRAG). `fault` is the cause of an `error`, or None if the request caused it.
     """
 
     request_id: int
@@ -148,7 +151,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One step's tokens, text (held back while incomplete) and logprobs; at the end the completion."""
+    """One step's tokens, text (held back while incomplete) and logprobs; the last update has the completion."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -161,7 +164,7 @@ _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|can't
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers this process no more, as after most CUDA errors: start another process."""
+    """The device does not answer this process any more, as after most CUDA errors: start another process."""
 
 
 def fault_of(error: Exception) -> Fault:
@@ -169,23 +172,23 @@ def fault_of(error: Exception) -> Fault:
         return "memory"
     if isinstance(error, LayerReadError):
         return "disk"
-    # torch raises plain RuntimeErrors for devices, and for some mistakes of models too: retries are bounded.
+    # torch raises plain RuntimeErrors for devices, but also for some errors of models, so retries are limited.
     if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
         return "other"
     return "memory" if _NO_MEMORY.search(str(error)) else "device"
 
 
 def describe(error: BaseException, what: str) -> str:
-    """`what` failed and where: the message of an error may quote a prompt, the place where it was raised does not."""
+    """Return `what` with the error's place; its message may quote a prompt."""
     if isinstance(error, LayerReadError):
-        # It names a file.
+        # Its message names a file.
         return f"{what}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
 
 
 class UpdateQueues:
-    """A queue for each subscribed request's updates, and one for the others."""
+    """A queue of updates per subscribed request, and one for the others."""
 
     def __init__(self) -> None:
         self._others: list[Update] = []

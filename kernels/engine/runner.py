@@ -14,18 +14,16 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    """Steps on the model: scheduled chunks packed, computed, and their next tokens chosen."""
-
     def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
         self.forward = forward
         self._layers = layers
         self._device = device
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
-        """The next token of each chunk that is its sequence's last, with its logits."""
+        """Return the next token, with logits, of each chunk that is its sequence's last."""
         packed = [chunk for chunk in chunks if not chunk.selects]
         found = self._compute(packed) if packed else (torch.empty(0), [])
-        # Behind the others: what they compute may be in front of a question.
+        # After the other chunks: they may compute documents before a question.
         for chunk in chunks:
             if chunk.selects and chunk.sequence.selecting is not None:
                 chunk.sequence.selecting.compute()
@@ -42,7 +40,7 @@ class ModelRunner:
             return logits, choose(logits, samplings, [sequence.draw for sequence in chosen])
 
     def recover(self) -> None:
-        """Raises the device's error if it persists."""
+        """Raise the device's error if it persists."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.synchronize(self._device)

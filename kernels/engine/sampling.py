@@ -1,4 +1,4 @@
-"""Choice of the next tokens of a step."""
+"""Choice of a step's next tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["SampledToken", "choose"]
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token of a sequence; None if the logits are not finite."""
+    """The next token of a sequence, or None if the logits are not finite."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
 
 
 def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[SampledToken]:
-    """logits (N, vocabulary), numbers in [0, 1); a sample depends on its row and number alone."""
+    """logits (N, vocabulary), numbers in [0, 1); a sample depends only on its row and number."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if drawn:
         best = best.clone()
         best[drawn] = _draw(logits[drawn], [samplings[row] for row in drawn], [numbers[row] for row in drawn])
-    # One synchronisation with the device a step.
+    # One synchronisation with the device per step.
     tokens, finite = torch.stack((best, largest.isfinite().long())).tolist()
     wanted = {row: sampling.logprobs for row, sampling in enumerate(samplings) if sampling.logprobs is not None}
     logprobs = _logprobs(logits[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
@@ -39,10 +39,10 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequenc
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
-    # Inverse transform sampling in fp64 with one number in [0, 1) a row; int64 (rows,).
+    # Inverse transform sampling in fp64 with one number in [0, 1) per row; int64 (rows,).
     device = logits.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
-    # With the largest at 0 no temperature is too small.
+    # With the maximum at 0 no temperature is too small.
     logits = logits.double()
     probabilities = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
     nuclei = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
@@ -55,7 +55,7 @@ def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    # Keep the likeliest tokens that add up to top_p, ties included.
+    # Keep the likeliest tokens that add up to top_p, including ties.
     ranked = probabilities.sort(dim=-1, descending=True).values
     inside = ranked.cumsum(-1) - ranked < top_p[:, None]
     least = ranked.masked_fill(~inside, math.inf).amin(-1, keepdim=True)

@@ -20,12 +20,12 @@ __all__ = ["ScheduledChunk", "Scheduler"]
 
 # Waiting sequences whose cached prefix is prefetched.
 _PREFETCHED = 8
-# What it takes to load a token, as a share of computing it, without a profile that says so. Measured on a CPU: 0.01 and
-# 0.03 (docs/embedded.md); RAGCache's Figure 7 gives 0.19 for a GPU's host memory.
+# Time to load a token as a share of computing it, if the profile has no load times. Measured on a CPU: 0.01 and 0.03
+# (docs/embedded.md); RAGCache's Figure 7 gives 0.19 for a GPU's host memory.
 _LOADS = {"host": 0.1, "disk": 0.2}
-# The prompt whose tokens are compared with loaded ones.
+# Tokens of the prompt whose computation is compared with loads.
 _COMPUTED_TOKENS = 1024
-# Steps without a shortage of memory before a step may be twice as large again.
+# Steps without a memory shortage before steps may double again.
 _STEPS_TO_GROW = 256
 
 _by_turn = attrgetter("turn")
@@ -33,7 +33,7 @@ _by_turn = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `tokens` tokens of a sequence. `last`: the next token is chosen after them; `selects`: they are those of
+    """The next `tokens` tokens of a sequence. After the `last` ones the next token is chosen; `selects`: they belong to
     its selection."""
 
     sequence: Sequence
@@ -46,9 +46,9 @@ class Scheduler:
     """Waiting and running sequences.
 
     The next turn goes to the waiting sequence with the largest cached / computation length, but none is overtaken by
-    more than `window` later ones (0: turns in order of arrival). It runs with a loaded prefix and blocks for all
-    tokens, with what the `fuser` takes over from elsewhere; later ones overtake those that load. Without blocks those
-    with the latest turns are preempted. A turn is kept until the end.
+    more than `window` later ones (0: in order of arrival). It runs once its prefix is loaded and all tokens have
+    blocks; later ones overtake it while it loads. The `fuser` adds reused documents. If blocks run out, the latest
+    turns are preempted. A sequence keeps its turn until it ends.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Scheduler:
         self._queue: CacheAwareQueue[Sequence] = CacheAwareQueue(window)
         self._tickets: dict[int, Ticket[Sequence]] = {}
         self._turns = count()
-        # Those that have a turn, and do not run.
+        # Sequences that have a turn but do not run.
         self._admitted: list[Sequence] = []
-        # There was no room for the first of them, and none has come free since.
+        # The first of them did not fit, and nothing has been freed since.
         self._full = False
-        # A prefix was still being loaded in this plan; it may have arrived since.
+        # A prefix was still loading during this plan; it may be ready now.
         self._awaits_loads = False
         self._steps_since_shortage = 0
 
@@ -103,8 +103,11 @@ class Scheduler:
         self._tickets[sequence.request_id] = self._queue.enter(sequence, partial(self._lengths, sequence))
 
     def plan(self) -> list[ScheduledChunk]:
-        """At most `max_batch_tokens`, but for selections and critical tokens, which share a step; empty while all wait
-        for prefixes. Raises OutOfBlocksError if the first never fits."""
+        """Plan at most `max_batch_tokens`, beside selections and critical tokens that share a step. Empty while all
+        wait for prefixes.
+
+        Raises OutOfBlocksError if the first sequence never fits.
+        """
         chunks: list[ScheduledChunk] = []
         self._awaits_loads = False
         self._plan_suspect(chunks)
@@ -133,42 +136,40 @@ class Scheduler:
             self._release(each)
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence whose last step is untrusted."""
         for each in (*sequence.helpers, sequence):
             self._remove(each)
             self._discard(each)
 
     def reject(self, sequence: Sequence) -> None:
-        """Remove a sequence whose KV is suspect, all nodes that it has computed, whatever step that was, and those that
-        it has found if they are not numbers."""
+        """Remove a sequence with suspect KV, the nodes that it has computed in any step, and found ones with NaN or
+        inf."""
         self.drop(sequence)
         self._cache.purge(sequence.nodes, found=sequence.found)
 
     def fail(self, sequences: list[Sequence]) -> None:
-        """Remove a failed step's sequences, and its nodes from the cache."""
-        # Waiting sequences may have found nodes that this step was to compute.
+        # Waiting sequences may have found nodes of this step.
         for sequence in self._admitted:
             self._release(sequence)
         for sequence in sequences:
             self.drop(sequence)
 
     def requeue(self) -> None:
-        """Take all blocks back after a failed step, of which nothing stays in the cache. Turns and tokens are kept."""
+        """Release all blocks after a failed step; none of its nodes stay cached. Turns and tokens are kept."""
         turns = self.with_turns
         self._admitted = sorted((sequence for sequence in turns if sequence.owner is None), key=_by_turn)
         self.running.clear()
         for sequence in turns:
             self._discard(sequence)
-            # What helpers were to compute is computed in place.
+            # The helpers' documents are computed in place.
             sequence.helpers.clear()
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of the next step."""
+        """Maximum tokens of the next step."""
         return self._step_tokens
 
     def shrink(self, tokens: int) -> bool:
-        """Halve the next steps: the memory did not suffice for `tokens`. False if they cannot be smaller."""
+        """Halve the next steps after a shortage at `tokens`. Return False if they cannot shrink."""
         smaller = min(tokens, self._step_tokens) // 2
         if not smaller:
             return False
@@ -179,8 +180,8 @@ class Scheduler:
     def _lengths(self, sequence: Sequence) -> CachedLengths:
         cached = sum(map(mul, self._worth, self._cache.find(sequence.path)))
         if sequence.fusion is not None:
-            elsewhere = sum(map(mul, self._worth, self._cache.find_elsewhere(sequence.path)))
-            cached += elsewhere * (1 - sequence.fusion.recompute)
+            copied = sum(map(mul, self._worth, self._cache.find_copies(sequence.path)))
+            cached += copied * (1 - sequence.fusion.recompute)
         return CachedLengths(cached, len(sequence.tokens) - cached)
 
     def _limit(self) -> int:
@@ -192,7 +193,7 @@ class Scheduler:
         return self._step_tokens
 
     def _plan_suspect(self, chunks: list[ScheduledChunk]) -> None:
-        # By itself, to find out whether it was the cause.
+        # Alone, to find out whether it was the cause.
         suspect = next((each for each in self.with_turns if each.suspect), None)
         if suspect is None:
             return
@@ -218,7 +219,7 @@ class Scheduler:
             chunks.append(ScheduledChunk(sequence, selecting.pending, last=False, selects=True))
             return selecting.pending
         tokens = sequence.take(left)
-        # The first commit also counts the use of what was found.
+        # The first commit also counts the use of found nodes.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
             self._cache.commit(sequence.lease, sequence.exact_after(tokens))
             sequence.nodes += [copy.node.key for copy in sequence.lease.pending]
@@ -286,7 +287,7 @@ class Scheduler:
         return sequence
 
     def _try_start(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
-        """Tokens of its first chunk, or of its helpers'; 0 while its prefix is loaded. Raises OutOfBlocksError."""
+        """Return the tokens of its first chunk or its helpers'; 0 while its prefix loads. Raises OutOfBlocksError."""
         if sequence.helpers:
             return 0
         if sequence.lease is None:
@@ -307,7 +308,7 @@ class Scheduler:
     def _start_helpers(
         self, sequence: Sequence, helpers: list[Sequence], left: int, chunks: list[ScheduledChunk]
     ) -> int:
-        # They need blocks, and the sequence will find more afterwards.
+        # The helpers need blocks, and the sequence will find more cached KV after them.
         self._release(sequence)
         sequence.helpers = helpers
         place = self._admitted.index(sequence)
@@ -338,8 +339,8 @@ class Scheduler:
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
-        # Waiting sequences hold the blocks that each other needs, or pin nodes of which they found only a part while
-        # these were computed: give the first one the whole pool, with no room for copies of documents beside it.
+        # Waiting sequences hold blocks that others need, or pin nodes found before the rest was computed: give the
+        # first sequence the whole pool, without room for copies of documents.
         if self.running and not any(sequence.lease and sequence.lease.pinned for sequence in self.running):
             raise OutOfBlocksError("the pool has no room for the only running sequence")
         for sequence in list(self.running):
@@ -350,8 +351,8 @@ class Scheduler:
         for helper in first.helpers:
             self._admitted.remove(helper)
         first.helpers = []
-        # Nodes that it finds may have blocks beside those of its table, such as the system prompt's last one; without
-        # them it takes no more than its tokens.
+        # Found nodes may have blocks outside its table, such as the system prompt's last one; without found nodes it
+        # only needs blocks for its tokens.
         try:
             self._acquire_all(first, first.path)
         except OutOfBlocksError:

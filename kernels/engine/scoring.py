@@ -1,4 +1,4 @@
-"""Facts for selections of critical tokens, measured on the engine's model and pool."""
+"""Measurements for selections of critical tokens, on the engine's model and pool."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ragorder.kernels.engine.attention import PagedLayers, PagedStep, StepAttent
 from ragorder.kernels.engine.batch import Forward, ForwardEnded, Piece, pack
 from ragorder.kernels.engine.sequence import Positions
 from ragorder.kernels.fusion.rotation import Rotation
-from ragorder.kernels.fusion.selection import Needs, SelectionFacts
+from ragorder.kernels.fusion.selection import Measurements, Needs
 from ragorder.kernels.paging import BlockPool
 
-__all__ = ["Question", "Scene", "Scorer", "attended", "kv_deviation", "read_question"]
+__all__ = ["Question", "Scorer", "ScoringInput", "attended", "kv_deviation", "read_question"]
 
 
 def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Tensor:
-    """fp32 (keys,): attention that each key in the piece's context receives from its rows at `positions`, summed over
-    the rows, mean over heads and layers. Their KV is written."""
+    """Return fp32 (keys,): attention from the piece's rows at `positions` to each key in its context, summed over rows,
+    mean over heads and layers. Writes the rows' KV."""
     step = pack([piece], layers, device)
     attention = _AllLayers(step.attention, layers, step.positions, piece)
     forward.until_ended(step.token_ids, step.positions, attention)
@@ -32,7 +32,7 @@ def attended(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.
 
 
 class _AllLayers:
-    """A step's attention (`inner`) that also sums what its rows attend to, and ends in the last layer."""
+    """A step's attention (`inner`) that sums its rows' attention and ends in the last layer."""
 
     def __init__(self, inner: PagedStep, layers: PagedLayers, positions: Tensor, piece: Piece) -> None:
         self._inner = inner
@@ -63,10 +63,11 @@ class _AllLayers:
 def kv_deviation(
     forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str, most_tokens: int
 ) -> Tensor:
-    """fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool in the second layer.
+    """Return fp32 (tokens,): |ΔK|² + |ΔV|² of the piece's tokens between full attention and the pool, in the second
+    layer.
 
-    The `start` tokens in front of it have exact KV. That of its own tokens in the first layer is written, so they may
-    have none: there it depends on no other token, and so is also what was taken over. At most `most_tokens` at a time.
+    The `start` tokens before it have exact KV. Its own tokens may have none: their KV in the first layer is written,
+    and depends on no other token, so reused KV is exact there. Computes at most `most_tokens` at a time.
     """
     if len(layers.key_caches) < 2:
         return torch.zeros(len(piece.token_ids), device=device)
@@ -81,7 +82,7 @@ def kv_deviation(
 
 
 class _SecondLayer:
-    """Attention of the first layer, that ends in the second with the distance of its KV from the pool's."""
+    """First-layer attention; ends in the second layer with the distance of its KV from the pool's."""
 
     deviation: Tensor
 
@@ -117,31 +118,31 @@ def _distance(new: Tensor, old: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """Its n tokens in the last layer, behind `start` tokens: `queries`, and `keys` (n, HKV, D), rotated."""
+    """A question's n tokens in the last layer, after `start` tokens: `queries`, and `keys` (n, HKV, D), rotated."""
 
     queries: Queries
     keys: Tensor
     start: int
 
     def moved(self, start: int, rotation: Rotation) -> Question:
-        """The same vectors behind another number of tokens."""
+        """The same vectors, moved to another start."""
         old, last = self.queries.positions, len(rotation.ropes) - 1
         turn = rotation.turn(start - self.start, old)
         queries = replace(self.queries, rows=turn.apply(self.queries.rows, last), positions=old + (start - self.start))
         return Question(queries, turn.apply(self.keys, last), start)
 
     def attention(self, layers: PagedLayers, table: Tensor, held: Tensor | None = None) -> Tensor:
-        """fp32 (start,): attention to each token in front, whose keys are in the blocks `table` (int64).
+        """Return fp32 (start,): attention to each earlier token, with keys in the blocks `table` (int64).
 
-        Softmax over those that are `held` (bool (start,), by default all) and the question itself, summed over the
-        question's tokens, mean over heads.
+        Softmax over the `held` tokens (bool (start,), all by default) and the question itself, summed over its tokens,
+        mean over heads.
         """
         keys = Keys(layers.key_caches[-1], table, self.start, self.keys, held)
         return attention_received(self.queries, keys)[: self.start]
 
 
 def read_question(forward: Forward, layers: PagedLayers, piece: Piece, device: torch.device | str) -> Question:
-    """A forward of a question, behind the `start` tokens with KV in its blocks. Nothing is written."""
+    """Compute a question after the `start` tokens with KV in its blocks. Writes nothing."""
     count = len(piece.token_ids)
     attention = _LastLayer(layers, PackedBatch.pack([count], [piece.start], [np.asarray(piece.table).tolist()], device))
     positions = torch.arange(piece.start, piece.start + count, device=device)
@@ -192,13 +193,12 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ScoringInput:
     """A prompt before its first step, and its blocks.
 
-    - `prefix_tokens`: the system prompt; `question`: what is behind the documents.
-    - `exact_tokens`: the exact prefix; `spans`: documents taken over, ascending. The other documents have no KV:
-      their rows hold anything.
-    - `asked`: the question behind the system prompt, if a warm-up has computed it.
+    - `prefix_tokens`: the system prompt; `question`: the tokens after the documents.
+    - `exact_tokens`: the exact prefix; `spans`: reused documents, ascending. Rows of other documents hold anything.
+    - `asked`: the question's vectors after the system prompt, if a warm-up has computed them.
     """
 
     token_ids: Sequence[int]
@@ -214,7 +214,7 @@ class Scene:
         return crc32(np.asarray(self.token_ids, dtype=np.int64).tobytes())
 
     def held(self, device: torch.device | str) -> Tensor:
-        """bool: which tokens in front of the question have KV."""
+        """bool: which tokens before the question have KV."""
         held = torch.zeros(self.question[0], dtype=torch.bool)
         for start, end in ((0, self.exact_tokens), *self.spans):
             held[start:end] = True
@@ -222,7 +222,8 @@ class Scene:
 
 
 class Scorer:
-    """Facts for selections. `most_tokens`: of a forward; of a longer question the last ones count."""
+    """Measures the input of selections in forwards of `most_tokens`; only the last tokens of a longer question
+    count."""
 
     def __init__(
         self,
@@ -238,74 +239,74 @@ class Scorer:
         self._device = device
         self.most_tokens = most_tokens
 
-    def measure(self, needs: Needs, scene: Scene) -> SelectionFacts:
-        """What `needs` names. `two layers` writes the first layer's KV behind the exact prefix, which is exact."""
-        steps = self.measuring(needs, scene, self.most_tokens)
+    def measure(self, needs: Needs, inputs: ScoringInput) -> Measurements:
+        """Measure what `needs` names. `two layers` writes the first layer's KV after the exact prefix, which is
+        exact."""
+        steps = self.measuring(needs, inputs, self.most_tokens)
         while True:
             try:
                 next(steps)
             except StopIteration as ended:
-                facts: SelectionFacts = ended.value
-                return facts
+                measurements: Measurements = ended.value
+                return measurements
 
-    def measuring(self, needs: Needs, scene: Scene, most_tokens: int) -> Generator[int, None, SelectionFacts]:
-        """`measure` in steps: each tells the tokens of the next forward, at most `most_tokens`."""
-        reused = torch.cat([torch.arange(start, end) for start, end in scene.spans or [(0, 0)]]).to(self._device)
-        facts = SelectionFacts(reused, scene.spans, seed=scene.seed)
+    def measuring(self, needs: Needs, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Measurements]:
+        """Run `measure` in steps; yield the tokens of each next forward, at most `most_tokens`."""
+        reused = torch.cat([torch.arange(start, end) for start, end in inputs.spans or [(0, 0)]]).to(self._device)
+        measurements = Measurements(reused, inputs.spans, seed=inputs.seed)
         if not len(reused) or needs == "nothing":
-            return facts
+            return measurements
         if needs == "question":
-            begin, end = scene.question
+            begin, end = inputs.question
             most_tokens = min(most_tokens, end - begin)
-            # A question that was computed already waits for the keys of this step.
-            yield most_tokens if scene.asked is None else 1
-            return replace(facts, attention=self.attention(scene, most_tokens=most_tokens)[reused])
-        deviation = yield from self._deviation(scene, most_tokens)
-        return replace(facts, deviation=deviation[reused])
+            # A question that is already computed waits for the keys of this step.
+            yield most_tokens if inputs.asked is None else 1
+            return replace(measurements, attention=self.attention(inputs, most_tokens=most_tokens)[reused])
+        deviation = yield from self._deviation(inputs, most_tokens)
+        return replace(measurements, deviation=deviation[reused])
 
-    def attending(self, scene: Scene, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
-        """fp32, in steps: attention of the `chosen` tokens to each before the question, summed over them, mean over
-        heads and layers. They are recomputed, which is written."""
-        found = torch.zeros(scene.question[0], device=self._device)
+    def attending(self, inputs: ScoringInput, chosen: Positions, most_tokens: int) -> Generator[int, None, Tensor]:
+        """In steps, return fp32: attention of the `chosen` tokens to each token before the question, summed over them,
+        mean over heads and layers. Recomputes them and writes their KV."""
+        found = torch.zeros(inputs.question[0], device=self._device)
         for begin in range(0, len(chosen), most_tokens):
             rows = chosen[begin : begin + most_tokens]
             yield len(rows)
-            ids = [scene.token_ids[row] for row in rows]
-            piece = Piece(ids, int(rows[0]), scene.table, False, rows)
+            ids = [inputs.token_ids[row] for row in rows]
+            piece = Piece(ids, int(rows[0]), inputs.table, False, rows)
             received = attended(self._forward, self._layers, piece, self._device)
             found[: len(received)] += received
         return found
 
-    def attention(self, scene: Scene, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
-        """fp32: the question's attention to each token in front of it.
+    def attention(self, inputs: ScoringInput, *, alone: bool = False, most_tokens: int | None = None) -> Tensor:
+        """Return fp32: the question's attention to each earlier token.
 
-        Its vectors are computed behind the documents; with `alone`, or if some of them have no KV, behind the system
-        prompt, and moved behind the documents: all that this needs is there before the documents are, so that a warm-up
-        may have computed it (`Scene.asked`).
+        Its vectors are computed after the documents or, with `alone` or if some have no KV, after the system prompt and
+        then moved. The latter needs no documents, so a warm-up may have computed it (`ScoringInput.asked`).
         """
-        held = scene.held(self._device)
-        if scene.asked is not None:
-            question = scene.asked.moved(scene.question[0], self._rotation)
+        held = inputs.held(self._device)
+        if inputs.asked is not None:
+            question = inputs.asked.moved(inputs.question[0], self._rotation)
         elif bool(held.all()) and not alone:
-            question = self.read(scene, scene.question[0], most_tokens)
+            question = self.read(inputs, inputs.question[0], most_tokens)
         else:
-            question = self.read(scene, min(scene.prefix_tokens, scene.exact_tokens), most_tokens)
-            question = question.moved(scene.question[0], self._rotation)
-        table = torch.as_tensor(scene.table, dtype=torch.int64, device=self._device)
+            question = self.read(inputs, min(inputs.prefix_tokens, inputs.exact_tokens), most_tokens)
+            question = question.moved(inputs.question[0], self._rotation)
+        table = torch.as_tensor(inputs.table, dtype=torch.int64, device=self._device)
         return question.attention(self._layers, table, held)
 
-    def read(self, scene: Scene, start: int, most_tokens: int | None = None) -> Question:
-        """The question behind the first `start` tokens of its prompt, which have KV; its last `most_tokens`."""
-        begin, end = scene.question
-        ids = scene.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
-        return read_question(self._forward, self._layers, Piece(ids, start, scene.table, False), self._device)
+    def read(self, inputs: ScoringInput, start: int, most_tokens: int | None = None) -> Question:
+        """Compute the question, or its last `most_tokens`, after the prompt's first `start` tokens, which have KV."""
+        begin, end = inputs.question
+        ids = inputs.token_ids[max(begin, end - (most_tokens or self.most_tokens)) : end]
+        return read_question(self._forward, self._layers, Piece(ids, start, inputs.table, False), self._device)
 
-    def _deviation(self, scene: Scene, most_tokens: int) -> Generator[int, None, Tensor]:
-        """fp32: of each token up to the last document taken over; 0 in the exact prefix."""
-        parts = [torch.zeros(scene.exact_tokens, device=self._device)]
-        for begin in range(scene.exact_tokens, scene.spans[-1][1], most_tokens):
+    def _deviation(self, inputs: ScoringInput, most_tokens: int) -> Generator[int, None, Tensor]:
+        """fp32 for each token up to the last reused document; 0 in the exact prefix."""
+        parts = [torch.zeros(inputs.exact_tokens, device=self._device)]
+        for begin in range(inputs.exact_tokens, inputs.spans[-1][1], most_tokens):
             piece = Piece(
-                scene.token_ids[begin : min(begin + most_tokens, scene.spans[-1][1])], begin, scene.table, False
+                inputs.token_ids[begin : min(begin + most_tokens, inputs.spans[-1][1])], begin, inputs.table, False
             )
             yield len(piece.token_ids)
             parts.append(kv_deviation(self._forward, self._layers, piece, self._device, most_tokens))

@@ -1,4 +1,4 @@
-"""Selection of a fused request's critical tokens, in steps among those of other requests (FusionRAG 3.2)."""
+"""Selection of a fused request's critical tokens, in steps (FusionRAG 3.2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ragorder.kernels.cache import KnowledgeCache, content_of
 from ragorder.kernels.engine.request import fault_of
-from ragorder.kernels.engine.scoring import Question, Scene, Scorer
+from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput
 from ragorder.kernels.engine.sequence import Positions, Sequence, Spans
 from ragorder.kernels.engine.stats import EngineCounters
 from ragorder.kernels.fusion.selection import make_selection, top
@@ -21,8 +21,8 @@ __all__ = ["KeptQuestions", "TokenSelecting"]
 
 
 class KeptQuestions:
-    """Vectors of questions directly behind a system prompt, by tenant and tokens, for `seconds`: the latest ones, of
-    `most_tokens` together."""
+    """Vectors of questions directly after a system prompt, by tenant and tokens, for `seconds`; the latest, up to
+    `most_tokens` in total."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class KeptQuestions:
         return len(self._entries)
 
     def keep(self, sequence: Sequence) -> None:
-        """Of a warm-up whose prompt is computed: a system prompt and the question."""
+        """Keep the question of a computed warm-up, whose prompt is a system prompt and the question."""
         start, end = sequence.path_tokens, sequence.prompt_tokens
         if not 0 < sequence.request.prefix_tokens == start < end:
             return
-        scene = Scene(sequence.tokens, sequence.table(self._block_size), start, start, (), (start, end))
+        inputs = ScoringInput(sequence.tokens, sequence.table(self._block_size), start, start, (), (start, end))
         try:
-            question = self._scorer.read(scene, start)
+            question = self._scorer.read(inputs, start)
         except Exception as error:
-            # The request that follows reads it itself.
-            _logger.error("a question could not be read ahead (%s)", type(error).__name__)
+            # The following request computes it itself.
+            _logger.error("a question could not be computed ahead (%s)", type(error).__name__)
             return
         key = self._key(sequence)
         self._remove(key)
@@ -84,7 +84,7 @@ class KeptQuestions:
         return content_of(tokens[: request.prefix_tokens], question, salt=request.salt)
 
     def _drop(self) -> None:
-        # All are kept equally long, so the oldest is the first.
+        # All are kept for the same time, so the first is the oldest.
         now = self._clock()
         for key, (until, _) in list(self._entries.items()):
             if until > now and self._tokens <= self._most_tokens:
@@ -100,10 +100,10 @@ _logger = logging.getLogger("ragorder.kernels.engine")
 
 
 class TokenSelecting:
-    """The selection among a sequence's tokens in `spans`, which were taken over.
+    """The selection among a sequence's reused tokens in `spans`.
 
-    `pending`: tokens of the next forward, of at most `most_tokens` where it can be cut; 0 in the end. Then `chosen` are
-    the positions to recompute, ascending; or if it has failed, the request is to be computed `in_full`.
+    `pending` is the tokens of the next forward, at most `most_tokens` where it can be split, and 0 at the end. Then
+    `chosen` has the positions to recompute, ascending; after a failure the request is computed `in_full`.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class TokenSelecting:
         self.compute()
 
     def compute(self) -> None:
-        """Compute what is pending: at first nothing. Raises the errors of a failing device."""
+        """Compute the pending forward; nothing in the first call. Raises the errors of a failing device."""
         try:
             self.pending = next(self._steps, 0)
         except Exception as error:
             if fault_of(error) != "other":
                 raise
             name = self._fusion.select
-            _logger.error("selection %s has failed (%s): a request is computed in full", name, type(error).__name__)
+            _logger.error("selection %s failed (%s): computing the request in full", name, type(error).__name__)
             self.pending, self.in_full = 0, True
 
     def _choose(self) -> Iterator[int]:
@@ -150,18 +150,18 @@ class TokenSelecting:
             self.chosen = everywhere[:budget]
             return
         asked = self._questions.find(self._sequence) if selection.needs == "question" else None
-        facts = yield from self._scorer.measuring(selection.needs, self._scene(asked), self._most_tokens)
+        measurements = yield from self._scorer.measuring(selection.needs, self._inputs(asked), self._most_tokens)
         rounds = self._fusion.rounds
-        # Whatever a policy returns: rows outside are others', or computed anyway.
-        self.chosen = np.intersect1d(everywhere, selection.choose(facts, -(-budget // rounds)).cpu().numpy())
+        # A policy may return any positions: rows outside belong to others, or are computed anyway.
+        self.chosen = np.intersect1d(everywhere, selection.choose(measurements, -(-budget // rounds)).cpu().numpy())
         for number in range(2, rounds + 1):
             wanted = -(-budget * number // rounds)
             if not 0 < len(self.chosen) < wanted:
                 continue
-            attention = yield from self._scorer.attending(self._scene(), self.chosen, self._most_tokens)
-            scores = attention[facts.reused]
-            scores[torch.isin(facts.reused, torch.from_numpy(self.chosen).to(scores.device))] = torch.inf
-            self.chosen = top(facts, scores, wanted).cpu().numpy()
+            attention = yield from self._scorer.attending(self._inputs(), self.chosen, self._most_tokens)
+            scores = attention[measurements.reused]
+            scores[torch.isin(measurements.reused, torch.from_numpy(self.chosen).to(scores.device))] = torch.inf
+            self.chosen = top(measurements, scores, wanted).cpu().numpy()
 
     @property
     def _exact_tokens(self) -> int:
@@ -169,9 +169,9 @@ class TokenSelecting:
         assert scattered is not None
         return scattered.exact_tokens
 
-    def _scene(self, asked: Question | None = None) -> Scene:
+    def _inputs(self, asked: Question | None = None) -> ScoringInput:
         sequence = self._sequence
         question = sequence.path_tokens, sequence.prompt_tokens
         table = sequence.table(self._cache.shape.block_size)
         prefix, exact = sequence.request.prefix_tokens, self._exact_tokens
-        return Scene(sequence.tokens, table, prefix, exact, self._spans, question, asked=asked)
+        return ScoringInput(sequence.tokens, table, prefix, exact, self._spans, question, asked=asked)

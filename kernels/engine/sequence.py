@@ -1,4 +1,4 @@
-"""Sequences: requests under way."""
+"""Running state of requests."""
 
 from __future__ import annotations
 
@@ -25,51 +25,49 @@ Spans = abc.Sequence[tuple[int, int]]
 
 
 class ScatteredPrefill:
-    """Of `tokens` tokens the first `computed` have exact KV, and those in `taken` have KV from elsewhere.
+    """Prefill of `tokens` tokens whose first `computed` have exact KV and whose `reused` spans have copied KV.
 
-    First the documents in front of the first taken one are computed, exactly, or with `documents_first` all that have
-    no KV; then what was chosen, and the rest.
+    First the documents before the first reused span are computed exactly (with `documents_first`, all without KV); then
+    the chosen tokens and the rest.
     """
 
     def __init__(
-        self, tokens: int, computed: int, taken: Spans, path_tokens: int, *, documents_first: bool = False
+        self, tokens: int, computed: int, reused: Spans, path_tokens: int, *, documents_first: bool = False
     ) -> None:
         missing = np.ones(tokens, dtype=np.bool_)
         missing[:computed] = False
-        for begin, end in taken:
+        for begin, end in reused:
             missing[begin:end] = False
-        self.exact_tokens = taken[0][0]
-        """Tokens in front of the first approximate one."""
+        self.exact_tokens = reused[0][0]
+        """Tokens before the first approximate one."""
         self._tokens = tokens
         places = np.flatnonzero(missing)
         first = places < (path_tokens if documents_first else self.exact_tokens)
         self._todo, self._rest = places[first], places[~first]
 
     def __len__(self) -> int:
-        """Positions to compute, without those behind a choice that is not made yet."""
+        """Number of positions to compute, without those that wait for a choice."""
         return len(self._todo)
 
-    def choose(self, anew: Positions) -> None:
-        """Compute these as well, and what is left."""
-        later = np.union1d(anew, self._rest)
+    def choose(self, chosen: Positions) -> None:
+        later = np.union1d(chosen, self._rest)
         if np.array_equal(later, np.arange(self.exact_tokens, self._tokens)):
             # Full attention.
             self.exact_tokens = self._tokens
         self._todo = np.concatenate((self._todo, later))
 
     def choose_all(self) -> None:
-        """Full attention, whatever a choice under way has overwritten."""
+        """Compute everything with full attention, including positions that a selection has overwritten."""
         first = self._todo[self._todo < self.exact_tokens]
         begin = int(first[0]) if len(first) else self.exact_tokens
         self._todo = np.arange(begin, self._tokens)
         self.exact_tokens = self._tokens
 
     def positions(self, tokens: int) -> Positions:
-        """The next ones to compute."""
         return self._todo[:tokens]
 
     def exact_after(self, tokens: int) -> int:
-        """Tokens with exact KV once the next `tokens` are computed."""
+        """Tokens with exact KV after the next `tokens`."""
         return min(self.exact_tokens, int(self._todo[:tokens].max()) + 1)
 
     def advance(self, tokens: int) -> None:
@@ -77,25 +75,25 @@ class ScatteredPrefill:
 
 
 class Selecting(Protocol):
-    """A selection under way; `pending`: tokens of its next forward, 0 in the end.
+    """A running selection; `pending` is the tokens of its next forward, 0 at the end.
 
-    Then `chosen` positions are recomputed; or the request `in_full`, after these may have been overwritten.
+    Then `chosen` positions are recomputed, or the request `in_full`, because a failed selection may have overwritten
+    KV.
     """
 
     pending: int
     chosen: Positions
     in_full: bool
 
-    def compute(self) -> None:
-        """Compute what is pending."""
+    def compute(self) -> None: ...
 
 
 class Sequence:
-    """`tokens` of prompt and answer, the first `computed` with KV in the blocks of `lease`. Prefill, recomputation and
-    decoding are alike.
+    """`tokens` of prompt and answer; the first `computed` have KV in the blocks of `lease`. Prefill, recomputation and
+    decoding work alike.
 
-    A fused one also has KV of documents behind these, computed elsewhere, until its other positions are computed. Its
-    `helpers` compute documents by themselves before it starts.
+    A fused sequence also has copied KV of later documents until its other positions are computed. Its `helpers` compute
+    documents alone before it starts.
     """
 
     def __init__(
@@ -111,10 +109,10 @@ class Sequence:
     ) -> None:
         self.request_id = request_id
         self.fusion = fusion
-        # A helper has an owner, which waits for it; it ends without an answer.
+        # A helper's owner waits for it; a helper ends without an answer.
         self.owner = owner
         self.helpers: list[Sequence] = []
-        # Contents of the documents that helpers compute; None before it was decided whether there are any.
+        # Contents of the documents that helpers compute; None until that is decided.
         self.standalone: frozenset[bytes] | None = None
         self.request = request
         self.path = path
@@ -124,20 +122,20 @@ class Sequence:
         self.computed = 0
         self.lease: KVLease | None = None
         self.turn = 0
-        # Failed steps; after the second it may be the cause, until a step with it succeeds.
+        # Failed steps; after the second it is suspect until a step with it succeeds.
         self.failures = 0
         self.suspect = False
-        # Keys of the nodes that it has computed, with its helpers, and of those that it has found.
+        # Keys of nodes computed by it and its helpers, and of nodes found.
         self.nodes: list[bytes] = []
         self.found: list[bytes] = []
         self.prefetched = False
         # Nodes that the cache keeps while it waits.
         self.expected: tuple[Key, ...] = ()
         self.cached: TierTokens | None = None
-        # Of its prompt, taken over from elsewhere, and how many of these were recomputed.
+        # Reused tokens of its prompt, and the recomputed ones of them.
         self.fused: TierTokens | None = None
         self.recomputed = 0
-        # While it is computed around what it took over, and while this is selected.
+        # Set while it is computed around reused KV, and while tokens are selected.
         self.scattered: ScatteredPrefill | None = None
         self.selecting: Selecting | None = None
         self._found: Spans = ()
@@ -157,12 +155,12 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next can be chosen, or before more are selected: 1 when decoding."""
+        """Tokens to compute before the next token is chosen or more are selected; 1 when decoding."""
         return len(self.tokens) - self.computed if self.scattered is None else len(self.scattered)
 
     @property
     def draw(self) -> float:
-        """The next token's random number: the same however often its step is computed."""
+        """The next token's random number, the same for each retry of its step."""
         return self._draw
 
     @property
@@ -172,7 +170,7 @@ class Sequence:
     @property
     def overdue_message(self) -> str:
         tokens = len(self.tokens) - self.prompt_tokens
-        return f"its deadline of {self._deadline_s:g} s has passed after {tokens} tokens: allow more, or ask for less"
+        return f"its deadline of {self._deadline_s:g} s has passed after {tokens} tokens: allow more, or fewer tokens"
 
     @property
     def ttft_s(self) -> float | None:
@@ -195,44 +193,41 @@ class Sequence:
         if self.cached is None:
             self.cached = self.lease.tokens_by_tier
 
-    def take_over(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
+    def reuse(self, spans: Spans, found: Spans, by_tier: TierTokens) -> None:
         """Positions within `spans` have KV now; those within `found` from other requests, `by_tier`."""
         assert self.fusion is not None
-        # A further round of selection looks at all documents.
+        # Further rounds of selection use the attention to all documents.
         first = self.fusion.rounds > 1
         size = len(self.tokens)
         self.scattered = ScatteredPrefill(size, self.computed, spans, self.path_tokens, documents_first=first)
         self._found, self._by_tier = found, by_tier
 
-    def choose(self, anew: Positions, *, in_full: bool = False) -> None:
-        """Compute these positions nevertheless; or everything."""
+    def choose(self, chosen: Positions, *, in_full: bool = False) -> None:
+        """Recompute these positions, or everything."""
         assert self.scattered is not None
         if in_full:
             self.scattered.choose_all()
         else:
-            self.scattered.choose(anew)
+            self.scattered.choose(chosen)
         if self.fused is None:
             self.fused = self._by_tier
-            self.recomputed = sum(int(np.sum((anew >= begin) & (anew < end))) for begin, end in self._found)
+            self.recomputed = sum(int(np.sum((chosen >= begin) & (chosen < end))) for begin, end in self._found)
         if in_full:
             self.recomputed = self.fused.total
 
     def take(self, room: int) -> int:
-        """How many tokens a step with so much room computes."""
+        """Tokens that a step with this room computes."""
         return min(room, self.pending)
 
     def positions(self, tokens: int) -> Positions:
-        """The next ones to compute."""
         if self.scattered is not None:
             return self.scattered.positions(tokens)
         return np.arange(self.computed, self.computed + tokens)
 
     def exact_after(self, tokens: int) -> int:
-        """Tokens with exact KV once the next `tokens` are computed."""
         return self.computed + tokens if self.scattered is None else self.scattered.exact_after(tokens)
 
     def advance(self, tokens: int) -> None:
-        """The next `tokens` are computed."""
         if self.scattered is None:
             self.computed += tokens
             return
@@ -241,13 +236,13 @@ class Sequence:
             self.scattered, self.computed = None, len(self.tokens)
 
     def forget_cached(self) -> None:
-        """What it had found is lost before it was of use."""
+        """Drop the counts of found KV that was lost unused."""
         if self._first is None:
             self.cached = self.fused = None
             self.recomputed = 0
 
     def table(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Entries before `computed` never change, but before `forget_table`."""
+        """Return the block table. Entries before `computed` only change after `forget_table`."""
         assert self.lease is not None
         blocks = self.lease.block_table
         known = min(len(self._table), self.computed // block_size)

@@ -16,16 +16,18 @@ from ragorder.kernels.offload.stream import StreamStats
 __all__ = ["TBT_BOUNDS_S", "EngineCounters", "EngineStats"]
 
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of the buckets in which times between tokens are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`finished` by finish reason; prompt, cached, fused and recomputed tokens are of requests with a first token;
-    `retries` of requests after failed steps. `tbt_counts`: times between tokens by bucket, the last one above
-    `TBT_BOUNDS_S`. `questions_kept` of warm-ups, `questions_used` by fused requests. Built in idle steps:
-    `idle_documents`, with `idle_tokens` computed; `idle_aborted`: ended for due work. `stream`: of a model whose layers
-    stream."""
+    """Snapshot of the engine's counters.
+
+    `finished` is by finish reason. Prompt, cached, fused and recomputed tokens are of requests with a first token.
+    `retries` follow failed steps. `tbt_counts` counts times between tokens by bucket, the last one above
+    `TBT_BOUNDS_S`. Warm-ups kept `questions_kept`, fused requests used `questions_used`. Idle steps built
+    `idle_documents` with `idle_tokens` computed; `idle_aborted` ended for due requests. `stream` is of a streamed
+    model.
+    """
 
     cache: CacheStats
     running: int

@@ -11,11 +11,11 @@ __all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
-# Entries of a configuration that change what a token attends to or what is cached of it: the harmless values, and the
-# feature that any other value asks for.
+# Entries of a configuration that change attention or the cached KV: the harmless values, and the feature of any other
+# value.
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "kv_lora_rank": ((None, 0), "multi-head latent attention (MLA), whose cache is not keys and values"),
-    "num_kv_shared_layers": ((None, 0), "layers that share the keys and values of others"),
+    "num_kv_shared_layers": ((None, 0), "layers that share other layers' keys and values"),
     "attention_chunk_size": ((None, 0), "attention in chunks"),
     "use_bidirectional_attention": ((None, False), "bidirectional attention"),
     "is_encoder_decoder": ((None, False), "an encoder and cross attention"),
@@ -39,9 +39,9 @@ def check_model(model: Any) -> None:
 
 
 def longest_exact_length(model: Any) -> int | None:
-    """The length up to which cached keys stay valid; None without a limit."""
-    # LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which makes keys
-    # cached before wrong: such models are served up to that window.
+    """Return the length up to which cached keys stay valid, or None without a limit."""
+    # LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which invalidates
+    # cached keys: such models are served up to that window.
     config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
@@ -60,7 +60,7 @@ def _reasons(model: Any) -> Iterator[str]:
         if not any(getattr(config, entry, None) == value for value in harmless):
             yield reason
     if getattr(type(model), "_is_stateful", False):
-        yield "a recurrent state (linear attention or a state space) in the place of keys and values"
+        yield "a recurrent state (linear attention or a state space) instead of keys and values"
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if foreign:
         yield f"layers of {', '.join(sorted(foreign))}"
@@ -71,7 +71,7 @@ def _reasons(model: Any) -> Iterator[str]:
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         yield "attention sinks"
     if not getattr(type(model), "_supports_attention_backend", False):
-        yield "attention of its own instead of transformers' AttentionInterface"
+        yield "its own attention instead of transformers' AttentionInterface"
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:

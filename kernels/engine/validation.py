@@ -1,4 +1,4 @@
-"""Validation of requests: what the engine can serve, and as which path of the knowledge tree."""
+"""Validation of requests, and their paths in the knowledge tree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ __all__ = ["RequestValidator"]
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Limits: vocabulary, context, size of the pool; `fusion` of requests that do not say theirs, None if none can be
-    fused."""
+    """Limits: vocabulary, context, size of the pool. `fusion` is the default, or None if the engine cannot fuse."""
 
     vocabulary: int
     max_model_len: int
@@ -38,7 +37,7 @@ class RequestValidator:
         tokens = self._checked(request.token_ids)
         self._check_room(len(tokens), request.sampling.max_tokens)
         if request.sampling.stop_strings and self.tokenizer is None:
-            raise RequestRefusedError("stop strings need a tokenizer, and the engine has none: give stop tokens")
+            raise RequestRefusedError("stop strings need a tokenizer, but the engine has none: give stop tokens")
         deadline_s = min(self.deadline_s or math.inf, self._checked_deadline(request.deadline_s))
         fusion = self._checked_fusion(request.fusion)
         request = replace(request, token_ids=tokens)
@@ -50,7 +49,7 @@ class RequestValidator:
         expected_uses = list(request.expected_uses)
         if ends and 0 < request.prefix_tokens < ends[0]:
             ends.insert(0, request.prefix_tokens)
-            # What is in front of the documents is used as often as the first one, at least.
+            # Tokens before the documents are used at least as often as the first document.
             expected_uses[:0] = expected_uses[:1]
         known = bool(ends) and 0 <= request.prefix_tokens <= ends[0]
         return segments_of(
@@ -68,7 +67,7 @@ class RequestValidator:
         if isinstance(fusion, str):
             return None
         if self.fusion is None:
-            raise RequestRefusedError("fusion: the engine reuses exact prefixes only: start it with reuse='fused'")
+            raise RequestRefusedError("fusion needs an engine with reuse='fused': this one only reuses exact prefixes")
         try:
             selections.check(fusion.select)
         except ValueError as error:
@@ -104,13 +103,12 @@ class RequestValidator:
         # The last token's KV is never needed.
         if total - 1 > self.device_tokens:
             raise RequestRefusedError(
-                f"{asked}, and the pool holds {self.device_tokens} in all (blocks of {self.block_size}): give less, or "
+                f"{asked}, but the pool holds {self.device_tokens} (blocks of {self.block_size}): give less, or "
                 "the engine more device_tokens"
             )
 
 
 def _with_exact(path: tuple[Segment, ...], documents: int) -> tuple[Segment, ...]:
-    """The path with so many leading documents marked."""
     marked = list(path)
     places = [place for place, segment in enumerate(path) if segment.content]
     for place in places[: max(0, documents)]:

@@ -1,4 +1,4 @@
-"""Rows of KV copied to where their document stands now, keys rotated (FusionRAG appendix A.1)."""
+"""Copies of KV rows to other positions, with rotated keys (FusionRAG appendix A.1)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ragorder.kernels.paging import BlockPool
 
 __all__ = ["Assembler", "Rows"]
 
-# Rows at a time: what is gathered of a layer stays small beside the pool.
+# Rows per chunk, so that the gathered rows of a layer stay small compared to the pool.
 _CHUNK = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`tokens` tokens whose KV was computed at position `source`, in the `blocks` that cover it; they stand at position
-    `target` now."""
+    """`tokens` tokens with KV computed at position `source`, in the `blocks` that cover it, to be used at position
+    `target`."""
 
     blocks: Sequence[int]
     source: int
@@ -29,20 +29,20 @@ class Rows:
 
 
 class Assembler:
-    """Copies within a pool. Keys are rotated once, from the positions at which they were computed."""
+    """Copies within a pool. Keys are rotated once, from the positions of their computation."""
 
     def __init__(self, pool: BlockPool, rotation: Rotation) -> None:
         self._pool = pool
         self._rotation = rotation
 
     def copy(self, documents: Sequence[Rows], table: Sequence[int]) -> None:
-        """Copy into the blocks of `table`, which begin at position 0; queued on the device."""
+        """Queue copies into the blocks of `table`, which begin at position 0."""
         if not documents:
             return
         size, device = self._pool.shape.block_size, self._pool.device
-        facts = np.concatenate([_facts(rows, table, size) for rows in documents], axis=1)
-        for begin in range(0, facts.shape[1], _CHUNK):
-            self._move(*torch.from_numpy(facts[:, begin : begin + _CHUNK]).to(device))
+        columns = np.concatenate([_columns(rows, table, size) for rows in documents], axis=1)
+        for begin in range(0, columns.shape[1], _CHUNK):
+            self._move(*torch.from_numpy(columns[:, begin : begin + _CHUNK]).to(device))
 
     def _move(
         self,
@@ -61,8 +61,8 @@ class Assembler:
                 values[into, into_offsets] = values[blocks, offsets]
 
 
-def _facts(rows: Rows, table: Sequence[int], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    # For each token: block and offset of both sides, the position it had, and how far it moves (6, tokens).
+def _columns(rows: Rows, table: Sequence[int], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    # For each token: block and offset of both sides, its old position, and its shift (6, tokens).
     own = np.arange(rows.tokens, dtype=np.int64)
     origin, target = own + rows.source, own + rows.target
     held = np.asarray(rows.blocks, dtype=np.int64)[origin // block_size - rows.source // block_size]

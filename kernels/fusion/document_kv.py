@@ -1,4 +1,4 @@
-"""A document's KV by itself: rows (tokens, layers, 2, KV heads, head_dim), and the blocks that hold it."""
+"""A document's KV as rows (tokens, layers, 2, KV heads, head_dim) or as blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_blocks", "moved_rows", "read_rows"]
 
 
 def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Tensor:
-    """Copies of the rows of positions `begin` to `end` of a sequence in the blocks `table`."""
+    """Copy the rows at positions `begin` to `end` of a sequence in the blocks `table`."""
     size = pool.shape.block_size
     first = begin // size
     blocks = torch.as_tensor(table[first : -(-end // size)], dtype=torch.int64, device=pool.device)
@@ -23,7 +23,7 @@ def read_rows(pool: BlockPool, table: Sequence[int], begin: int, end: int) -> Te
 
 
 def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
-    """Rows of consecutive tokens whose first stood at `old` and stands at `new`."""
+    """Return rows of consecutive tokens moved from `old` to `new`, the first one's positions."""
     if old == new:
         return rows
     turn = rotation.turn(new - old, torch.arange(old, old + len(rows), device=rows.device))
@@ -33,16 +33,16 @@ def moved_rows(rows: Tensor, old: int, new: int, rotation: Rotation) -> Tensor:
     return moved
 
 
-def as_blocks(rows: Tensor, start: int, in_front: Tensor, shape: KVShape) -> BlockPool:
-    """The blocks that cover rows from position `start` on, in the rows' memory.
+def as_blocks(rows: Tensor, start: int, preceding: Tensor, shape: KVShape) -> BlockPool:
+    """Return the blocks that cover rows from position `start`, in the rows' memory.
 
-    What precedes them in the first block are the last rows of `in_front`, which ends at `start`.
+    The end of `preceding`, up to `start`, fills the first block before them.
     """
     size = shape.block_size
     covering = shape.covering(start, len(rows))
     lead = start - covering.start * size
     padded = torch.zeros(len(covering) * size, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-    padded[:lead] = in_front[len(in_front) - lead :]
+    padded[:lead] = preceding[len(preceding) - lead :]
     padded[lead : lead + len(rows)] = rows
     blocks = BlockPool(shape, len(covering), rows.device)
     blocks.kv.copy_(padded.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4, 5))

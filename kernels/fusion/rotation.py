@@ -13,10 +13,10 @@ from ragorder.kernels.unsupported import UnsupportedModelError
 
 __all__ = ["Rope", "Rotation", "Turn"]
 
-# Relative difference of two keys' norms. Another convention or other frequencies are far above, rounding is far below.
+# Relative difference of two keys' norms: far below that of another convention or other frequencies, far above rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
-# Frequencies that depend on the length of the sequence: a key rotated by a difference is not the key computed there.
+# Frequencies that depend on the sequence's length: a rotated key differs from the key computed at the new position.
 _REFUSED = ("dynamic", "longrope")
 
 _FARTHEST = 32_768
@@ -25,8 +25,8 @@ _PROBES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """`frequencies` float32 (n,): radians a token, by which the first 2 n dimensions of a head turn. The two dimensions
-    of a frequency are i and i + n, or with `adjacent` 2 i and 2 i + 1."""
+    """`frequencies` float32 (n,) in radians per token rotate the first 2 n dimensions of a head. The two dimensions of
+    a frequency are i and i + n, or 2 i and 2 i + 1 if `adjacent`."""
 
     frequencies: Tensor
     adjacent: bool
@@ -36,7 +36,7 @@ class Rope:
         frequencies = self.frequencies.to(by.device)
         if origin is None:
             return by[:, None] * frequencies.double()
-        # As the model rounds them: in single precision an angle far from 0 has few digits left.
+        # Rounded as in the model: in single precision, angles far from 0 have few digits.
         before, after = (position[:, None].float() * frequencies for position in (origin, origin + by))
         return after.double() - before.double()
 
@@ -51,7 +51,7 @@ class Turn:
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
 
     def apply(self, vectors: Tensor, layer: int) -> Tensor:
-        """(T, heads, D), of the same dtype; computed in float32. `vectors` itself for a layer without positions."""
+        """Rotate (T, heads, D), in float32, keeping the dtype. A layer without positions returns `vectors` itself."""
         rope = self._ropes[layer]
         if rope is None:
             return vectors
@@ -72,9 +72,10 @@ class Turn:
 
 
 class Rotation:
-    """How the layers of a model rotate keys and queries by their positions. A layer without positions has None.
+    """Rotations of a model's keys and queries by position, per layer; None for a layer without positions.
 
-    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions is the key computed there.
+    Rotations add up (FusionRAG, appendix A.1): a key rotated by a difference of positions is the key at the new
+    position.
 
         rotation = Rotation.of(model)
         moved = rotation.shift(keys, new - old, layer, origin=old)
@@ -89,14 +90,14 @@ class Rotation:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """The rotation that `model`'s own keys have, layer by layer, with its frequencies (default, linear, llama3,
-        yarn and others; of whole heads or a part).
+        """Find the rotation of `model`'s keys per layer, with the model's frequencies (default, linear, llama3, yarn
+        and others; of whole heads or a part).
 
         Raises UnsupportedModelError for dynamic and longrope frequencies, and for keys that depend on positions in
         another way.
         """
         candidates = list(_candidates(model))
-        # One token is the whole sequence, so nothing but its position changes its keys.
+        # A sequence of one token: only its position changes its keys.
         positions = (3 ** torch.arange(_PROBES)).clamp(max=_last_position(model))
         before, after = _keys(model, torch.zeros_like(positions)), _keys(model, positions)
         ropes: list[Rope | None] = []
@@ -110,21 +111,21 @@ class Rotation:
         return cls(ropes)
 
     def turn(self, by: Tensor | int, origin: Tensor | int | None = None) -> Turn:
-        """For all layers, what `shift` does for one."""
+        """Return the rotation that `shift` applies, for all layers."""
         moved = torch.as_tensor(by).reshape(-1)
         start = None if origin is None else torch.as_tensor(origin, device=moved.device).reshape(-1)
         return Turn(self._ropes, moved, start)
 
     def shift(self, keys: Tensor, by: Tensor | int, layer: int, *, origin: Tensor | int | None = None) -> Tensor:
-        """Keys, or queries, (T, heads, D) moved `by` positions, int64 (T,) or one for all; in their dtype.
+        """Move keys or queries (T, heads, D) by `by` positions, int64 (T,) or one for all; keep the dtype.
 
-        `origin`: the positions that they have. With them the result has the model's own rounding at the new positions,
-        otherwise at 0: at 4,000, in float32, a difference of 1e-4.
+        `origin` is their position. With it the result has the model's own rounding at the new positions, else that at
+        0: at 4,000, in float32, a difference of 1e-4.
         """
         return self.turn(by, origin).apply(keys, layer)
 
     def verify(self, model: Any) -> None:
-        """Compare moved keys with those that `model` computes there, over all positions.
+        """Compare moved keys with `model`'s keys at the new positions, over all positions.
 
         Raises UnsupportedModelError for differences beyond rounding.
         """
@@ -165,12 +166,12 @@ def _check_types(model: Any, types: object) -> None:
 
 
 def _keys(model: Any, positions: Tensor) -> list[Tensor]:
-    """Of each layer, the keys (T, KV heads, D) of T sequences of one token, the same tokens in each call."""
+    """Each layer's keys (T, KV heads, D) of T one-token sequences, the same tokens in each call."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(len(positions))
     tokens = torch.randint(0, embedding.shape[0], (len(positions), 1), generator=generator).to(embedding.device)
     implementation, training = model.config._attn_implementation, model.training
-    # Not that of an engine, which runs within its steps only.
+    # An engine's own attention only runs within its steps.
     model.set_attn_implementation("eager")
     model.eval()
     try:

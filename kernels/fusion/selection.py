@@ -1,4 +1,4 @@
-"""Selections of critical tokens: which of the reused tokens are recomputed. Importing it needs no torch."""
+"""Selections of critical tokens: which reused tokens are recomputed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = [
     "AllTokens",
     "DocumentHeads",
     "KVDeviation",
+    "Measurements",
     "Needs",
     "NoTokens",
     "QueryGuided",
     "RandomTokens",
     "Selection",
-    "SelectionFacts",
     "make_selection",
     "selections",
     "top",
 ]
 
 Needs = Literal["nothing", "question", "two layers"]
-"""What is measured first: nothing, `attention` or `deviation`."""
+"""Measured before the choice: nothing, `attention` or `deviation`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SelectionFacts:
-    """A prompt's N tokens that were taken over, and what was measured of each.
+class Measurements:
+    """A prompt's N reused tokens and their measurements.
 
     - `reused` int64 (N,): their positions, ascending; `spans`: begin and end of their documents, ascending.
     - `attention` fp32 (N,): the question's in the last layer, softmax over all KV, summed over its tokens, mean over
@@ -55,41 +55,41 @@ class SelectionFacts:
         for name in ("attention", "deviation"):
             measured = getattr(self, name)
             if measured is not None and measured.shape != self.reused.shape:
-                raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one a token")
+                raise ValueError(f"{name} is {tuple(measured.shape)}: give {tuple(self.reused.shape)}, one per token")
 
     def measured(self, name: Literal["attention", "deviation"]) -> Tensor:
-        """Raises ValueError if it was not."""
+        """Return a measurement. Raises ValueError if it is missing."""
         found: Tensor | None = getattr(self, name)
         if found is None:
-            raise ValueError(f"{name} was not measured: a selection's `needs` says what it needs")
+            raise ValueError(f"{name} was not measured: measure it as the selection's `needs` says")
         return found
 
 
 class Selection(Protocol):
-    """Which of the tokens taken over are recomputed (FusionRAG 3.2)."""
+    """Which reused tokens are recomputed (FusionRAG 3.2)."""
 
     needs: Needs
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        """Positions int64, ascending, of at most `budget` tokens of `facts.reused`; `all` gives all of them."""
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        """Return positions int64, ascending: at most `budget` of `measurements.reused`; `all` returns them all."""
 
 
-def top(facts: SelectionFacts, scores: Tensor, budget: int) -> Tensor:
-    """The positions with the highest scores (N,), of equal ones the first. NaN is lowest."""
+def top(measurements: Measurements, scores: Tensor, budget: int) -> Tensor:
+    """Return the positions with the highest scores (N,); ties go to the first, NaN is lowest."""
     known = scores.masked_fill(scores.isnan(), float("-inf"))
     order = known.sort(descending=True, stable=True).indices
-    return facts.reused[order[: max(0, budget)].sort().values]
+    return measurements.reused[order[: max(0, budget)].sort().values]
 
 
 selections: Registry[Selection] = Registry("selection")
 
 
-@selections.register("all", "all tokens, whatever the budget: full attention")
+@selections.register("all", "all tokens, at any budget (full attention)")
 class AllTokens:
     needs: Needs = "nothing"
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        return facts.reused
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        return measurements.reused
 
 
 @selections.register(
@@ -98,53 +98,53 @@ class AllTokens:
 class KVDeviation:
     needs: Needs = "two layers"
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        return top(facts, facts.measured("deviation"), budget)
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        return top(measurements, measurements.measured("deviation"), budget)
 
 
-@selections.register("head", "the first tokens of each document, of each as many (EPIC)")
+@selections.register("head", "the first tokens of each document, the same number of each (EPIC)")
 class DocumentHeads:
-    """What a short document leaves of its part goes to the others."""
+    """Unused shares of short documents go to the others."""
 
     needs: Needs = "nothing"
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        begins = facts.reused.new_tensor([begin for begin, _ in facts.spans])
-        documents = (facts.reused[:, None] >= begins).sum(1) - 1
-        return top(facts, (begins[documents] - facts.reused).float(), budget)
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        begins = measurements.reused.new_tensor([begin for begin, _ in measurements.spans])
+        documents = (measurements.reused[:, None] >= begins).sum(1) - 1
+        return top(measurements, (begins[documents] - measurements.reused).float(), budget)
 
 
-@selections.register("none", "no tokens, whatever the budget: full reuse")
+@selections.register("none", "no tokens, at any budget (full reuse)")
 class NoTokens:
     needs: Needs = "nothing"
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        return facts.reused[:0]
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        return measurements.reused[:0]
 
 
 @selections.register("query", "tokens that the question attends to most in the last layer (FusionRAG)")
 class QueryGuided:
     needs: Needs = "question"
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        return top(facts, facts.measured("attention"), budget)
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        return top(measurements, measurements.measured("attention"), budget)
 
 
-@selections.register("random", "any tokens, of a prompt always the same")
+@selections.register("random", "random tokens, always the same for one prompt")
 class RandomTokens:
     """A larger budget adds to the tokens of a smaller one."""
 
     needs: Needs = "nothing"
 
-    def choose(self, facts: SelectionFacts, budget: int) -> Tensor:
-        places = list(range(len(facts.reused)))
-        Random(facts.seed).shuffle(places)
-        return facts.reused[facts.reused.new_tensor(sorted(places[: max(0, budget)]))]
+    def choose(self, measurements: Measurements, budget: int) -> Tensor:
+        places = list(range(len(measurements.reused)))
+        Random(measurements.seed).shuffle(places)
+        return measurements.reused[measurements.reused.new_tensor(sorted(places[: max(0, budget)]))]
 
 
 SELECTIONS = tuple(selections.names)
 
 
 def make_selection(name: str) -> Selection:
-    """Return the selection of this name. Raises ValueError naming the choices."""
+    """Raises ValueError naming the choices."""
     return selections[selections.check(name)]()

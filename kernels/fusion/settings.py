@@ -9,10 +9,10 @@ __all__ = ["Fusion"]
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a request reuses documents off its cached prefix.
+    """How a request reuses documents outside its cached prefix.
 
-    `recompute`: share of their tokens recomputed, 0 to 1; `select`: which ones (`kernels.fusion.selection`). `rounds`
-    of selection: in the first by `select`, then by what the tokens chosen so far attend to. Raises ValueError.
+    `recompute` is the share of their tokens to recompute, 0 to 1; `select` chooses them (`kernels.fusion.selection`).
+    In further `rounds` the attention of the chosen tokens chooses more. Raises ValueError for invalid values.
     """
 
     recompute: float = 0.15

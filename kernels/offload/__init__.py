@@ -1,4 +1,4 @@
-"""Weights that stream: the decoder layers of a model over device, host and disk (RAGDoll 4.2, 4.3)."""
+"""Decoder layers streamed from host memory and disk (RAGDoll 4.2, 4.3)."""
 
 from __future__ import annotations
 

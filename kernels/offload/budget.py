@@ -1,4 +1,4 @@
-"""Plan of a memory budget: what of it goes to weights, KV and workspace (RAGDoll Equations 2 and 3)."""
+"""Plan of a memory budget: weights, KV and workspace (RAGDoll Equations 2 and 3)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 __all__ = ["BudgetError", "MemoryNeeds", "MemoryPlan", "format_bytes", "plan_memory"]
 
-# Tokens of a request that any budget must have room for, and of the smallest step that is planned.
+# Tokens of a request that must fit into any budget, and of the smallest planned step.
 _REQUEST_TOKENS = 2048
 _LEAST_STEP = 64
-# Of what is left beside the workspace, at least for KV while weights stream.
+# Minimum share of the memory beside the workspace for KV while weights stream.
 _KV_SHARE = 0.25
-# Of the budget, for the workspace of the largest step while weights stream: a larger step costs layers in each step.
+# Share of the budget for the largest step's workspace while weights stream: larger steps leave fewer layers resident.
 _WORKSPACE_SHARE = 0.125
 # Slots of the ring in the largest step: one layer is computed, the next is ready, one more is read.
 _SLOTS = 3
-# Of the host budget, for layers if not all fit: they are read in every step, KV only where documents come again.
+# Share of the host budget for layers if not all fit: they are read in every step, KV only when documents recur.
 _HOST_LAYERS_SHARE = 0.75
 
 
 class BudgetError(ValueError):
-    """A budget below one layer and one request; the message says what is missing, in bytes, and what to change."""
+    """A budget below one layer and one request. The message gives the missing bytes and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
     """Bytes that a model needs: `outside` its layers, each of `layers` in a buffer, a KV `block` of `block_tokens`
-    tokens, `workspace` of a step by its tokens, and `staging` in pinned host memory once layers stream."""
+    tokens, `workspace` by tokens of a step, `staging` in pinned host memory while layers stream."""
 
     outside: int
     layers: Sequence[int]
@@ -46,8 +46,8 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Tokens of the largest step, KV blocks on the device, layers that stay there, slots of the ring for the others,
-    layers in host memory, and the bytes of it that are left for KV. `device_bytes`: used at most."""
+    """Tokens of the largest step; KV blocks and layers on the device; slots of the ring; layers in host memory, and
+    host bytes left for KV. `device_bytes` is the maximum used."""
 
     step_tokens: int
     blocks: int
@@ -72,9 +72,12 @@ def plan_memory(
     wanted_tokens: int | None = None,
     max_batch_tokens: int = 8192,
 ) -> MemoryPlan:
-    """The plan within the budgets: the whole model, if it fits beside the workspace and one request; else a ring, and
-    as many layers that stay as fit beside it. `longest`: tokens of a request; `device_tokens`: exactly so much KV;
-    `wanted_tokens`: no more KV than that is of use. Raises BudgetError."""
+    """Plan within the budgets: the whole model if it fits with the workspace and one request, else a ring and the
+    layers that fit beside it.
+
+    `longest` is the tokens of a request, `device_tokens` the exact KV, `wanted_tokens` the KV that can be used at most.
+    Raises BudgetError.
+    """
     request = device_tokens or min(longest or _REQUEST_TOKENS, _REQUEST_TOKENS)
     least_kv, least_step = needs.kv(request), min(_LEAST_STEP, max_batch_tokens)
     least = needs.outside + needs.slot + needs.workspace(least_step) + least_kv
@@ -130,7 +133,7 @@ def _host(nbytes: int, needs: MemoryNeeds, streamed: int) -> tuple[int, int]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Rounded up, so that the size as text suffices: 6GiB, 850MiB."""
+    """Format bytes, rounded up so that the text is enough: 6GiB, 850MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 4 * size:
             return f"{-(-nbytes // size)}{unit}"

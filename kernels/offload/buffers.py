@@ -1,4 +1,4 @@
-"""Buffers for layers, in device or host memory."""
+"""Buffers for layers in device or host memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["LayerBuffer", "allocate"]
 
 
 def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-    """uint8 (nbytes,). Raises MemoryError."""
+    """Return uint8 (nbytes,). Raises MemoryError."""
     try:
-        # Filled by other threads, which are in no inference mode.
+        # Threads outside inference mode fill it.
         with torch.inference_mode(False):
             if device.type == "cpu" and not pinned:
-                # Not from the heap, which keeps what is given back.
+                # Not from the heap, which does not return freed memory to the system.
                 pages = mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
                 return torch.frombuffer(pages, dtype=torch.uint8)
             return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -27,14 +27,16 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
 
 
 class LayerBuffer:
-    """A buffer and its views as parameters of layers, one set for each layout. `fence`: what must have ended on the
-    device before another stream than the current one writes."""
+    """A buffer and its views as parameters of layers, one set per layout.
+
+    The device must have passed `fence` before a stream other than the current one writes.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.bytes = allocate(nbytes, device)
         self.fence: Any = None
         if device.type == "cuda":
-            # Its memory may be that of activations of a step that is still under way.
+            # Activations of a running step may still use this memory.
             self.fence = torch.cuda.Event()
             self.fence.record(torch.cuda.current_stream(device))
         self._views: dict[object, dict[str, torch.nn.Parameter]] = {}

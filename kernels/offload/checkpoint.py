@@ -1,4 +1,4 @@
-"""Checkpoint in safetensors: where each tensor's bytes are, over all files of a folder."""
+"""Safetensors checkpoint: the bytes of each tensor in a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Checkpoint", "CheckpointError", "LayerReadError", "TensorEntry"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# The format allows 100 MB of header.
+# The format allows headers of 100 MB.
 _LONGEST_HEADER = 100_000_000
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -38,12 +38,12 @@ class CheckpointError(ValueError):
 
 
 class LayerReadError(OSError):
-    """Weights could not be read while the model was served; the message says of which file, and why."""
+    """Weights could not be read while serving; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor's bytes: `length` of them from `offset` on in `file`."""
+    """A tensor's bytes: `length` bytes from `offset` in `file`."""
 
     name: str
     file: Path
@@ -54,12 +54,12 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors, one file or several with an index.
+    """The tensors of a folder's safetensors, in one file or several with an index.
 
-    They are read, not mapped: a mapped file that is cut short ends the process, and its pages are in no budget. Files
-    are opened once. A file that changes afterwards is refused: half of it would be another model's.
+    Files are read, not mapped: a truncated mapped file would kill the process, and its pages are in no budget. A file
+    that changes after it was opened is refused, as half of it would be another model's.
 
-    Raises CheckpointError for a folder without weights, or with files that are no safetensors or too short.
+    Raises CheckpointError for a folder without weights, or with invalid or truncated files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -76,7 +76,7 @@ class Checkpoint:
             raise
 
     def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
-        """Bytes of a tensor from `start` on. Any thread may call. Raises LayerReadError."""
+        """Read bytes of a tensor from `start`. Any thread may call this. Raises LayerReadError."""
         descriptor, opened = self._files.get(entry.file, (-1, None))
         if opened is None:
             raise LayerReadError(f"{entry.file}: the model's files are closed")
@@ -99,7 +99,7 @@ class Checkpoint:
             raise LayerReadError(f"{entry.file} cannot be read ({error.strerror or type(error).__name__})") from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own. Raises LayerReadError."""
+        """Return a tensor in its own memory. Raises LayerReadError."""
         entry = self.entries[name]
         buffer = torch.empty(entry.length, dtype=torch.uint8)
         if entry.length:
@@ -107,7 +107,7 @@ class Checkpoint:
         return buffer.view(entry.dtype).view(entry.shape)
 
     def forget_pages(self, entry: TensorEntry, start: int, length: int) -> None:
-        """Have the system drop its copy of what was read, as though it had never been."""
+        """Drop the bytes from the system's page cache."""
         descriptor, _ = self._files.get(entry.file, (-1, None))
         if descriptor >= 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, entry.offset + start, length, os.POSIX_FADV_DONTNEED)
@@ -132,28 +132,28 @@ class Checkpoint:
             if not 0 < length <= min(_LONGEST_HEADER, stat.st_size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {stat.st_size}")
             header = decode(os.pread(descriptor, length, 8))
-            for name, facts in header.items():
+            for name, entry in header.items():
                 if name != "__metadata__":
-                    yield _entry(name, facts, file, 8 + length, stat.st_size)
+                    yield _entry(name, entry, file, 8 + length, stat.st_size)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{file} is no file of safetensors: {error}") from error
+            raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
 
 
-def _entry(name: str, facts: Mapping[str, Any], file: Path, data: int, size: int) -> TensorEntry:
-    if facts["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{file}: {name} has dtype {facts['dtype']}, which cannot be streamed")
-    dtype, shape = _DTYPES[facts["dtype"]], tuple(map(int, facts["shape"]))
-    begin, end = map(int, facts["data_offsets"])
+def _entry(name: str, entry: Mapping[str, Any], file: Path, data: int, size: int) -> TensorEntry:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}, which cannot be streamed")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    begin, end = map(int, entry["data_offsets"])
     count = 1
     for side in shape:
         count *= side
     if end - begin != count * int(dtype.itemsize):
-        raise ValueError(f"{name} has {end - begin} bytes, and its shape needs {count * int(dtype.itemsize)}")
+        raise ValueError(f"{name} has {end - begin} bytes, but its shape needs {count * int(dtype.itemsize)}")
     if data + end > size:
         raise CheckpointError(
-            f"{file} is cut short: it has {size} bytes, and {name} ends at {data + end}: download or copy it again"
+            f"{file} is truncated: it has {size} bytes, but {name} ends at {data + end}: download or copy it again"
         )
     return TensorEntry(name, file, dtype, shape, data + begin, end - begin)
 
@@ -164,10 +164,10 @@ def _files_of(folder: Path) -> list[Path]:
         return [folder / _SINGLE]
     if not index.is_file():
         others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pt") for path in folder.glob(pattern))
-        found = f" ({others[0]} is of another format)" if others else ""
+        found = f" ({others[0]} has another format)" if others else ""
         raise CheckpointError(
-            f"{folder} has no weights that can be streamed{found}: {_SINGLE}, or {_INDEX} and the files that it names, "
-            "are needed"
+            f"{folder} has no weights that can be streamed{found}: give a folder with {_SINGLE}, or with {_INDEX} "
+            "and its files"
         )
     try:
         names = sorted(set(decode(index.read_bytes())["weight_map"].values()))

@@ -1,4 +1,4 @@
-"""Feeder: brings layers into buffers on the device, from host memory or from the disk."""
+"""Feeder of layers into device buffers, from host memory or disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragorder.kernels.offload.store import LayerStore
 __all__ = ["Feeder"]
 
 _READERS = 2
-# Pinned host memory through which layers pass from the disk to a GPU: one is read while the other is copied.
+# Pinned host buffers from disk to a GPU: one is read while the other is copied.
 _STAGES = 2
 
 
@@ -24,8 +24,10 @@ def _never() -> bool:
 
 
 class Feeder:
-    """Threads that read chunks of a layer side by side, and for a GPU a stream that copies it there. `bytes`: read from
-    the checkpoint so far. One thread calls `fill`."""
+    """Threads that read chunks of a layer in parallel and, for a GPU, a stream that copies it there.
+
+    `bytes` counts what was read from the checkpoint. One thread calls `fill`.
+    """
 
     def __init__(self, store: LayerStore, device: torch.device, readers: int = _READERS) -> None:
         self.bytes = 0
@@ -38,7 +40,7 @@ class Feeder:
         self._stages = cycle(stages)
 
     def read(self, layer: int, into: torch.Tensor, stale: Callable[[], bool] = _never) -> None:
-        """Into host memory. Raises LayerReadError; gives up once `stale()`."""
+        """Read a layer into host memory; stop early once `stale()`. Raises LayerReadError."""
 
         def read(chunk: Any) -> int:
             return 0 if stale() else self._store.read(chunk, into)
@@ -48,11 +50,11 @@ class Feeder:
             try:
                 reads = [self._readers.submit(read, chunk) for chunk in chunks]
             except RuntimeError:
-                # A thread could not be started. Without the others nothing else writes into the buffer.
+                # A thread could not be started. The other threads are stopped, so nothing else writes into the buffer.
                 self._readers.shutdown()
                 self._readers = None
             else:
-                # All of them: after an error, too, nothing may write into the buffer any more.
+                # Wait for all of them: even after an error, nothing may write into the buffer later.
                 wait(reads)
                 self.bytes += sum(each.result() for each in reads)
                 return
@@ -66,8 +68,10 @@ class Feeder:
         fence: Any = None,
         stale: Callable[[], bool] = _never,
     ) -> Any:
-        """Have a layer in `into`, from its copy in `host` or else from the disk, once `fence` has ended; returns the
-        fence behind which it is there. Raises LayerReadError."""
+        """Bring a layer into `into` after `fence`, from its copy in `host` or else from disk.
+
+        Returns the fence after which the layer can be read. Raises LayerReadError.
+        """
         size = self._store.nbytes(layer)
         if not self._gpu:
             if host is None:
@@ -87,7 +91,7 @@ class Feeder:
             into[:size].copy_(host[:size], non_blocking=True)
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
-        # Given back meanwhile, its memory is used again behind the copy alone.
+        # If this buffer is freed meanwhile, its memory is only reused after the copy.
         into.record_stream(self._stream)
         if stage is not None:
             stage.copied = copied

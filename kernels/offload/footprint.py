@@ -1,4 +1,4 @@
-"""Footprint of a causal language model: the bytes of its weights, KV and workspace, from its configuration alone."""
+"""Bytes of a language model's weights, KV and workspace, from its configuration."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Footprint", "decoder_layers", "footprint", "skeleton"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of weights: of each decoder layer, of the embedding, of the head (0 if it is the embedding), and of what
-    else lies outside the layers."""
+    """Bytes of weights: each decoder layer, embedding, head (0 if it is the embedding), and others outside the
+    layers."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -28,7 +28,7 @@ class Footprint:
 
     @property
     def outside(self) -> int:
-        """All weights outside the decoder layers, which stay on the device."""
+        """All weights outside the decoder layers; these stay on the device."""
         return self.embedding + self.head + self.other
 
     @property
@@ -37,43 +37,42 @@ class Footprint:
 
     @property
     def kv_token(self) -> int:
-        """Of a token's keys and values in all layers."""
+        """Bytes of a token's KV in all layers."""
         return self.shape.kv_token(self.itemsize)
 
     def workspace(self, tokens: int, rows: int = ROWS) -> int:
-        """See `DecoderShape.workspace`."""
         return self.shape.workspace(tokens, self.itemsize, rows)
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The model of a configuration without weights: all its parameters are on the meta device."""
+    """Return the model of a configuration with all parameters on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
 def decoder_layers(model: Any) -> tuple[str, Any]:
-    """The name and the list of a model's decoder layers. Raises UnsupportedModelError."""
+    """Return the name and the list of a model's decoder layers. Raises UnsupportedModelError."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == count and any(True for _ in module.parameters())
     ]
-    # Outermost first: a list of experts may be as long by chance.
+    # Only the outermost list: a list of experts may have the same length.
     outermost = [each for each in found if not any(each[0].startswith(f"{name}.") for name, _ in found)]
     if len(outermost) != 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be streamed: it has {len(outermost)} lists of {count} layers, and one is "
+            f"{type(model).__name__} cannot be streamed: it has {len(outermost)} lists of {count} layers, but one is "
             "needed; leave device_bytes out"
         )
     return outermost[0]
 
 
 def footprint(config: Any, dtype: torch.dtype | str | None = None) -> Footprint:
-    """Of a model with this configuration (`transformers.AutoConfig`). `dtype` of the weights: the configuration's
-    unless given, float32 if it has none.
+    """Return the footprint of a configuration (`transformers.AutoConfig`).
 
-    Raises UnsupportedModelError for a model without one list of decoder layers.
+    `dtype` of the weights is the configuration's by default, or float32. Raises UnsupportedModelError for a model
+    without exactly one list of decoder layers.
     """
     named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     kind = named or getattr(config, "dtype", None) or torch.float32
@@ -91,7 +90,7 @@ def footprint(config: Any, dtype: torch.dtype | str | None = None) -> Footprint:
     }
     text = config.get_text_config()
     entries = text.to_dict()
-    # Some families have names of their own for these.
+    # Some families use other names for these.
     entries |= {name: entries[own] for name, own in text.attribute_map.items() if own in entries}
     return Footprint(
         layers=sizes,

@@ -1,4 +1,4 @@
-"""Hooks of decoder layers, and the places of their weights."""
+"""Hooks of decoder layers, and access to their parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["After", "Before", "placeholders", "targets"]
 
 
 class _Hook:
-    """Gives weights, and changes no result: a model's identity leaves it out."""
+    """Supplies weights without changing results, so a model's identity ignores it."""
 
     without_effect = True
 
@@ -33,7 +33,7 @@ class After(_Hook):
 
 
 def targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, str]]:
-    """The dictionary and the key under which a module keeps each parameter."""
+    """Return the dictionary and the key of each parameter in its module."""
     found = {}
     for parameter in store.layouts[number].parameters:
         module, _, attribute = parameter.name.rpartition(".")
@@ -42,7 +42,7 @@ def targets(layer: Any, store: LayerStore, number: int) -> dict[str, tuple[Any, 
 
 
 def placeholders(store: LayerStore, layer: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
-    """Parameters of the right shape and dtype in no memory."""
+    """Return parameters of the right shape and dtype that take no memory."""
     found = {}
     for each in store.layouts[layer].parameters:
         number = torch.zeros((), dtype=each.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Layout of a decoder layer in one buffer: which bytes of a checkpoint its parameters are made of."""
+"""Layout of a decoder layer's parameters in one buffer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ragorder.kernels.unsupported import UnsupportedModelError
 
 __all__ = ["CheckpointMap", "LayerLayout", "Parameter", "Piece"]
 
-# Of each parameter in its buffer: that of torch's allocators, so that streamed weights are multiplied like others.
+# Alignment of parameters as in torch's allocators, so that streamed weights give the same products.
 _ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint, which is the numbers of a parameter from `begin` on."""
+    """A tensor of the checkpoint that fills a parameter from number `begin`."""
 
     entry: TensorEntry
     begin: int
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a layer, by its name within it, from byte `offset` of the buffer on."""
+    """A parameter of a layer by its name there, from byte `offset` of the buffer."""
 
     name: str
     dtype: torch.dtype
@@ -47,14 +47,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """A layer's parameters in a buffer of `nbytes` bytes."""
-
     parameters: tuple[Parameter, ...]
     nbytes: int
 
     @classmethod
     def of(cls, layer: Any, sources: Mapping[str, Sequence[Piece]]) -> LayerLayout:
-        """`sources`: by parameter of `layer`, whose shapes and dtypes it has."""
+        """Lay out `layer`; `sources` are by parameter."""
         found, offset = [], 0
         for name, tensor in layer.named_parameters():
             made = Parameter(name, tensor.dtype, tuple(tensor.shape), offset, tuple(sources[name]))
@@ -64,16 +62,16 @@ class LayerLayout:
 
     @property
     def signature(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
-        """What two layers share whose parameters can be views of one buffer."""
+        """Equal for layers whose parameters can be views of one buffer."""
         return tuple((each.name, each.dtype, each.shape) for each in self.parameters)
 
 
 class CheckpointMap:
-    """The tensors of a checkpoint by the parameters of a model (which may be on the meta device), renamed and merged as
-    transformers does. `layers`: pieces by parameter, for each decoder layer; `rest`: tensors of everything else.
+    """A checkpoint's tensors by a model's parameters (possibly on the meta device), renamed and merged as in
+    transformers.
 
-    Raises CheckpointError if weights are missing or of other shapes, UnsupportedModelError if weights of a layer are
-    converted in a way that their bytes are not, or shared.
+    `layers` has the pieces by parameter per decoder layer, `rest` the names of other tensors. Raises CheckpointError if
+    weights are missing or have other shapes, UnsupportedModelError if weights of a layer are shared or converted.
     """
 
     def __init__(self, model: Any, prefix: str, layers: Any, checkpoint: Checkpoint) -> None:
@@ -102,7 +100,7 @@ class CheckpointMap:
 
 
 class _Sources:
-    """The tensors of one parameter, by the pattern that found them."""
+    """The tensors of one parameter, by matching pattern."""
 
     def __init__(self, converter: Any | None) -> None:
         self.converter = converter
@@ -122,16 +120,16 @@ class _Sources:
             )
         if not _fit([piece.entry.shape for piece in placed], shape):
             shapes = ", ".join(sorted({str(piece.entry.shape) for piece in placed}))
-            raise CheckpointError(f"{target} is {shape} in the configuration, and {shapes} in the checkpoint")
+            raise CheckpointError(f"{target} is {shape} in the configuration, but {shapes} in the checkpoint")
         return placed
 
     def _placed(self, shape: tuple[int, ...]) -> list[Piece] | None:
-        """None: the parameter's bytes are not those of its tensors, in any order."""
+        """Return None if the parameter's bytes are not its tensors' bytes in some order."""
         if self.converter is None:
             return [Piece(self.entries[0], 0)] if len(self.entries) == 1 else None
         operations = list(self.converter.operations)
         if [type(each).__name__ for each in operations] == ["Transpose"]:
-            # Of checkpoints that have it the other way round.
+            # A checkpoint that already has the transposed order.
             straight = operations[0].check_dims and [entry.shape for entry in self.entries] == [shape]
             return [Piece(self.entries[0], 0)] if straight else None
         groups = [self.by_pattern[pattern] for pattern in self.converter.source_patterns if pattern in self.by_pattern]
@@ -139,13 +137,13 @@ class _Sources:
         if kinds in ([("MergeModulelist", 0)], [("Concatenate", 0)]):
             return _in_a_row(entry for group in groups for entry in group)
         if kinds == [("MergeModulelist", 0), ("Concatenate", 1)] and len({len(group) for group in groups}) == 1:
-            # Experts one after the other, each with its matrices one below the other.
+            # Expert by expert, with each expert's matrices in order.
             return _in_a_row(entry for expert in zip(*groups, strict=True) for entry in expert)
         return None
 
 
 def _fit(parts: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape can be made of these, one behind the other."""
+    """Return whether these, concatenated, make a tensor of this shape."""
     if len(parts) == 1 and len(parts[0]) == len(shape):
         return parts[0] == shape
     rows = all(part[1:] == shape[len(shape) - len(part) + 1 :] for part in parts)
@@ -161,7 +159,7 @@ def _in_a_row(entries: Iterable[TensorEntry]) -> list[Piece]:
 
 
 def _collect(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
-    # Only for models that stream: not all versions that can serve whole ones have them.
+    # Only for models that stream: some versions that can serve whole models lack these.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -177,7 +175,7 @@ def _collect(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
         if target not in expected and name in expected:
             target, pattern = rename_source_key(name, [], [], prefix, expected)
         if target not in expected:
-            # Of parts that this model has not, such as a second head.
+            # Belongs to parts that this model lacks, such as a second head.
             continue
         sources = found.setdefault(target, _Sources(None if pattern is None else by_pattern[pattern]))
         sources.by_pattern[pattern or name].append(checkpoint.entries[name])

@@ -1,4 +1,4 @@
-"""Residency of decoder layers over device, host and disk (RAGDoll 4.2)."""
+"""Residency of decoder layers on device, host and disk (RAGDoll 4.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Place", "Residency"]
 
 
 class Place(Enum):
-    """Where a layer's weights are between steps."""
+    """Tier of a layer's weights between steps."""
 
     DEVICE = "device"
     HOST = "host"
@@ -19,16 +19,19 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The place of each layer. Those on the device are computed where they lie; the others are streamed."""
+    """The tier of each layer. Layers on the device are computed in place; the others are streamed."""
 
     places: tuple[Place, ...]
 
     @classmethod
     def spread(cls, layers: int, device: int, host: int = 0) -> Self:
-        """So many layers on the device and in the host, at even distances: while one on the device is computed, the
-        stream has time to spare. Raises ValueError for numbers that do not add up."""
+        """Put `device` and `host` layers at even distances, so that the stream has time while a resident layer is
+        computed.
+
+        Raises ValueError for numbers that do not fit `layers`.
+        """
         if device < 0 or host < 0 or device + host > layers:
-            raise ValueError(f"{device} layers on the device and {host} in the host are not within {layers} layers")
+            raise ValueError(f"{device} layers on the device and {host} in the host exceed {layers} layers")
         places = [Place.DISK] * layers
         for layer in _evenly(range(layers), device):
             places[layer] = Place.DEVICE

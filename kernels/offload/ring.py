@@ -1,4 +1,4 @@
-"""Ring of buffers that a thread fills with the layers of the steps to come (RAGDoll 4.3, Figure 2b)."""
+"""Ring of buffers filled by a thread with layers of later steps (RAGDoll 4.3, Figure 2b)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["LayerRing", "Slot"]
 
 
 class Slot:
-    """A buffer of the ring. `layer`: the one that it holds or is being filled with; `fence`: what must have ended on
-    the device before it is read or written again."""
+    """A buffer of the ring. `layer` is in it, or being read into it. The device must have passed `fence` before the
+    next read or write."""
 
     __slots__ = ("abandoned", "buffer", "error", "fence", "filled", "layer")
 
@@ -28,11 +28,11 @@ class Slot:
 
 
 class LayerRing:
-    """Layers in the order of their use, read ahead as far as there are slots.
+    """Layers read ahead in the order of use, one per slot.
 
-    The order has no end: behind the last layer comes the first one, of the next step. A layer that is taken out of turn
-    (a forward that ended early, or started over) drops what is ahead of it. `fill(slot, stale)` brings `slot.layer` on
-    the ring's thread, and may give up once `stale()`. One thread makes all calls.
+    The order is endless: the first layer of the next step follows the last. Taking a layer out of turn (after a forward
+    that ended early or started over) drops those read ahead. `fill(slot, stale)` reads `slot.layer` on the ring's
+    thread, and may stop once `stale()`. One thread makes all calls.
 
         ring = LayerRing(fill, [LayerBuffer(nbytes, device) for _ in range(3)])
         ring.order(range(24))
@@ -48,12 +48,12 @@ class LayerRing:
         self._free = [Slot(buffer) for buffer in buffers]
         self._slots = len(self._free)
         self._queue: deque[Slot] = deque()
-        # Those of them to be filled; the first one is under way.
+        # Slots of the queue to be filled; the first one is being filled.
         self._jobs: deque[Slot] = deque()
         self._layers: tuple[int, ...] = ()
         # The number of the next layer to read, in the endless order.
         self._place = 0
-        # Slots to be let go of once they are free.
+        # Slots to be removed once they are free.
         self._surplus = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -65,12 +65,12 @@ class LayerRing:
 
     @property
     def ahead(self) -> list[int]:
-        """Layers that are there or on their way, in the order of their use."""
+        """Layers read or being read ahead, in the order of use."""
         with self._changed:
             return [slot.layer for slot in self._queue]
 
     def order(self, layers: Sequence[int]) -> None:
-        """Read these from now on, over and over. What is ahead is dropped, and no longer filled on return."""
+        """Read these layers repeatedly from now on. Layers read ahead are dropped, and no longer filled on return."""
         with self._changed:
             self._drop_all()
             while any(slot.abandoned for slot in self._jobs):
@@ -80,7 +80,7 @@ class LayerRing:
             self._top_up()
 
     def take(self, layer: int) -> Slot:
-        """The slot with this layer, waited for. Raises what `fill` has raised; ValueError for a layer not in order."""
+        """Wait for the slot with this layer. Raises the error of `fill`; ValueError for a layer not in order."""
         with self._changed:
             slot, waited = self._await(layer)
             if slot.error is not None and not waited:
@@ -94,7 +94,7 @@ class LayerRing:
             return slot
 
     def give_back(self, slot: Slot) -> None:
-        """The slot may be filled again, behind its `fence`."""
+        """Let the slot be filled again, after its `fence`."""
         with self._changed:
             if self._queue and self._queue[0] is slot:
                 self._release(self._queue.popleft())
@@ -107,7 +107,7 @@ class LayerRing:
             self._top_up()
 
     def shrink(self, slots: int) -> None:
-        """Let slots go, those read furthest ahead if none is free, until `slots` are left. None may be taken."""
+        """Remove slots until `slots` are left: free ones, then the last ones read ahead. None may be taken."""
         with self._changed:
             self._surplus = max(0, self._slots - slots)
             while self._surplus and self._free:
@@ -127,7 +127,6 @@ class LayerRing:
         self._thread.join()
 
     def _await(self, layer: int) -> tuple[Slot, bool]:
-        """The slot, filled, and whether that took time."""
         slot = self._seek(layer)
         if slot.filled:
             self.hits += 1
@@ -152,7 +151,7 @@ class LayerRing:
             self._place = self._layers.index(layer)
         self._top_up()
         while not self._queue:
-            # The only buffer is still being filled with what is of no use.
+            # The only buffer is still being filled with a dropped layer.
             self._changed.wait()
             self._top_up()
         return self._queue[0]
@@ -176,7 +175,7 @@ class LayerRing:
         if slot not in self._jobs:
             self._release(slot)
         elif slot is self._jobs[0]:
-            # It may be under way: the thread releases it.
+            # The thread may be filling it, and releases it then.
             slot.abandoned = True
         else:
             self._jobs.remove(slot)
@@ -213,5 +212,5 @@ class LayerRing:
                 if slot.abandoned:
                     self._release(slot)
                 self._changed.notify_all()
-            # It must not keep a buffer alive that was let go of.
+            # It must not keep a removed buffer alive.
             del slot

@@ -1,4 +1,4 @@
-"""Decoder layers of a checkpoint, read into buffers; never written back."""
+"""Decoder layers of a checkpoint, read into buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragorder.kernels.offload.layout import CheckpointMap, LayerLayout, Paramete
 
 __all__ = ["LayerStore", "Source", "StoredParameter"]
 
-# A read that threads share, and after which an abandoned layer is given up.
+# Size of a read: the unit of work for threads, and the delay before an abandoned layer is dropped.
 _CHUNK = 8 << 20
 
 
@@ -22,18 +22,18 @@ class Source(Protocol):
     """The bytes of a checkpoint's tensors."""
 
     def read(self, entry: TensorEntry, start: int, into: memoryview) -> None:
-        """From byte `start` of the tensor on. Any thread may call. Raises LayerReadError."""
+        """Read from byte `start` of the tensor. Any thread may call this. Raises LayerReadError."""
 
 
 class LayerStore:
-    """The layers of a model, each as one buffer of `nbytes(layer)` bytes.
+    """The layers of a model, each as one buffer of `nbytes(layer)` bytes. Read-only.
 
         store = LayerStore(checkpoint, layouts)
         buffer = torch.empty(store.nbytes(3), dtype=torch.uint8)
         for chunk in store.chunks(3):
             store.read(chunk, buffer)
 
-    `source`: another reader of the same checkpoint, such as a throttled one.
+    `source` is another reader of the same checkpoint, such as a throttled one.
     """
 
     def __init__(self, checkpoint: Checkpoint, layouts: Sequence[LayerLayout], source: Source | None = None) -> None:
@@ -43,7 +43,7 @@ class LayerStore:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, found: CheckpointMap, layers: Any, source: Source | None = None) -> LayerStore:
-        """The layers of a model whose parameters have their final dtypes."""
+        """Make the store for a model whose parameters have their final dtypes."""
         layouts = [LayerLayout.of(layer, found.layers[place]) for place, layer in enumerate(layers)]
         return cls(checkpoint, layouts, source)
 
@@ -52,7 +52,7 @@ class LayerStore:
 
     @property
     def slot_bytes(self) -> int:
-        """A buffer that holds any of the layers."""
+        """Buffer size for any layer."""
         return max(layout.nbytes for layout in self.layouts)
 
     def nbytes(self, layer: int) -> int:
@@ -73,7 +73,7 @@ class LayerStore:
         ]
 
     def read(self, chunk: _Chunk, buffer: torch.Tensor) -> int:
-        """Fill a part of a layer's buffer in host memory; returns the bytes read. Raises LayerReadError."""
+        """Fill a part of a layer's buffer in host memory. Return the bytes read. Raises LayerReadError."""
         entry, parameter = chunk.piece.entry, chunk.parameter
         try:
             if entry.dtype == parameter.dtype:
@@ -87,11 +87,11 @@ class LayerStore:
         return chunk.length
 
     def read_layer(self, layer: int, buffer: torch.Tensor) -> int:
-        """All of a layer; returns the bytes read. Raises LayerReadError."""
+        """Read a whole layer. Return the bytes read. Raises LayerReadError."""
         return sum(self.read(chunk, buffer) for chunk in self.chunks(layer))
 
     def parameters(self, prefix: str) -> Iterator[tuple[str, StoredParameter]]:
-        """Those of all layers of the list `prefix`, by their names in the model."""
+        """Parameters of all layers of the list `prefix`, by their names in the model."""
         for layer, layout in enumerate(self.layouts):
             for parameter in layout.parameters:
                 yield f"{prefix}.{layer}.{parameter.name}", StoredParameter(self, layer, parameter)
@@ -110,7 +110,7 @@ class LayerStore:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Bytes of a piece from `start` on."""
+    """Bytes of a piece from `start`."""
 
     layer: int
     parameter: Parameter
@@ -136,7 +136,7 @@ class StoredParameter:
         return self.parameter.dtype
 
     def read(self) -> torch.Tensor:
-        """In memory of its own. Raises LayerReadError."""
+        """Return the parameter in its own memory. Raises LayerReadError."""
         parameter = self.parameter
         alone = Parameter(parameter.name, parameter.dtype, parameter.shape, 0, parameter.pieces)
         buffer = torch.empty(prod(parameter.shape) * int(parameter.dtype.itemsize), dtype=torch.uint8)

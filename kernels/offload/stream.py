@@ -1,4 +1,4 @@
-"""Streamed decoder layers: weights that lie on the device only while they are computed with (RAGDoll 4.2, 4.3)."""
+"""Decoder layers with weights on the device only during computation (RAGDoll 4.2, 4.3)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ragorder.kernels.offload.store import LayerStore
 
 __all__ = ["LayerStreamer", "StreamStats"]
 
-# Small steps in a row before slots are added: a prefill among decoding steps does not have them made each time.
+# Consecutive small steps before slots are added, so that a prefill between decoding steps does not reallocate them.
 _CALM_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """Streamed layers that were there when they were needed (`hits`), and those waited for, for `waits_s` in all;
-    `bytes` read from the checkpoint; layers by place; `slots` of the ring."""
+    """Streamed layers that were ready (`hits`) or waited for (`waits`, `waits_s` in total); `bytes` read from the
+    checkpoint; `slots` of the ring; layers by tier."""
 
     hits: int
     waits: int
@@ -38,7 +38,7 @@ class StreamStats:
 
 
 class LayerStreamer:
-    """Gives the decoder layers of a model their weights from a store, one forward after the other.
+    """Supplies the decoder layers of a model with weights from a store, one forward at a time.
 
         streamer = LayerStreamer(model.model.layers, store, torch.device("cuda"))
         streamer.resize(4)
@@ -47,15 +47,13 @@ class LayerStreamer:
             model(...)
         streamer.close()
 
-    Layers on the device keep their weights. The others get them from the next slot of a ring, which a thread fills with
-    the layers ahead, those of the next step included. With n slots it is n - 1 layers ahead: 1 slot is accelerate's way
-    (read, then compute), 2 are FlexGen's (the next layer while one is computed). `room`: bytes for slots in a step of
-    so many tokens; with it the ring is as deep as that allows, few in prefill and many in decoding, and at least as
-    `resize` says.
+    Layers on the device keep their weights. The others use slots of a ring, which a thread fills with the next layers,
+    also those of the next step. n slots read n - 1 layers ahead: 1 slot is accelerate's way (read, then compute), 2 are
+    FlexGen's (read the next layer during computation). `room` maps a step's tokens to bytes for slots: the ring uses
+    them all, few in prefill and many in decoding, but at least those of `resize`.
 
-    On a CPU a layer in host memory is computed where it lies; `in_place=False` copies it as a GPU does.
-
-    One thread makes all calls. Raises MemoryError without room for the first slot.
+    On a CPU a layer in host memory is computed in place; `in_place=False` copies it as on a GPU. One thread makes all
+    calls. Raises MemoryError if not even one slot fits.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class LayerStreamer:
         in_place: bool | None = None,
     ) -> None:
         if len(layers) != len(store):
-            raise ValueError(f"the store has {len(store)} layers, and the model {len(layers)}")
+            raise ValueError(f"the store has {len(store)} layers, but the model has {len(layers)}")
         self.room: Callable[[int], int] | None = None
         self.store = store
         self.device = device
@@ -79,14 +77,14 @@ class LayerStreamer:
         self._placeholders = [placeholders(store, place, device) for place in range(len(store))]
         for layer, parameters in enumerate(self._placeholders):
             self._bind(layer, parameters)
-        # Of layers that keep their weights, and copies of streamed ones in host memory.
+        # Layers that keep their weights, and host copies of streamed ones.
         self._resident: dict[int, LayerBuffer] = {}
         self._host: dict[int, torch.Tensor] = {}
         self._feeder = Feeder(store, device)
-        # Slots of every step: at present, and once memory is there again.
+        # Slots of every step: now, and once memory is available again.
         self._least = self._wanted = 0
         self._calm = 0
-        # Memory was given back: the ring is no deeper than that.
+        # Memory was given back: the ring does not grow beyond `_least`.
         self._short = False
         self._taken: tuple[int, Slot] | None = None
         self._ring = LayerRing(self._fill, [self._buffer() for _ in range(max(1, slots))])
@@ -106,7 +104,7 @@ class LayerStreamer:
 
     @property
     def held_bytes(self) -> int:
-        """Of layers and slots on the device."""
+        """Bytes of layers and slots on the device."""
         return sum(map(self.store.nbytes, self._resident)) + len(self._ring) * self.store.slot_bytes
 
     @property
@@ -121,7 +119,7 @@ class LayerStreamer:
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
-        """A forward of so many tokens. It may end anywhere."""
+        """Run a forward of `tokens` tokens. It may end anywhere."""
         self._adapt(tokens)
         try:
             yield
@@ -129,7 +127,7 @@ class LayerStreamer:
             self._end()
 
     def resize(self, slots: int) -> int:
-        """Have at least so many slots in every step, 1 or more; returns those that there is memory for."""
+        """Set the minimum of slots per step, 1 or more. Return the number that fits into memory."""
         if slots < 1:
             raise ValueError(f"slots is {slots}: give 1 or more")
         self._end()
@@ -137,18 +135,20 @@ class LayerStreamer:
         return self._keep_slots(slots)
 
     def move(self, residency: Residency) -> Residency:
-        """Have the layers lie there, between two steps; returns where they lie: what there is no memory for stays
-        where it is, or goes to the disk. Raises LayerReadError if one cannot be read; it stays, too."""
+        """Move layers between two steps. Return the reached residency: layers that do not fit stay or go to the disk.
+
+        Raises LayerReadError if a layer cannot be read; it stays, too.
+        """
         if len(residency) != len(self.store):
-            raise ValueError(f"the residency is of {len(residency)} layers, the model has {len(self.store)}")
+            raise ValueError(f"the residency has {len(residency)} layers, but the model has {len(self.store)}")
         self._end()
         self._ring.order(())
         if all(place is Place.DEVICE or (self._in_place and place is Place.HOST) for place in residency.places):
-            # The ring makes room for the last layers.
+            # Free the ring's memory for the last layers.
             self._set_slots(0)
         reached = list(self.residency.places)
         try:
-            # Out first: it makes room for what comes in.
+            # Evictions first, to make room.
             moves = [layer for layer in range(len(reached)) if residency[layer] is not reached[layer]]
             for layer in sorted(moves, key=lambda layer: _ORDER.index(residency[layer]), reverse=True):
                 reached[layer] = self._move(layer, reached[layer], residency[layer])
@@ -157,7 +157,7 @@ class LayerStreamer:
                 # Without streamed layers there is no ring.
                 self._set_slots(self._least if self.streamed else 0)
             while self._resident and self.streamed and not len(self._ring):
-                # One layer makes way for the buffer that the others need.
+                # Evict one layer for the buffer that the others need.
                 layer = max(self._resident)
                 self._forget(layer)
                 reached[layer] = Place.DISK
@@ -167,8 +167,11 @@ class LayerStreamer:
         return self.residency
 
     def shed(self) -> bool:
-        """Give memory back: slots beyond those of every step, else a quarter of the layers on the device or in the
-        host, else half of the slots. False if nothing is left but one slot."""
+        """Give memory back: extra slots, else a quarter of the layers on the device or in the host, else half of the
+        slots.
+
+        Return False if only one slot is left.
+        """
         self._end()
         self._short = True
         before = len(self._ring)
@@ -188,8 +191,10 @@ class LayerStreamer:
         return True
 
     def regain(self, residency: Residency) -> bool:
-        """Take again a part of what `shed` gave back: slots, else a quarter of the layers that lie on the disk and not
-        as in `residency`; False if nothing came."""
+        """Take back a part: slots, else a quarter of the layers on the disk that `residency` has elsewhere.
+
+        Return False if nothing changed.
+        """
         if self.streamed and self._least < self._wanted:
             self._end()
             slots = self._least
@@ -217,7 +222,7 @@ class LayerStreamer:
         self.store.close()
 
     def _before(self, layer: int) -> None:
-        # A forward before this one may have ended inside a layer.
+        # An earlier forward may have ended inside a layer.
         self._end()
         if layer in self._resident:
             return
@@ -257,7 +262,7 @@ class LayerStreamer:
         if not self.streamed:
             return
         if not len(self._ring):
-            # There was no memory for a single one.
+            # There was no memory for a single slot.
             self._set_slots(1)
         if self.room is None or self._short:
             return
@@ -268,7 +273,6 @@ class LayerStreamer:
             self._set_slots(wanted)
 
     def _keep_slots(self, slots: int) -> int:
-        """Have so many in every step, or those that there is memory for."""
         self._set_slots(slots)
         self._least = len(self._ring)
         return self._least
@@ -284,7 +288,7 @@ class LayerStreamer:
             if target is Place.DISK:
                 self._forget(layer)
             elif self._in_place and source is not Place.DISK:
-                # Host memory is the device's.
+                # Host memory is the device's memory.
                 pass
             elif target is Place.DEVICE or self._in_place:
                 self._bring(layer)
@@ -322,5 +326,5 @@ class LayerStreamer:
         self._host.pop(layer, None)
 
 
-# From the least memory to the most.
+# From the scarcest memory to the most plentiful.
 _ORDER = (Place.DEVICE, Place.HOST, Place.DISK)

@@ -1,4 +1,4 @@
-"""Paged KV: a pool of counted blocks, and copies between pools."""
+"""Paged KV: a pool of reference-counted blocks, and copies between pools."""
 
 from ragorder.kernels.paging.pool import BlockPool, KVShape, OutOfBlocksError
 from ragorder.kernels.paging.transfers import StreamTransfers, ThreadTransfers, Transfer, Transfers, make_transfers

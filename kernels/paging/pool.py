@@ -13,7 +13,7 @@ __all__ = ["BlockPool", "KVShape", "OutOfBlocksError"]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """`head_dim` numbers of key and value for each layer, KV head and token; `block_size` tokens are a block.
+    """`head_dim` numbers of key and value per layer, KV head and token; `block_size` tokens per block.
 
     Raises ValueError for a number below 1.
     """
@@ -41,14 +41,14 @@ class KVShape:
         return -(-tokens // self.block_size)
 
     def covering(self, start: int, tokens: int) -> range:
-        """A sequence's blocks of `tokens` tokens (1 or more) from `start` on."""
+        """Return the blocks of a sequence that cover `tokens` tokens (1 or more) from `start`."""
         return range(start // self.block_size, (start + tokens - 1) // self.block_size + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerViews:
-    """For each layer its caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim)
-    from that layer's first on: a token's row has the same index in each of these."""
+    """Views per layer: caches (blocks, block_size, kv_heads, head_dim), and the pool's rows (.., kv_heads, head_dim)
+    from the layer's first. A token's row has the same index in all layers."""
 
     key_rows: list[torch.Tensor]
     value_rows: list[torch.Tensor]
@@ -68,19 +68,19 @@ class _LayerViews:
 
 
 class OutOfBlocksError(RuntimeError):
-    """Too few free blocks now. Nothing has changed."""
+    """Too few blocks are free. Nothing has changed."""
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`. Not thread-safe, but for block contents.
+    """`blocks` reference-counted blocks on `device`, optionally `pinned` (page-locked). Only block contents are
+    thread-safe.
 
-    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros: masked values must be finite. `pinned`:
-    page-locked.
+    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros, because masked values must be finite.
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
 
-    Raises ValueError if `blocks` is negative, MemoryError without the memory.
+    Raises ValueError if `blocks` is negative, MemoryError if there is not enough memory.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class BlockPool:
         self.kv = self._make(blocks)
         self._views: _LayerViews | None = None
         self._references = [0] * blocks
-        # A stack: the last one is taken first.
+        # A stack: the last block is allocated first.
         self._free = list(range(blocks - 1, -1, -1))
 
     @property
@@ -116,17 +116,17 @@ class BlockPool:
 
     @property
     def views(self) -> _LayerViews:
-        """Void after `resize`."""
+        """Invalid after `resize`."""
         if self._views is None:
             self._views = _LayerViews.of(self.kv, self.shape)
         return self._views
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """One layer's view (blocks, block_size, kv_heads, head_dim)."""
+        """(blocks, block_size, kv_heads, head_dim)"""
         return self.kv[:, layer, 0]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """One layer's view (blocks, block_size, kv_heads, head_dim)."""
+        """(blocks, block_size, kv_heads, head_dim)"""
         return self.kv[:, layer, 1]
 
     def rows(self) -> Any:
@@ -137,10 +137,10 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Free blocks with one reference and any finite contents. Raises OutOfBlocksError, taking none."""
+        """Take free blocks with one reference and any finite contents. Raises OutOfBlocksError, taking none."""
         free = self._free
         if count > len(free):
-            raise OutOfBlocksError(f"{count} blocks are needed, and {len(free)} of {self.blocks} are free")
+            raise OutOfBlocksError(f"{count} blocks are needed, but only {len(free)} of {self.blocks} are free")
         taken = free[len(free) - count :][::-1]
         del free[len(free) - count :]
         for block in taken:
@@ -156,7 +156,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         references, free = self._references, self._free
-        # Reversed, so that adjacent blocks are allocated together again, and copied in one piece.
+        # Reversed, so that adjacent blocks are allocated together again and copied in one go.
         for block in reversed(blocks):
             if not references[block]:
                 raise ValueError("the block is free already")
@@ -165,7 +165,7 @@ class BlockPool:
                 free.append(block)
 
     def clear(self) -> None:
-        """Free all blocks, and fill them with zeros."""
+        """Free all blocks and fill them with zeros."""
         self._references = [0] * self.blocks
         self._free = list(range(self.blocks - 1, -1, -1))
         self.kv.zero_()
@@ -174,17 +174,17 @@ class BlockPool:
         self.kv[target].copy_(self.kv[source])
 
     def resize(self, blocks: int) -> dict[int, int]:
-        """Have so many blocks in all; returns the new numbers of the blocks in use that had to move.
+        """Resize to `blocks` blocks. Return the new numbers of the used blocks that had to move.
 
-        Both memories are there for a moment, unless no block is in use. Raises OutOfBlocksError if more are in use, and
-        MemoryError, changing nothing, or with an empty pool if there is no memory any more for what it was; ValueError
-        if `blocks` is negative.
+        Unless no block is used, both memories exist for a moment. Raises ValueError if `blocks` is negative,
+        OutOfBlocksError if more blocks are used, and MemoryError, with the pool unchanged, or empty if its old memory
+        could not be allocated again.
         """
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}: give 0 or more")
         used = [block for block, references in enumerate(self._references) if references]
         if len(used) > blocks:
-            raise OutOfBlocksError(f"{len(used)} blocks are in use, and the pool is to have {blocks}")
+            raise OutOfBlocksError(f"{len(used)} blocks are in use: the pool cannot shrink to {blocks}")
         moves = self._moves(used, blocks)
         kv = self._make(blocks) if used else self._replaced(blocks)
         for first, into, count in _runs(used, moves):
@@ -211,7 +211,7 @@ class BlockPool:
             try:
                 self.kv = self._make(before)
             except MemoryError:
-                # It can grow again.
+                # An empty pool can grow again.
                 self.kv, self.blocks, self._references, self._free = self._make(0), 0, [], []
             raise
 
@@ -219,7 +219,7 @@ class BlockPool:
         shape = self.shape
         size = (blocks, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
         try:
-            # Written by other threads, which are in no inference mode.
+            # Threads outside inference mode write to it.
             with torch.inference_mode(False):
                 return torch.zeros(size, dtype=shape.dtype, device=self.device, pin_memory=self._pinned and blocks > 0)
         except RuntimeError as error:
@@ -229,7 +229,7 @@ class BlockPool:
 
 
 def _runs(used: Sequence[int], moves: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks that are adjacent before and after, as (first before, first after, count)."""
+    """Blocks adjacent before and after a move, as (first before, first after, count)."""
     begin = 0
     for end in range(1, len(used) + 1):
         count, first = end - begin, used[begin]

@@ -1,4 +1,4 @@
-"""Copies of KV blocks between pools, beside computation."""
+"""Copies of KV blocks between pools, concurrent with computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StreamTransfers", "ThreadTransfers", "Transfer", "Transfers", "make_
 
 
 class Transfer(Protocol):
-    """A copy under way: its source must not be written, nor either side reused."""
+    """A running copy. Do not write to its source, and reuse neither side."""
 
     @property
     def done(self) -> bool:
@@ -24,29 +24,29 @@ class Transfer(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Ended without copying: the target may hold anything."""
+        """Ended in an error: the target may hold anything."""
 
     def wait(self) -> None:
-        """Block until it has ended; any thread may call."""
+        """Block until the copy has ended. Any thread may call this."""
 
     def fence(self) -> None:
-        """Order later computations behind the copy. Blocks on a CPU only."""
+        """Order later computations after the copy. Blocks only on a CPU."""
 
 
 class Transfers(Protocol):
-    """Copies in the order of their starts, each behind all computations queued before."""
+    """Copies in the order of their starts, each after all computations queued before it."""
 
     def start(
         self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
     ) -> Transfer:
-        """Copy blocks to those at the same places of the other list; the pools have one shape."""
+        """Copy blocks to those at the same indices of the other list. The pools have one shape."""
 
     def close(self) -> None:
-        """Wait for copies under way, and stop."""
+        """Wait for running copies, and stop."""
 
 
 def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks that are adjacent in both pools, as (first source, first target, count).
+    """Blocks adjacent in both pools, as (first source, first target, count).
 
     Raises ValueError for lists of different lengths.
     """
@@ -69,8 +69,8 @@ _logger = logging.getLogger("ragorder.kernels")
 
 class ThreadTransfers:
     def __init__(self) -> None:
-        # NumPy copies on this thread alone and without Python's lock; PyTorch would start a second set of threads,
-        # which would compete with those that compute.
+        # NumPy copies on this one thread and releases Python's lock. PyTorch would start more threads, which would
+        # compete with the threads that compute.
         self._waiting: SimpleQueue[_ThreadTransfer | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ragorder-kv-copies", daemon=True)
         self._thread.start()
@@ -122,10 +122,9 @@ class _ThreadTransfer:
 
 
 class StreamTransfers:
-    """A stream for each direction; copies within the host use a thread.
+    """One stream per direction; a thread copies within the host, whose pool must be pinned.
 
-    A copy waits for the caller's stream, not for the other direction: do not start from blocks still being written. The
-    host's pool must be pinned.
+    A copy waits for the caller's stream, but not for the other direction: do not copy from blocks still being written.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -144,7 +143,7 @@ class StreamTransfers:
         with torch.cuda.stream(stream):
             for first, into, count in runs(source_blocks, target_blocks):
                 target.kv[into : into + count].copy_(source.kv[first : first + count], non_blocking=True)
-            # Blocking: a waiting thread sleeps.
+            # Blocking, so that a waiting thread sleeps.
             ended = torch.cuda.Event(blocking=True)
             ended.record(stream)
         return _StreamTransfer(ended, self._device, source, target)
@@ -156,7 +155,7 @@ class StreamTransfers:
 
 
 class _StreamTransfer:
-    # A copy that fails on a GPU is an error of the whole context, which the next call raises.
+    # A failed copy on a GPU is an error of the whole context, which the next call raises.
     failed = False
 
     def __init__(self, ended: torch.cuda.Event, device: torch.device, *pools: BlockPool) -> None:
@@ -183,4 +182,4 @@ def make_transfers(device: torch.device | str) -> Transfers:
         return StreamTransfers(device)
     if kind == "cpu":
         return ThreadTransfers()
-    raise ValueError(f"KV cannot be moved to and from {kind!r}: take cuda or cpu")
+    raise ValueError(f"KV cannot be copied to or from {kind!r}: choose cuda or cpu")

@@ -1,1 +1,1 @@
-"""Documents' KV computed before it is asked for, behind similar documents (FusionRAG 3.1)."""
+"""Documents' KV precomputed after similar documents (FusionRAG 3.1)."""

@@ -1,4 +1,4 @@
-"""Builds: a corpus' documents, each computed behind its neighbours, in the folder of a disk tier."""
+"""Build of a corpus' KV in a disk tier's folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WHOLE = (1, 1)
 
 
 class Built(NamedTuple):
-    """A document whose KV is stored now, and the bytes that it takes on the disk."""
+    """A document whose KV is now stored, and its bytes on disk."""
 
     id: str
     tokens: int
@@ -39,7 +39,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is still to be computed, and the bytes that it will take on the disk."""
+    """Documents and tokens still to compute, and their bytes on disk."""
 
     documents: int
     tokens: int
@@ -47,7 +47,7 @@ class Estimate:
 
 
 class FusionBuilder:
-    """Preprocessed KV of documents behind one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
+    """Preprocessed KV of documents after one system prompt, in a folder that a disk tier opens (FusionRAG 3.1).
 
         prefix = PromptBuilder(tokenizer=tokenizer).prefix_ids
         with FusionBuilder.load(model, Path("/var/kv"), prefix, EmbeddingNeighbours()) as builder:
@@ -55,14 +55,14 @@ class FusionBuilder:
             for built in builder.build():
                 print(built.id, built.bytes)
 
-    The KV of each document is computed behind the system prompt and its neighbours' KV (each computed behind the system
-    prompt alone), and kept as though it stood directly behind the system prompt. `plan`, `add`, `remove` and `refresh`
-    settle what the folder holds, `build` computes what is missing. After an interruption, a kill -9 included, the next
-    builder ends with the same bytes: documents are computed in groups that do not depend on what is there already.
+    Each document's KV is computed after the system prompt and its neighbours' KV (each computed after the system prompt
+    alone), then moved directly after the system prompt. `plan`, `add`, `remove` and `refresh` decide the folder's
+    contents; `build` computes what is missing. After an interruption, even a kill -9, the next builder produces the
+    same bytes: groups of documents do not depend on what exists.
 
-    Until `close` nothing else may use `model` and `folder`. `engine`: the settings of the engine that will serve it.
-    `salt`: the tenant. Raises StoreRefusedError for a folder of another model or in use, UnsupportedModelError for a
-    model whose keys cannot be rotated, ManifestError, ValueError for an empty system prompt.
+    Nothing else may use `model` and `folder` until `close`. `engine` has the serving engine's settings, `salt` the
+    tenant. Raises StoreRefusedError for a folder of another model or in use, UnsupportedModelError for a model whose
+    keys cannot be rotated, ManifestError, and ValueError for an empty system prompt.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FusionBuilder:
             workspace_tokens=min(blocks, settings.batch_documents * model.shape.blocks_for(longest)) * size,
             max_batch_tokens=engine.max_batch_tokens,
         )
-        # Neighbours' KV behind the system prompt alone.
+        # KV of neighbours computed after the system prompt alone.
         self._alone: LRUCache[torch.Tensor] = LRUCache(_MOST_ENTRIES, settings.host_bytes)
         self._copies = CopyStore(folder, model.shape, identity(model.model, model.shape), prefix_ids, salt, profile)
         try:
@@ -114,7 +114,7 @@ class FusionBuilder:
         *,
         salt: str | None = None,
     ) -> Self:
-        """A builder on a model from a folder or the Hub. Also raises ModelLoadError."""
+        """Load the model from a folder or the Hub. Also raises ModelLoadError."""
         engine = engine or EngineSettings()
         model = PatchedModel(load_model(name, engine), engine)
         try:
@@ -134,30 +134,28 @@ class FusionBuilder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `plan` was given, and `identity`, `prefix_tokens` and `token_bytes`; empty before."""
+        """The facts given to `plan`, with `identity`, `prefix_tokens` and `token_bytes`; empty before."""
         return self._manifest.facts
 
     @property
     def damaged(self) -> Mapping[str, int]:
-        """KV that was found damaged, and is computed again, by reason."""
+        """Damaged KV, which is computed again, by reason."""
         return self._copies.damaged
 
     @property
     def size(self) -> int:
-        """Bytes of the folder's chunks on the disk."""
+        """Bytes on disk of the folder's chunks."""
         return self._copies.store.used_bytes
 
     def close(self) -> None:
-        """Release the folder, and restore the model."""
         self._manifest.close()
         self._copies.close()
         self._model.restore()
 
     def plan(self, documents: Sequence[SourceDocument], facts: Mapping[str, Any] | None = None) -> None:
-        """Choose the neighbours of all documents, in the place of an earlier plan. `facts` (JSON) are kept.
+        """Choose the neighbours of all documents, replacing an earlier plan. `facts` (JSON) are kept.
 
-        Raises BuildError for two documents with one id, an empty document or one that is too long, and what the choice
-        of neighbours raises.
+        Raises BuildError for a duplicate id, an empty or too long document, and errors of the choice of neighbours.
         """
         made = {
             "identity": self._copies.identity,
@@ -167,13 +165,14 @@ class FusionBuilder:
         self._manifest.begin({**(facts or {}), **made}, self._planner.choose(self._planner.read(documents)))
 
     def is_planned(self, documents: Sequence[SourceDocument]) -> bool:
-        """Whether the plan is of these documents."""
         known = [(each.id, each.content) for each in self._manifest]
         return known == [(each.id, self._copies.content(each.token_ids)) for each in documents]
 
     def add(self, documents: Sequence[SourceDocument]) -> int:
-        """Plan further documents, and known ids whose text has changed, whose former KV is removed. Returns how
-        many are new or changed. Raises as `plan`."""
+        """Plan further documents, and known ids with changed texts, whose old KV is removed. Return their number.
+
+        Raises as `plan`.
+        """
         read = self._planner.read(documents)
         known = {each.id: each for each in self._manifest}
         changed = {each.id: each for each in read if each.id not in known or known[each.id].content != each.content}
@@ -184,29 +183,31 @@ class FusionBuilder:
         return len(changed)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove documents and their KV. Others that were computed behind them stay (`stale`). Raises
-        BuildError for unknown ids, changing nothing."""
+        """Remove documents and their KV. Documents computed after them stay (`stale`).
+
+        Raises BuildError for unknown ids, changing nothing.
+        """
         remove_documents(self._manifest, self._copies.store, ids)
 
     def stale(self) -> list[str]:
-        """Documents whose neighbours would be others now. Their KV is still served."""
+        """Return documents whose neighbours have changed. Their KV is still served."""
         return [planned.id for planned, known in self._replanned() if planned.neighbours != known.neighbours]
 
     def refresh(self) -> int:
-        """Plan the stale documents again, and remove their KV. Returns their number."""
+        """Plan the stale documents again and remove their KV. Return their number."""
         pairs = [(planned, known) for planned, known in self._replanned() if planned.neighbours != known.neighbours]
         drop_copies(self._copies.store, {known.content for _, known in pairs})
         self._manifest.put(planned for planned, _ in pairs)
         return len(pairs)
 
     def verify(self) -> int:
-        """Read all KV, and remove what is damaged (`damaged`). Returns the number of damaged chunks."""
+        """Read all KV and remove damaged chunks (`damaged`). Return their number."""
         chunks = {each.key: len(each.token_ids) for each in self._manifest}
         chunks[self._copies.prefix_key] = len(self._preprocessor.prefix)
         return sum(key in self._copies and not self._copies.intact(key, tokens) for key, tokens in chunks.items())
 
     def estimate(self, shard: tuple[int, int] = _WHOLE) -> Estimate:
-        """What `build` would compute. Raises BuildError for a wrong shard."""
+        """Return the work of `build`. Raises BuildError for a wrong shard."""
         missing = [each for group in self._groups(shard) for each in group if each.key not in self._copies]
         size = sum(self._bytes_on_disk(each) for each in missing)
         if self._copies.prefix_key not in self._copies:
@@ -214,11 +215,11 @@ class FusionBuilder:
         return Estimate(len(missing), sum(len(each.token_ids) for each in missing), size)
 
     def build(self, shard: tuple[int, int] = _WHOLE) -> Iterator[Built]:
-        """Compute what is missing, of part i of n with `shard` (i, n), i from 1 on. Parts that were built in folders of
-        their own are one build once their `chunks` are in one folder.
+        """Compute the missing documents of part i of n, with `shard` (i, n) and i from 1.
 
-        Raises BuildError for a wrong shard, for KV that is not all numbers, and, before anything is computed, for a
-        disk that is too small; WriteFailedError for one that fails. What is there stays.
+        Parts built in separate folders become one build when their `chunks` are in one folder. Raises BuildError for a
+        wrong shard, for KV with NaN or inf, and, before computing, for a disk that is too small; WriteFailedError if a
+        write fails. Finished documents stay.
         """
         groups = self._groups(shard)
         self._check_room(self.estimate(shard))
@@ -242,7 +243,7 @@ class FusionBuilder:
         if kv is None:
             document = self._manifest.with_content(content)
             assert document is not None
-            # By itself, so that its numbers do not depend on what else is missing.
+            # Computed alone, so that its numbers do not depend on which documents are missing.
             [computed] = self._preprocessor.compute([Prefill(document.token_ids)])
             kv = computed.cpu()
             check_numbers(f"document {document.id!r}", kv)
@@ -250,7 +251,7 @@ class FusionBuilder:
         return kv
 
     def _groups(self, shard: tuple[int, int]) -> list[list[PlannedDocument]]:
-        """The documents that are computed together, whether they are there or not."""
+        """Documents that are computed together, stored or not."""
         number, parts = shard
         if not 1 <= number <= parts:
             raise BuildError(f"shard {number}/{parts}: give i/n with i from 1 to n")
@@ -269,8 +270,10 @@ class FusionBuilder:
         return groups[(number - 1) * len(groups) // parts : number * len(groups) // parts]
 
     def _computable(self) -> list[PlannedDocument]:
-        """Documents whose neighbours are all known, each content once. What was computed behind others that
-        are gone stays as it is; if it is lost, it gets other neighbours."""
+        """Documents whose neighbours are all known, each content once.
+
+        KV computed after removed neighbours stays; once lost, the document gets other neighbours.
+        """
         documents = list(self._manifest)
         known = {each.content for each in documents}
         lost = {each.id for each in documents if each.key not in self._copies and not known.issuperset(each.neighbours)}
@@ -290,7 +293,7 @@ class FusionBuilder:
         free = self._copies.free_bytes
         if estimate.bytes > free:
             raise BuildError(
-                f"{self.folder} has {free:,} bytes free, and the KV of {estimate.documents:,} documents "
+                f"{self.folder} has {free:,} bytes free, but the KV of {estimate.documents:,} documents "
                 f"({estimate.tokens:,} tokens of {self.token_bytes:,} bytes) needs {estimate.bytes:,}: make room, "
-                "choose another disk, or build a part of it (a shard)"
+                "choose another disk, or build a shard"
             )

@@ -1,4 +1,4 @@
-"""Documents' KV in the folder of a disk tier."""
+"""Documents' KV in a disk tier's folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class WriteFailedError(OSError):
 
 
 class CopyStore:
-    """KV of documents directly behind one system prompt of a tenant, by their keys in the tree or variants of
-    these.
+    """KV of documents directly after a tenant's system prompt, by their keys in the tree or variants of these.
 
-    KV is (tokens, layers, 2, KV heads, head_dim), its keys as at the system prompt's end. Nothing is evicted. Raises
+    KV is (tokens, layers, 2, KV heads, head_dim), with keys as at the system prompt's end. Nothing is evicted. Raises
     StoreRefusedError.
     """
 
@@ -54,7 +53,7 @@ class CopyStore:
 
     @property
     def damaged(self) -> Mapping[str, int]:
-        """Chunks that were found damaged and removed, or are another model's, by reason."""
+        """Chunks that were damaged (and removed) or another model's, by reason."""
         return self.store.counters.refusals()
 
     @property
@@ -63,7 +62,7 @@ class CopyStore:
         return status.f_bavail * status.f_frsize
 
     def content(self, token_ids: Sequence[int]) -> bytes:
-        """The key of a document's node directly behind the system prompt."""
+        """The key of a document's node directly after the system prompt."""
         return self._path(token_ids)[1]
 
     def bytes_on_disk(self, key: bytes, tokens: int) -> int:
@@ -72,12 +71,12 @@ class CopyStore:
         return self.store.bytes_on_disk(key, blocks * self._shape.block_bytes, parent)
 
     def intact(self, key: bytes, tokens: int) -> bool:
-        """Read a chunk, which is removed if it is damaged."""
+        """Return whether a chunk is intact; a damaged one is removed."""
         start, _ = self._place(key)
         return self.store.read(key, bytearray(len(self._shape.covering(start, tokens)) * self._shape.block_bytes))
 
     def write(self, key: bytes, kv: torch.Tensor, prefix: torch.Tensor) -> None:
-        """Store the KV of a document, or of the system prompt itself, unless it is there. Raises WriteFailedError."""
+        """Store the KV of a document or of the system prompt, unless it is stored. Raises WriteFailedError."""
         start, parent = self._place(key)
         payload = as_blocks(kv.cpu(), start, prefix[:start].cpu(), self._shape)
         cost = self._profile.cost(start, len(kv))

@@ -18,17 +18,18 @@ HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class TextEncoder:
-    """Unit vectors of texts, whose part beyond the model's window is ignored. The model is loaded on first use."""
+    """Unit vectors of texts, truncated to the model's window. The model is loaded on first use."""
 
     def __init__(self, model: str | None = None) -> None:
         self.model = default_model() if model is None else model
         self._encoder: Any = None
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Shape (texts, dimensions). Raises ImportError without sentence-transformers, OSError for the model."""
+        """Return vectors (texts, dimensions). Raises ImportError without sentence-transformers, OSError for the
+        model."""
         if self._encoder is None:
             self._encoder = self._load()
-        # The tokenizer is written in Rust, whose strings hold no lone surrogates.
+        # The tokenizer's Rust strings cannot contain lone surrogates.
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
         vectors: NDArray[np.float32] = self._encoder.encode(
             clean, batch_size=32, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
@@ -46,8 +47,7 @@ class TextEncoder:
             return sentence_transformers.SentenceTransformer(self.model)
         except OSError as error:
             raise OSError(
-                f"cannot load the embedding model {self.model!r} ({error}): name the folder of one that is on this "
-                "machine"
+                f"cannot load the embedding model {self.model!r} ({error}): give the folder of a model on this machine"
             ) from error
         finally:
             if shown:
@@ -55,7 +55,7 @@ class TextEncoder:
 
 
 def default_model() -> str:
-    """The folder of the tests' model if it is installed, else MiniLM's name on the Hub."""
+    """Return the folder of the tests' model if it is installed, else MiniLM's name on the Hub."""
     return packaged_model() or HUB_MODEL
 
 

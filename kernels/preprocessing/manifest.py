@@ -1,4 +1,4 @@
-"""Manifest of a build: its documents, their tokens and neighbours, in its folder."""
+"""Manifest of a build: its documents, their tokens and neighbours."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _CONTENT_BYTES = 32
 _TOKEN_BYTES = 8
 _FLOAT_BYTES = 4
 _MOST_TOKENS = 1 << 31
-# Of a build that has begun; it may have a "recipe", too.
+# Required facts of a begun build; "recipe" is optional.
 _FACTS = {"format": int, "identity": str, "prefix_tokens": int, "token_bytes": int}
 
 
 class BuildError(ValueError):
-    """A build cannot begin or go on; the message says what to change."""
+    """A build cannot begin or continue; the message says what to change."""
 
 
 class ManifestError(BuildError):
@@ -47,8 +47,8 @@ class ManifestError(BuildError):
 
 @dataclass(frozen=True, slots=True)
 class PlannedDocument:
-    """A document, the `content`s (32 bytes) of it and of the `neighbours` in whose sight its KV is computed, and what a
-    choice of neighbours keeps of it (float32)."""
+    """A document, its `content` (32 bytes), the contents of its `neighbours`, and the vector kept to choose neighbours
+    (float32)."""
 
     id: str
     content: bytes
@@ -58,19 +58,18 @@ class PlannedDocument:
 
     @property
     def key(self) -> bytes:
-        """Of its KV, computed behind the neighbours."""
+        """Key of its KV, computed after the neighbours."""
         if not self.neighbours:
             return self.content
         return variant_key(self.content, b"neighbours:" + b"".join(self.neighbours))
 
 
 class Manifest:
-    """Documents in the order in which they are computed, and `facts` (JSON) about the build. A change is on the disk
-    when its method returns, or has not happened.
+    """Documents in the order of computation, and `facts` (JSON) about the build.
 
-    Only its owner can read the file: tokens are as secret as their texts. It may be damaged or another's: what is read
-    of it is checked. `vocabulary`: that of the model which computes its tokens. Raises ManifestError, which quotes
-    nothing of the file.
+    A change is on disk when its method returns, or has not happened. Only the owner can read the file: tokens are as
+    secret as texts. The file may be damaged or another program's, so everything read is checked; tokens must be below
+    `vocabulary`. Raises ManifestError, which quotes nothing of the file.
     """
 
     def __init__(self, folder: Path, *, vocabulary: int = _MOST_TOKENS, read_only: bool = False) -> None:
@@ -84,10 +83,10 @@ class Manifest:
                 self._db = sqlite3.connect(path)
         except (OSError, sqlite3.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else _reason(error)
-            raise ManifestError(f"{folder} has no build that can be read ({reason}): name the folder of one") from None
+            raise ManifestError(f"{folder} has no readable build ({reason}): give the folder of a build") from None
         self._path = path
         with self._reading():
-            # A build that has begun has its tables: one that lacks them is damaged, and not empty.
+            # A begun build has its tables: without them it is damaged, not empty.
             if not read_only and not (self._has_facts() and self.facts):
                 self._db.executescript(_SCHEMA)
             made = self.facts.get("format", _FORMAT)
@@ -97,13 +96,13 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """The manifest of an existing build, to read. Raises ManifestError."""
+        """Open the manifest of an existing build to read. Raises ManifestError."""
         if not (folder / _NAME).is_file():
-            raise ManifestError(f"{folder} has no build: name the folder of one, or make it with `ragorder fuse build`")
+            raise ManifestError(f"{folder} has no build: give the folder of a build, or run `ragorder fuse build`")
         manifest = cls(folder, read_only=True)
         if not manifest.facts:
             manifest.close()
-            raise ManifestError(f"the build in {folder} was ended before it began: build again")
+            raise ManifestError(f"the build in {folder} was interrupted before it began: build again")
         return manifest
 
     def _has_facts(self) -> bool:
@@ -111,11 +110,11 @@ class Manifest:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Empty before `begin`."""
+        """Facts about the build; empty before `begin`."""
         with self._reading():
             rows = self._db.execute("SELECT name, value FROM facts").fetchall()
             if any(not isinstance(each, str) for row in rows for each in row):
-                raise ValueError("a fact is no text")
+                raise ValueError("a fact is not text")
             facts = {name: decode(value.encode("utf-8", "surrogatepass")) for name, value in rows}
             wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
             if facts and (wrong or not isinstance(facts.get("recipe", {}), dict)):
@@ -136,11 +135,11 @@ class Manifest:
         return self._one("id", id)
 
     def with_content(self, content: bytes) -> PlannedDocument | None:
-        """The first document of this content."""
+        """Return the first document of this content, or None."""
         return self._one("content", content)
 
     def contents_only_of(self, ids: Iterable[str]) -> set[bytes]:
-        """The contents of these documents, but for those that others have, too."""
+        """Contents of these documents that no other document has."""
         named = set(ids)
         contents: tuple[set[bytes], set[bytes]] = set(), set()
         for document in self:
@@ -148,7 +147,6 @@ class Manifest:
         return contents[True] - contents[False]
 
     def begin(self, facts: Mapping[str, Any], documents: Iterable[PlannedDocument]) -> None:
-        """A new build in the place of whatever was there."""
         with self._writing():
             self._db.execute("DELETE FROM facts")
             self._db.execute("DELETE FROM documents")
@@ -157,7 +155,7 @@ class Manifest:
             self._put(documents)
 
     def put(self, documents: Iterable[PlannedDocument]) -> None:
-        """Replace documents of these ids, and append the others."""
+        """Replace documents with these ids and append the others."""
         with self._writing():
             self._put(documents)
 
@@ -189,10 +187,10 @@ class Manifest:
             return None if row is None else self._document(row)
 
     def _document(self, row: tuple[Any, ...]) -> PlannedDocument:
-        """Raises ValueError for what no build has written."""
+        """Raises ValueError for a row that no build has written."""
         id, content, tokens, joined, vector = row
         if not (isinstance(id, str) and id):
-            raise ValueError("the id of a document is no text")
+            raise ValueError("the id of a document is not text")
         if not all(isinstance(each, bytes) for each in (content, tokens, joined, b"" if vector is None else vector)):
             raise ValueError("a column of a document has another type")
         if len(content) != _CONTENT_BYTES or len(joined) % _CONTENT_BYTES:
@@ -201,7 +199,7 @@ class Manifest:
             raise ValueError("the tokens or the vector of a document have another length")
         token_ids = array("q", tokens)
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
-            raise ValueError("a document has tokens that the model does not have")
+            raise ValueError("a document has tokens outside the model's vocabulary")
         neighbours = tuple(joined[start : start + _CONTENT_BYTES] for start in range(0, len(joined), _CONTENT_BYTES))
         return PlannedDocument(id, content, token_ids, neighbours, vector)
 
@@ -226,5 +224,5 @@ class Manifest:
 def _reason(error: Exception) -> str:
     """Without SQLite's words, which may quote a column."""
     if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorname", None) or "a column is no text in UTF-8"
+        return getattr(error, "sqlite_errorname", None) or "a column is not UTF-8 text"
     return "a text is not Unicode" if isinstance(error, UnicodeError) else str(error)

@@ -1,4 +1,4 @@
-"""Choice of the documents in whose sight each one is computed."""
+"""Plan of each document's neighbours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SourceDocument(NamedTuple):
 
 
 class Planner:
-    """Plans documents: at most `count` neighbours, which fit into `most_tokens` together with the document. `content`
-    gives a document's content by its tokens."""
+    """Plans documents with at most `count` neighbours each, which fit into `most_tokens` together with the document.
+    `content` maps a document's tokens to its content."""
 
     def __init__(
         self, neighbours: Neighbours, count: int, most_tokens: int, content: Callable[[Sequence[int]], bytes]
@@ -36,9 +36,10 @@ class Planner:
         self._content = content
 
     def read(self, documents: Sequence[SourceDocument]) -> list[PlannedDocument]:
-        """Documents without neighbours yet. Raises BuildError for two with one id, empty ones and too long ones."""
+        """Return the documents without neighbours. Raises BuildError for duplicate ids, and for empty or too long
+        documents."""
         counts = Counter(document.id for document in documents)
-        _refuse((id for id, count in counts.items() if count > 1), "occurs twice: give every document an id of its own")
+        _refuse((id for id, count in counts.items() if count > 1), "occurs twice: give every document its own id")
         _refuse((each.id for each in documents if not len(each.token_ids)), "has no tokens: leave it out")
         _refuse(
             (each.id for each in documents if len(each.token_ids) > self._most_tokens),
@@ -53,11 +54,11 @@ class Planner:
         ]
 
     def choose(self, documents: Sequence[PlannedDocument]) -> list[PlannedDocument]:
-        """The documents with their neighbours among all. Raises as `Neighbours.nearest`."""
+        """Return the documents with neighbours chosen among all of them. Raises as `Neighbours.nearest`."""
         nearest = self._neighbours.nearest([each.id for each in documents], _vectors(documents), self._count)
         chosen: dict[bytes, tuple[bytes, ...]] = {}
         for document, places in zip(documents, nearest, strict=True):
-            # Documents of the same tokens have one KV.
+            # Documents with the same tokens share their KV.
             if document.content not in chosen:
                 chosen[document.content] = self._fitting(document, [documents[place] for place in places])
         return [replace(document, neighbours=chosen[document.content]) for document in documents]
@@ -77,7 +78,7 @@ def _vectors(documents: Sequence[PlannedDocument]) -> np.ndarray[tuple[int, int]
     if all(vector is None for vector in vectors):
         return None
     if len({len(vector or b"") for vector in vectors}) > 1:
-        raise BuildError("documents have vectors of different models: build again, or keep to one choice of neighbours")
+        raise BuildError("documents have vectors of different models: build again, with one choice of neighbours")
     return np.stack([np.frombuffer(vector or b"", dtype=np.float32) for vector in vectors])
 
 

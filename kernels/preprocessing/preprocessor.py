@@ -1,4 +1,4 @@
-"""Prefill of documents behind a system prompt, alone or behind others."""
+"""Prefill of documents after a system prompt and neighbours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Prefill", "Preprocessor", "check_numbers"]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A document, and the KV of those in front of it, the most similar first."""
+    """A document, and its neighbours' KV, most similar first."""
 
     token_ids: Sequence[int]
     neighbours: Sequence[torch.Tensor] = ()
@@ -32,22 +32,22 @@ class Prefill:
 
 
 class Preprocessor:
-    """KV of documents as though they stood directly behind the system prompt (FusionRAG, Eq. 5 and 10).
+    """KV of documents as if directly after the system prompt (FusionRAG, Eq. 5 and 10).
 
-    KV is (tokens, layers, 2, KV heads, head_dim) on the model's device. A document is computed behind the system prompt
-    and its neighbours, whose keys are rotated to where they stand; then its own keys are rotated back.
-    `workspace_tokens` bound what is computed together, system prompts and neighbours included. `model` is not used by
-    others meanwhile.
+    KV is (tokens, layers, 2, KV heads, head_dim) on the model's device. A document is computed after the system prompt
+    and its neighbours, whose keys are rotated to their positions; then its own keys are rotated back.
+    `workspace_tokens` limit what is computed together, with system prompts and neighbours. Nothing else may use `model`
+    meanwhile.
 
-    Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for an empty system prompt or one
-    that leaves no room.
+    Raises UnsupportedModelError for models whose keys cannot be rotated, ValueError for a system prompt that is empty
+    or leaves no room.
     """
 
     def __init__(
         self, model: PatchedModel, prefix: Sequence[int], *, workspace_tokens: int, max_batch_tokens: int = 8192
     ) -> None:
         if not prefix:
-            raise ValueError("documents are computed after a system prompt, which has no token: give one")
+            raise ValueError("the system prompt is empty: give one")
         blocks = workspace_tokens // model.shape.block_size
         self._model = model
         check_fusion(model.model)
@@ -59,19 +59,21 @@ class Preprocessor:
         self.longest = min(blocks * model.shape.block_size, model.longest or blocks * model.shape.block_size)
         self.workspace_tokens = blocks * model.shape.block_size
         if len(prefix) >= self.longest:
-            raise ValueError(f"the system prompt has {len(prefix)} tokens, and {self.longest} fit in all: shorten it")
+            raise ValueError(
+                f"the system prompt has {len(prefix)} tokens, but only {self.longest} fit in total: shorten it"
+            )
         self.prefix: torch.Tensor = torch.empty(0)
         self._prefix_tokens = 0
         (self.prefix,) = self.compute([Prefill(prefix)])
         self._prefix_tokens = len(prefix)
 
     def room(self, prefill_tokens: int, context_tokens: int) -> int:
-        """Tokens of the workspace that a document takes behind neighbours of `context_tokens`."""
+        """Workspace tokens of a document after neighbours of `context_tokens`."""
         size = self._model.shape.block_size
         return -(-(self._prefix_tokens + context_tokens + prefill_tokens) // size) * size
 
     def compute(self, prefills: Sequence[Prefill]) -> list[torch.Tensor]:
-        """The KV of each. Raises ValueError if they do not fit together."""
+        """Return the documents' KV. Raises ValueError if they do not fit together."""
         with torch.inference_mode():
             placed = self._place(prefills)
             for pieces in self._steps(placed):
@@ -130,7 +132,7 @@ class Preprocessor:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """New tokens behind the `start` ones in the workspace's `blocks`."""
+    """New tokens after the first `start` tokens in the workspace's `blocks`."""
 
     token_ids: Sequence[int]
     start: int
@@ -138,9 +140,9 @@ class _Placed:
 
 
 def check_numbers(what: str, kv: torch.Tensor) -> None:
-    """Raises BuildError: such KV would fail every request for as long as it is kept."""
+    """Raises BuildError for NaN or inf: such KV would fail every request that uses it."""
     if not bool(kv.isfinite().all()):
         raise BuildError(
-            f"the KV of {what} is not all numbers (overflow, or bad weights): build with another dtype, in another "
+            f"the KV of {what} contains NaN or inf (overflow, or bad weights): build with another dtype in another "
             "folder, or leave it out"
         )

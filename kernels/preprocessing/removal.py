@@ -1,4 +1,4 @@
-"""Removal of documents from a build. Needs no model."""
+"""Removal of documents from a build, without a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ __all__ = ["drop_copies", "remove_documents"]
 
 
 def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) -> None:
-    """Remove documents and their KV, but for what others of the same tokens need. Raises BuildError for unknown ids,
-    changing nothing, and for files that cannot be removed."""
+    """Remove documents, and their KV unless others with the same tokens need it.
+
+    Raises BuildError for unknown ids, changing nothing, and for files that cannot be removed.
+    """
     names = list(dict.fromkeys(ids))
     for name in names:
         if manifest.find(name) is None:
@@ -23,7 +25,7 @@ def remove_documents(manifest: Manifest, store: ChunkStore, ids: Iterable[str]) 
 
 
 def drop_copies(store: ChunkStore, contents: Container[bytes]) -> None:
-    """Remove whatever was computed of these contents. Raises BuildError for files that cannot be removed."""
+    """Remove all KV of these contents. Raises BuildError for files that cannot be removed."""
     for key in store:
         if variant_content(key) in contents and not store.remove(key):
             raise BuildError("a file of the build cannot be removed: make its folder writable, and try again")

@@ -13,9 +13,9 @@ class PreprocessingSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     neighbours: int = Field(
-        default=10, ge=0, description="Similar documents in whose sight each is computed; 0: the system prompt alone."
+        default=10, ge=0, description="Similar documents to compute each document after; 0: only the system prompt."
     )
     batch_documents: int = Field(default=10, ge=1, description="Documents computed together.")
     host_bytes: int = Field(
-        default=1 << 30, ge=0, description="Host memory for neighbours' KV; beyond it is recomputed."
+        default=1 << 30, ge=0, description="Host memory for neighbours' KV; further KV is recomputed."
     )

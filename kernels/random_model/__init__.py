@@ -1,4 +1,4 @@
-"""A language model with random weights, made on the spot: to try an engine, or time it, without a download."""
+"""Language model with random weights, for engines without a download."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["has_fast_bfloat16", "make_model", "random_model", "standard_texts"]
 
 
 def random_model(texts: Iterable[str] | None = None) -> Path:
-    """The folder of a model and its tokenizer, trained on the standard library's documentation (`texts`, if they are at
-    hand), in the user's cache.
+    """Return the folder, in the user's cache, of a random model and its tokenizer, trained on `texts` (the standard
+    library's documentation by default).
 
-    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install."""
+    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install.
+    """
     with needs("torch", "making a model"):
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     folder = cache_folder() / f"random-{layers}x{hidden_size}"
@@ -26,7 +27,7 @@ def random_model(texts: Iterable[str] | None = None) -> Path:
 
 
 def has_fast_bfloat16() -> bool:
-    """On a GPU, or a CPU with instructions for it. Needs torch."""
+    """Return whether there is a GPU, or a CPU with bfloat16 instructions. Needs torch."""
     import torch
 
     cpu = torch.cpu
@@ -34,6 +35,5 @@ def has_fast_bfloat16() -> bool:
 
 
 def standard_texts() -> list[str]:
-    """The documentation of Python's standard library, in parts."""
     modules = {module: read_entries(module, path) for module, path in library_modules().items()}
     return [chunk.text for module, entries in modules.items() for chunk in chunks_of(module, entries)]

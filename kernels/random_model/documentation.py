@@ -1,4 +1,4 @@
-"""Documentation of Python's standard library: a text on every machine."""
+"""Documentation of Python's standard library, available on every machine."""
 
 from __future__ import annotations
 
@@ -46,12 +46,11 @@ class Chunk(NamedTuple):
 
 
 def library_modules() -> dict[str, Path]:
-    """Sources by name of module; none without the library's .py files."""
+    """Return source paths by module name; empty without the library's .py files."""
     return dict(_modules(Path(sysconfig.get_path("stdlib")), ""))
 
 
 def read_entries(module: str, path: Path) -> list[Entry]:
-    """A module's docstrings with signatures, read from its source."""
     return list(_entries(module, path))
 
 
@@ -132,7 +131,7 @@ def _parameters(node: _Function) -> list[str]:
 
 
 def chunks_of(module: str, entries: Iterable[Entry]) -> Iterator[Chunk]:
-    """Neighbouring entries packed; a long one is cut at its paragraphs."""
+    """Pack neighbouring entries into chunks; a long entry is split at its paragraphs."""
     counts: dict[str, int] = {}
     batch: list[tuple[Entry, str]] = []
     size = 0
@@ -158,7 +157,6 @@ def chunks_of(module: str, entries: Iterable[Entry]) -> Iterator[Chunk]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Text cut at blank lines; a long paragraph at line ends."""
     pieces = [""]
     for paragraph in re.split(r"\n\s*\n", text):
         separator = "\n\n"

@@ -1,4 +1,4 @@
-"""A random-weight Qwen2 and its tokenizer, for timing an engine where no weights can be downloaded."""
+"""A random-weight Qwen2 and its tokenizer, for timing engines."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ def make_model(
     seed: int = 0,
     max_position_embeddings: int = 32768,
 ) -> Path:
-    """Write a bf16 Qwen2 with random weights, and a byte-level BPE tokenizer trained on `texts`, and return `folder`.
+    """Write a bf16 Qwen2 with random weights and a byte-level BPE tokenizer trained on `texts`. Return `folder`.
 
-    Deterministic. An equal model in the folder is kept, another one made here is replaced. Raises ValueError for
-    impossible sizes, FileExistsError for foreign files in the folder, ImportError."""
+    Deterministic. An equal model in the folder is kept; another one made here is replaced. Raises ValueError for
+    impossible sizes, FileExistsError for foreign files in the folder, ImportError.
+    """
     heads, kv_heads, head_dim = _heads(hidden_size)
     if layers < 1:
-        raise ValueError(f"layers is {layers}; a model needs 1 or more")
+        raise ValueError(f"layers is {layers}: give 1 or more")
     if vocab_size < _SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size is {vocab_size}; bytes and special tokens alone need {_SMALLEST_VOCABULARY}")
+        raise ValueError(
+            f"vocab_size is {vocab_size}: give {_SMALLEST_VOCABULARY} or more, for bytes and special tokens"
+        )
     texts = list(texts)
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -60,7 +63,7 @@ def make_model(
     if _fingerprint_of(folder) == fingerprint:
         return folder
     if folder.exists() and any(folder.iterdir()) and not (folder / _FINGERPRINT).exists():
-        raise FileExistsError(f"{folder} holds files that were not made here: name another folder or empty it")
+        raise FileExistsError(f"{folder} has files that were not made here: give another folder or empty it")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -78,7 +81,7 @@ def make_model(
 def _heads(hidden_size: int) -> tuple[int, int, int]:
     head_dim = 128 if hidden_size % 128 == 0 and hidden_size >= 1024 else 64
     if hidden_size < 64 or hidden_size % head_dim:
-        raise ValueError(f"hidden_size is {hidden_size}; use a multiple of 64, 64 or more")
+        raise ValueError(f"hidden_size is {hidden_size}: give a multiple of 64")
     heads = hidden_size // head_dim
     return heads, 2 if heads % 2 == 0 else 1, head_dim
 

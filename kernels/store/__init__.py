@@ -1,4 +1,4 @@
-"""Chunk stores: bytes by key in a bounded folder, kept over restarts."""
+"""Chunk store: bytes by key in a bounded folder, kept over restarts."""
 
 from ragorder.extras import install_hint
 

@@ -9,8 +9,8 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Opens for `first_seconds` after `failures` failures in a row, then after each further one for twice as long, up
-    to `longest_seconds`; a success resets it. Not thread-safe."""
+    """Opens for `first_seconds` after `failures` consecutive failures, then twice as long after each further one, up to
+    `longest_seconds`. A success resets it. Not thread-safe."""
 
     def __init__(
         self,
@@ -28,7 +28,6 @@ class CircuitBreaker:
 
     @property
     def open(self) -> bool:
-        """Whether to attempt nothing now."""
         return self._in_a_row >= self._failures and self._clock() < self._until
 
     @property
@@ -37,7 +36,7 @@ class CircuitBreaker:
         return self._in_a_row == 0 or self._in_a_row >= self._failures
 
     def failed(self) -> float:
-        """The seconds for which this failure opens the breaker, or 0."""
+        """Return the seconds for which this failure opens the breaker, or 0."""
         if self.open:
             return 0.0
         self._in_a_row += 1
@@ -49,7 +48,7 @@ class CircuitBreaker:
         return seconds
 
     def succeeded(self) -> bool:
-        """Whether the breaker had opened."""
+        """Return whether the breaker had opened."""
         reset = self._in_a_row >= self._failures
         self._in_a_row = 0
         self._next_seconds = self._first_seconds

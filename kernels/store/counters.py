@@ -10,11 +10,12 @@ __all__ = ["StoreCounters"]
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Chunks since the opening, when `restored` were found.
+    """Chunks since the store was opened with `restored` chunks.
 
-    Refused chunks leave the store: `identity` (another model's; files stay), `checksum`, `truncated`, `format` (another
-    version), `foreign` (another chunk), `missing` (no file), `size` (of the buffer). `refused_room`: without room;
-    `skipped_writes`: during `pauses`. Failures count system errors by name (ENOSPC…).
+    A refused chunk leaves the store: `identity` (another model's; the file stays), `checksum`, `truncated`, `format`
+    (another version), `foreign` (another chunk), `missing` (no file) or `size` (unlike the buffer's). `refused_room`
+    counts writes that did not fit, `skipped_writes` writes during `pauses`. Failures are counted by the system error's
+    name (ENOSPC…).
     """
 
     restored: int = 0
@@ -46,7 +47,7 @@ class StoreCounters:
         _count(self.failed_writes, error)
 
     def refusals(self) -> dict[str, int]:
-        """What was not stored or returned, by reason, while others count."""
+        """Return counts of chunks not stored or returned, by reason. Other threads may count meanwhile."""
         found = {
             "identity": self.refused_identity,
             "checksum": self.refused_checksum,

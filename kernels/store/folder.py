@@ -1,4 +1,4 @@
-"""Folder of a store: lock, identity note, and the files of chunks."""
+"""Folder of a store: lock, identity note and chunk files."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class StoreRefusedError(Exception):
 class ChunkFolder:
     """An open folder and its lock (flock: it ends with the process). A second opener is refused after `patience_s`.
 
-    Files are the owner's only (0700, 0600), reached through the open folder: nothing is written to a replaced one.
-    Raises StoreRefusedError; reads and writes raise OSError.
+    Only the owner can read the files (0700, 0600). Access goes through the open folder: a later folder at its path is
+    never written to. Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class ChunkFolder:
             os.close(self._descriptors.pop())
 
     def size_on_disk(self, file_bytes: int) -> int:
-        # Bytes that a file takes: whole blocks of the file system.
+        # Files take whole blocks of the file system.
         return -(-file_bytes // self._block_bytes) * self._block_bytes
 
     def names(self) -> Iterator[tuple[ChunkName, bool]]:
@@ -90,24 +90,24 @@ class ChunkFolder:
                 os.close(descriptor)
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
-        """Fill the buffers; the number of bytes, and the file's status."""
-        # Non-blocking: a pipe in the file's place must not be waited for.
+        """Fill the buffers. Return the number of bytes, and the file's status."""
+        # Non-blocking, so that a pipe at this path does not block.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
             filled = 0
             left: Sequence[memoryview] = buffers
             while left and (count := os.readv(descriptor, left)):
                 filled += count
-                left = _behind(left, count)
+                left = _after(left, count)
             return filled, os.fstat(descriptor)
         finally:
             os.close(descriptor)
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
-        """Rename from a temporary name: final names are whole files only."""
+        """Write by renaming a temporary file: final names are complete files."""
         # No fsync, which would cost more than most chunks are worth. A chunk may be lost, as it can be computed again,
-        # but must not be wrong, which readers verify. A killed process loses nothing, as the kernel has the bytes; a
-        # power cut may leave files that are whole by name and not by content: they are refused when they are found.
+        # but must not be wrong: readers verify it. A killed process loses nothing, as the kernel has the bytes. A power
+        # cut may leave files with a final name and incomplete contents, which readers refuse.
         temporary = name.temporary.path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
         try:
@@ -119,13 +119,13 @@ class ChunkFolder:
         try:
             left: Sequence[memoryview] = [memoryview(buffer) for buffer in buffers]
             while left:
-                left = _behind(left, os.writev(descriptor, left))
+                left = _after(left, os.writev(descriptor, left))
         finally:
             os.close(descriptor)
         os.rename(temporary, name.path, src_dir_fd=self._chunks, dst_dir_fd=self._chunks)
 
     def remove(self, name: ChunkName) -> bool:
-        """Whether the file is gone now."""
+        """Return whether the file is gone."""
         try:
             os.unlink(name.path, dir_fd=self._chunks)
         except FileNotFoundError:
@@ -155,18 +155,21 @@ class ChunkFolder:
         while not _locked(lock):
             if time.monotonic() >= deadline:
                 holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
-                raise StoreRefusedError("locked", f"no store in {self.path}: process {holder or '?'} uses it")
+                raise StoreRefusedError(
+                    "locked",
+                    f"no store in {self.path}: process {holder or '?'} uses it: use another folder",
+                )
             time.sleep(0.02)
-        # The file may have been replaced between opening and locking: then the lock is not on the one at the path.
+        # The file may have been replaced between opening and locking; the lock is then on another file.
         if not os.path.samestat(os.fstat(lock), os.stat(LOCK, dir_fd=root, follow_symlinks=False)):
             raise StoreRefusedError("locked", f"no store in {self.path}: its lock file was replaced just now")
-        # The process id is for messages only.
+        # The process id is only used in messages.
         with suppress(OSError):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_identity(self, root: int) -> None:
-        # The note identifies the folder; every chunk has the identity too, so that a lost note does no harm.
+        # The note identifies the folder. Every chunk has the identity too, so that a lost note does no harm.
         found = read_identity(root)
         ours = {"format": VERSION, "identity": self.identity.hex()}
         if found is None:
@@ -179,13 +182,14 @@ class ChunkFolder:
             os.rename(f"{IDENTITY}.tmp", IDENTITY, src_dir_fd=root, dst_dir_fd=root)
         elif found.get("format") != VERSION:
             raise StoreRefusedError(
-                "format", f"no store in {self.path}: its chunks have another format version: empty it or use another"
+                "format",
+                f"no store in {self.path}: its chunks have another format version: empty it or use another folder",
             )
         elif found != ours:
             raise StoreRefusedError(
                 "identity",
                 f"no store in {self.path}: it holds chunks of another model, or of the same one set up differently: "
-                "empty it or use another",
+                "empty it or use another folder",
             )
 
 
@@ -211,7 +215,7 @@ def read_identity(root: int) -> dict[str, object] | None:
     return note if isinstance(note, dict) and {"format", "identity"} <= note.keys() else None
 
 
-def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     left = list(buffers)
     while left and count >= len(left[0]):
         count -= len(left.pop(0))

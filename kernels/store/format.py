@@ -64,7 +64,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 
 class Header(NamedTuple):
-    """`cost`: seconds per new token (0: unknown); `identity` is a digest."""
+    """`cost` is seconds per new token (0 if unknown); `identity` is a digest."""
 
     key: bytes
     parent: bytes | None
@@ -113,7 +113,7 @@ class Header(NamedTuple):
 
 
 class ChunkName(NamedTuple):
-    """`digest` is the key's, hexadecimal; `finished`: not a temporary file."""
+    """`digest` is the key's, in hexadecimal. A name that is not `finished` is a temporary file's."""
 
     digest: str
     serial: int
@@ -134,7 +134,7 @@ class ChunkName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Below the chunks' folder."""
+        """Relative to the chunks' folder."""
         return f"{self.subfolder}/{self.digest}.{self.serial:016x}.{'kv' if self.finished else 'tmp'}"
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["digest_in_pieces", "digest_threads"]
 
 _PIECE_BYTES = 1 << 22
-# Beyond these the memory is the limit, not the processor.
+# With more threads, memory is the bottleneck.
 _MOST_THREADS = 16
 
 
@@ -21,10 +21,9 @@ def digest_threads() -> ThreadPoolExecutor:
 
 
 def digest_in_pieces(read: Callable[[int, int], Any], size: int, threads: Executor) -> str:
-    """Hexadecimal SHA-256 over the size and the SHA-256 of each piece, as `read(start, end)` returns them on any
-    thread."""
+    """Return a hexadecimal SHA-256 over the size and each piece's SHA-256. Any thread calls `read(start, end)`."""
 
-    # Processors have instructions for it: 1.1 GB/s a thread, BLAKE2b 0.9 (measured, Xeon).
+    # Processors have instructions for SHA-256: 1.1 GB/s per thread, BLAKE2b 0.9 (measured, Xeon).
     def piece(start: int) -> bytes:
         return sha256(read(start, min(start + _PIECE_BYTES, size))).digest()
 

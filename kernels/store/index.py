@@ -1,4 +1,4 @@
-"""Index of a store: chunks by key, sizes, and the replacement tier."""
+"""Index of a store: chunks by key, sizes and the replacement tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ChunkIndex", "StoredChunk"]
 
 
 class StoredChunk:
-    """A readable chunk: its file, sizes, and write time (epoch seconds)."""
+    """A readable chunk: its file, sizes and write time (epoch seconds)."""
 
     __slots__ = ("bytes_on_disk", "header_bytes", "name", "payload_bytes", "written")
 
@@ -25,7 +25,7 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first. `other_bytes`: files being written, removed, or unusable."""
+    """Chunks by key, oldest write first. `other_bytes` are of files being written, being removed, or unusable."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -46,7 +46,7 @@ class ChunkIndex:
         self.tier.insert(key, chunk.bytes_on_disk, parent, known=known)
 
     def insert(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
-        # Insert a chunk whose room `make_room` has reserved.
+        # Insert a chunk after `make_room` has reserved its room.
         self.other_bytes -= chunk.bytes_on_disk
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent)
@@ -63,8 +63,10 @@ class ChunkIndex:
         return {key: cast("bytes | None", node.parent) for key, node in nodes if node is not None}
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict for a new file; None, evicting nothing, if that does not suffice. Remove the files before writing:
-        `other_bytes` grows by the larger."""
+        """Evict for a new file, or return None, evicting nothing, if that is not enough.
+
+        `other_bytes` grows by the larger size: remove the evicted files before writing.
+        """
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes
@@ -76,7 +78,7 @@ class ChunkIndex:
         return evicted
 
     def evict(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk]:
-        """At least that much, or nothing. The files count in `other_bytes` until removed."""
+        """Evict at least `bytes_on_disk`, or nothing. Files count in `other_bytes` until removed."""
         evicted = {key: self.chunks.pop(key) for key in self._evict(bytes_on_disk, protected) or ()}
         self.other_bytes += sum(chunk.bytes_on_disk for chunk in evicted.values())
         return evicted

@@ -1,4 +1,4 @@
-"""Reading of a store's folder, at the opening and from outside."""
+"""Reading of a store's folder, by the store and by other processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "stored_bytes", "sur
 
 
 class FoundChunk(NamedTuple):
-    """A chunk's file, header, length, and write time (epoch seconds)."""
+    """A chunk's file, header, length and write time (epoch seconds)."""
 
     name: ChunkName
     header: Header
@@ -26,7 +26,7 @@ class FoundChunk(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """This store's `chunks`, oldest first; bytes `occupied` by unusable files; the next `serial`."""
+    """This store's `chunks`, oldest first, bytes `occupied` by unusable files, and the next `serial`."""
 
     chunks: list[FoundChunk]
     occupied: int
@@ -34,8 +34,7 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers, not payloads. Unfinished and unusable files are removed, other models' stay; the latter two are
-    counted."""
+    """Read all headers, no payloads. Remove unfinished and unusable files, keep other models'; count the latter two."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
@@ -84,7 +83,7 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Bytes on disk, unfinished files, write times (epoch seconds), and the owning process ("?": unnamed)."""
+    """Bytes on disk, unfinished files, write times (epoch seconds), and the owning process ("?" if unknown)."""
 
     chunks: int
     bytes: int
@@ -96,7 +95,7 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey | None:
-    """By names and sizes, changing nothing; None for other folders. Raises OSError."""
+    """Survey names and sizes, changing nothing. Return None for other folders. Raises OSError."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)
@@ -120,7 +119,7 @@ def survey(folder: Path) -> Survey | None:
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:
-    """Bytes on disk of whole chunks, by `ChunkName.digest`; by names and sizes, changing nothing. Raises OSError."""
+    """Return bytes on disk of complete chunks, by `ChunkName.digest`, changing nothing. Raises OSError."""
     return {name.digest: status.st_blocks * 512 for name, status in _files(folder) if name.finished}
 
 

@@ -32,13 +32,13 @@ class ChunkStore:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    Under one `identity` equal keys mean equal bytes; others are refused. The store survives the process, however that
-    ends: whole files are found by their headers, as used once. Every read verifies header, key, identity and payload.
-    One process has the folder; another waits up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes; chunks of others are refused. The store survives the process, even
+    a killed one: complete files are found by their headers, and count as used once. Reads verify header, key, identity
+    and payload. One process can open the folder; another waits up to `patience_s`.
 
-    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first;
-    where others fill the disk, older chunks make room; after failures writing pauses (`CircuitBreaker`). Unreadable
-    chunks leave the store; `removed` gets departed keys on any thread.
+    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first.
+    If other programs fill the disk, older chunks are evicted; after failures writing pauses (`CircuitBreaker`).
+    Unreadable chunks are removed. `removed` gets evicted and removed keys, on any thread.
 
     Raises StoreRefusedError, and ValueError for invalid settings.
     """
@@ -97,7 +97,7 @@ class ChunkStore:
 
     @property
     def oldest_written(self) -> float | None:
-        """Epoch seconds; None in an empty store."""
+        """Epoch seconds, or None if the store is empty."""
         with self._lock:
             return next((chunk.written for chunk in self._index.chunks.values()), None)
 
@@ -138,10 +138,12 @@ class ChunkStore:
         expected: Mapping[bytes, float] = NO_FORECAST,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy, evicting none in `protected`; whether the store has it now. `cost`: seconds per new token;
-        `expected`: as for `use`. Raises ValueError for invalid keys or costs."""
+        """Store a copy, evicting no `protected` key. Return whether the store has it now.
+
+        `cost` is seconds per new token; `expected` is as in `use`. Raises ValueError for invalid keys or costs.
+        """
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
-            raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes")
+            raise ValueError(f"keys and parents must have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
         if parent == key:
@@ -162,12 +164,12 @@ class ChunkStore:
                 self._index.tier.use(path, cost=cost, computed=computed, expected=expected)
 
     def bytes_on_disk(self, key: bytes, payload_bytes: int, parent: bytes | None = None) -> int:
-        """What a chunk takes of the capacity."""
+        """Return a chunk's share of the capacity."""
         header = Header(key, parent, payload_bytes, 0.0, self._folder.identity, b"")
         return self._folder.size_on_disk(header.file_bytes)
 
     def remove(self, key: bytes) -> bool:
-        """Whether the chunk is gone now, its file included."""
+        """Return whether the chunk is gone, with its file."""
         with self._lock:
             if key not in self._index.chunks:
                 return True
@@ -176,12 +178,11 @@ class ChunkStore:
         return self._remove_files([chunk])
 
     def parents(self) -> dict[bytes, bytes | None]:
-        """The parent of each chunk."""
         with self._lock:
             return self._index.parents()
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Do not evict these, present or not, until unpinned as often."""
+        """Protect keys, present or not, until each `pin` has its `unpin`."""
         with self._lock:
             self._index.pin(keys)
 
@@ -190,7 +191,7 @@ class ChunkStore:
             self._index.unpin(keys)
 
     def close(self) -> None:
-        """Wait for reads and writes, and release the folder. The store is empty from then on."""
+        """Wait for reads and writes, and release the folder. Afterwards the store is empty."""
         with self._lock:
             self._closed = True
             self._idle.wait_for(lambda: not self._busy)
@@ -230,7 +231,7 @@ class ChunkStore:
                 self.counters.hits += 1
                 return False
             if self._index.chunks.get(key) is not chunk:
-                # It was evicted, and maybe rewritten, while this thread read.
+                # The chunk was evicted, and maybe rewritten, while this thread read it.
                 self.counters.misses += 1
                 return False
             if isinstance(failed, BadHeaderError):
@@ -307,7 +308,8 @@ class ChunkStore:
             raise OSError(errno.EIO, "the file of an evicted chunk cannot be removed")
 
     def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
-        # Write a file, on a full disk in the place of older chunks. Raises OSError; a partial file that stays counts.
+        # Write a file, evicting older chunks if the disk is full. Raises OSError; a partial file that cannot be removed
+        # counts.
         try:
             self._put_once(name, header, payload)
         except OSError as error:
@@ -325,8 +327,8 @@ class ChunkStore:
             raise
 
     def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
-        # Evict below the capacity. Where that did not help the last time, other programs take what comes free, so it is
-        # tried once after each pause.
+        # Evict although the capacity is not reached. If this did not help last time, other programs take the freed
+        # space, so it is tried once after each pause.
         with self._lock:
             evicted = self._index.evict(size, protected) if self._breaker.probing else {}
             self.counters.evicted += len(evicted)
@@ -349,7 +351,7 @@ class ChunkStore:
         if seconds:
             self.counters.pauses += 1
             why = failed.strerror or failed
-            self._logger.warning("%s: %s: nothing is written for %g s", self._folder.path, why, seconds)
+            self._logger.warning("%s: %s: writing pauses for %g s", self._folder.path, why, seconds)
 
     def _remove_files(self, chunks: Iterable[StoredChunk]) -> bool:
         outcomes = [(chunk.bytes_on_disk, self._folder.remove(chunk.name)) for chunk in chunks]

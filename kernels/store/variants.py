@@ -1,4 +1,4 @@
-"""Keys of a document's KV that was computed otherwise than directly behind its prefix."""
+"""Keys of a document's KV computed after other documents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _HOW_BYTES = 16
 
 
 def variant_key(content: bytes, how: bytes) -> bytes:
-    """The key of a copy of `content` (a document's key directly behind its prefix) made as `how` says. It is on no
-    prompt's path."""
+    """Return the key of a copy of `content` made as `how` says, which is on no prompt's path.
+
+    `content` is the document's key directly after its prefix.
+    """
     return content + blake2b(how, digest_size=_HOW_BYTES).digest()
 
 
@@ -21,5 +23,5 @@ def is_variant(key: bytes) -> bool:
 
 
 def variant_content(key: bytes) -> bytes:
-    """The content of a variant; of a node directly behind its prefix the key itself."""
+    """Return a variant's content; other keys are their own."""
     return key[:_CONTENT_BYTES]

@@ -1000,7 +1000,7 @@ class TestWorker:
         self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = load()
-        monkeypatch.setattr(worker.engine._relief, "hold", lambda tokens: False)
+        monkeypatch.setattr(worker.engine._memory, "fit", lambda tokens: False)
         monkeypatch.setattr(worker.engine, "device_tokens", 1)
         async with reaching(make_engine_app(worker)) as client:
             response = await client.post(COMPLETIONS, json={"prompt": "a"})
@@ -1930,7 +1930,7 @@ class TestOptions:
             (None, ["--profile-budget", "0"], "0 is too short: give more than 0s"),
             (["--upstream", "http://x"], ["--profile", "none"], "--profile requires --engine torch"),
             (None, ["--block-size", "2000"], "--block-size"),
-            (None, ["--max-model-len", "99999"], "is exact up to 2048 tokens"),
+            (None, ["--max-model-len", "99999"], "is exact only up to 2048 tokens"),
             (None, ["--document-template", "{id}"], "--document-template must contain {text}"),
             (None, ["--host", "no.such.host.invalid"], "no.such.host.invalid"),
             (["--engine", "torch", "--model", "/does/not/exist"], [], "there is no folder /does/not/exist: give the"),

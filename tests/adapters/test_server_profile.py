@@ -216,7 +216,7 @@ class TestAwaited:
         awaited = AwaitedProfile(KEY, cache, lambda: float(next(ticks)))
         for _ in range(3):
             assert awaited.cost(0, 10) == LINEAR.cost(0, 10)
-        assert caplog.text.count("the profile is not used") == 1
+        assert caplog.text.count("the profile is ignored") == 1
         cache.keep(KEY, PROFILE)
         assert awaited.cost(0, 10) == PROFILE.cost(0, 10)
 

@@ -594,7 +594,7 @@ class TestOrderRefuses:
     )
     @pytest.mark.parametrize(
         ("name", "said"),
-        [("tier_policy", "--tier-policy: replacement policy must be one of"), ("profile", "name a profile that can")],
+        [("tier_policy", "--tier-policy: replacement policy must be one of"), ("profile", "give a readable profile")],
     )
     def test_a_setting_in_the_environment_that_the_orderer_refuses(
         self, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], name: str, said: str

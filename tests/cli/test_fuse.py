@@ -153,7 +153,7 @@ def test_a_disk_that_is_too_small_is_said_with_the_size_needed(
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4096, f_frsize=1))
     said = " ".join(refusal("build", corpus, *options).split())
-    assert "has 4,096 bytes free, and the KV of 4 documents" in said and "make room" in said
+    assert "has 4,096 bytes free, but the KV of 4 documents" in said and "make room" in said
 
 
 def test_a_server_with_less_disk_than_the_build_takes_does_not_start(
@@ -174,7 +174,7 @@ def test_a_server_with_less_disk_than_the_build_takes_does_not_start(
 
 def test_what_is_no_build_or_another_models_is_said(corpus: Path, options: list[Any], tmp_path: Path) -> None:
     for command in (["stats", tmp_path], ["remove", tmp_path, "a"], ["add", tmp_path, corpus]):
-        assert "has no build: name the folder of one" in refusal(*command)
+        assert "has no build: give the folder of a build" in refusal(*command)
     assert fuse("build", corpus, *options).exit_code == 0
     said = refusal("build", corpus, *options, "--resume", "--dtype", "float32")
     assert "another model, or of the same one set up differently" in said
@@ -229,7 +229,7 @@ class TestADamagedManifest:
     def test_with_tokens_that_the_model_does_not_have_is_given_to_no_model(self, built: Path, tmp_path: Path) -> None:
         kv = self.damaged(built, tmp_path, "UPDATE documents SET tokens = x'FFFFFF7F00000000'")
         more = write(tmp_path / "more.jsonl", [{"id": "new", "text": "Some new words."}])
-        assert "a document has tokens that the model does not have" in refusal("add", kv, more)
+        assert "a document has tokens outside the model's vocabulary" in refusal("add", kv, more)
 
 
 @pytest.mark.parametrize(

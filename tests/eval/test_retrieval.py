@@ -141,7 +141,7 @@ class TestDense:
         assert DenseRetriever("some/other").name == "dense:some/other"
 
     def test_a_model_that_cannot_be_loaded_says_what_to_do(self, dense: DenseRetriever, tmp_path: Path) -> None:
-        with pytest.raises(OSError, match=r"cannot load the embedding model .*name the folder of one"):
+        with pytest.raises(OSError, match=r"cannot load the embedding model .*give the folder of a model"):
             DenseRetriever(str(tmp_path / "absent")).search(TEXTS, ["cat"], 1)
 
     @pytest.mark.slow

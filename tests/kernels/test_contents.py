@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch")
 
 from ragorder.kernels.cache import (
     Contents,
+    CopyKind,
+    CopyLocation,
     DiskSettings,
     KnowledgeCache,
-    Rank,
     Segment,
     TierTokens,
-    Whereabouts,
     content_of,
     segments_of,
 )
@@ -64,8 +64,8 @@ class TestAContent:
         assert segments_of(tokens, [5, 20], prefix_tokens=5)[1].content
 
 
-def where(key: bytes, parent: bytes | None = None, start: int = 5) -> Whereabouts:
-    return Whereabouts(key, parent, start, 6)
+def where(key: bytes, parent: bytes | None = None, start: int = 5) -> CopyLocation:
+    return CopyLocation(key, parent, start, 6)
 
 
 class TestContents:
@@ -75,31 +75,31 @@ class TestContents:
         return Contents(lambda key: key not in self.gone)
 
     def test_prefer_a_preprocessed_copy_then_one_of_its_own(self, contents: Contents) -> None:
-        contents.add(b"a", where(b"S/b/a", b"S/b"), Rank.ELSEWHERE)
+        contents.add(b"a", where(b"S/b/a", b"S/b"), CopyKind.AFTER_DOCUMENTS)
         assert contents.cover([b"a", b"b"]) == [where(b"S/b/a", b"S/b"), None]
-        contents.add(b"a", where(b"a", b"S"), Rank.STANDALONE)
+        contents.add(b"a", where(b"a", b"S"), CopyKind.STANDALONE)
         assert contents.cover([b"a"]) == [where(b"a", b"S")]
-        contents.add(b"a", where(b"a+", b"S"), Rank.PREPROCESSED)
+        contents.add(b"a", where(b"a+", b"S"), CopyKind.PREPROCESSED)
         assert contents.cover([b"a"]) == [where(b"a+", b"S")]
 
     def test_prefer_the_longest_run_that_saw_itself(self, contents: Contents) -> None:
         for content in (b"a", b"b", b"c"):
-            contents.add(content, where(content, b"S"), Rank.STANDALONE)
-        contents.add(b"b", where(b"x/b", b"x"), Rank.ELSEWHERE)
-        contents.add(b"c", where(b"x/b/c", b"x/b"), Rank.ELSEWHERE)
+            contents.add(content, where(content, b"S"), CopyKind.STANDALONE)
+        contents.add(b"b", where(b"x/b", b"x"), CopyKind.AFTER_DOCUMENTS)
+        contents.add(b"c", where(b"x/b/c", b"x/b"), CopyKind.AFTER_DOCUMENTS)
         found = contents.cover([b"a", b"b", b"c", b"a"])
         assert [each and each.key for each in found] == [b"a", b"x/b", b"x/b/c", b"a"]
         assert [each and each.key for each in contents.cover([b"c", b"b"])] == [b"c", b"b"]
 
     def test_a_preprocessed_copy_ends_a_run(self, contents: Contents) -> None:
-        contents.add(b"a", where(b"a", b"S"), Rank.STANDALONE)
-        contents.add(b"b", where(b"a/b", b"a"), Rank.ELSEWHERE)
-        contents.add(b"b", where(b"b+", b"S"), Rank.PREPROCESSED)
+        contents.add(b"a", where(b"a", b"S"), CopyKind.STANDALONE)
+        contents.add(b"b", where(b"a/b", b"a"), CopyKind.AFTER_DOCUMENTS)
+        contents.add(b"b", where(b"b+", b"S"), CopyKind.PREPROCESSED)
         assert [each and each.key for each in contents.cover([b"a", b"b"])] == [b"a", b"b+"]
 
     def test_forget_what_no_tier_holds(self, contents: Contents) -> None:
-        contents.add(b"a", where(b"a"), Rank.STANDALONE)
-        contents.add(b"a", where(b"x/a", b"x"), Rank.ELSEWHERE)
+        contents.add(b"a", where(b"a"), CopyKind.STANDALONE)
+        contents.add(b"a", where(b"x/a", b"x"), CopyKind.AFTER_DOCUMENTS)
         self.gone = {b"a"}
         assert contents.cover([b"a"]) == [where(b"x/a", b"x")]
         assert len(contents) == 1
@@ -108,15 +108,15 @@ class TestContents:
         assert len(contents) == 0
 
     def test_know_few_copies_of_a_document_that_stands_on_many_paths(self, contents: Contents) -> None:
-        contents.add(b"a", where(b"a", b"S"), Rank.STANDALONE)
-        contents.add(b"b", where(b"latest/b", b"latest"), Rank.ELSEWHERE)
+        contents.add(b"a", where(b"a", b"S"), CopyKind.STANDALONE)
+        contents.add(b"b", where(b"latest/b", b"latest"), CopyKind.AFTER_DOCUMENTS)
         for number in range(1_000):
             path = number.to_bytes(2, "big")
-            contents.add(b"a", where(path + b"/a", path), Rank.ELSEWHERE)
+            contents.add(b"a", where(path + b"/a", path), CopyKind.AFTER_DOCUMENTS)
             assert len(contents) <= _MOST_COPIES + 1
         # The one of its own, and the latest.
         assert contents.cover([b"a"]) == [where(b"a", b"S")]
-        contents.add(b"b", where(path + b"/a/b", path + b"/a"), Rank.ELSEWHERE)
+        contents.add(b"b", where(path + b"/a/b", path + b"/a"), CopyKind.AFTER_DOCUMENTS)
         assert [each and each.key for each in contents.cover([b"a", b"b"])] == [path + b"/a", path + b"/a/b"]
         self.gone = {b"a"} | {number.to_bytes(2, "big") + b"/a" for number in range(1_000)}
         assert contents.cover([b"a"]) == [None]
@@ -125,7 +125,7 @@ class TestContents:
     def test_do_not_grow_with_what_is_gone(self, contents: Contents) -> None:
         for number in range(10 * _FEWEST):
             key = number.to_bytes(4, "big")
-            contents.add(key, where(key), Rank.STANDALONE)
+            contents.add(key, where(key), CopyKind.STANDALONE)
             if number % 10:
                 self.gone.add(key)
         assert len(contents) <= 2 * _FEWEST + 2
@@ -183,7 +183,7 @@ class TestALease:
 
     def test_loads_it_from_the_host(self, cache: KnowledgeCache) -> None:
         compute(cache, path_of([99] * 245))
-        assert cache.find_elsewhere(path_of(D, A)) == (0, 6, 0)
+        assert cache.find_copies(path_of(D, A)) == (0, 6, 0)
         lease = cache.acquire(path_of(D, A), borrow=True)
         cache.extend(lease, 20)
         [borrowed] = lease.borrowed
@@ -272,7 +272,7 @@ def adopted(cache: KnowledgeCache, document: list[int], value: float = 7.0) -> t
     key = variant_key(segment.content, b"neighbours:x")
     kv = BlockPool(SHAPE, len(SHAPE.covering(5, len(document))))
     kv.kv.fill_(value)
-    return key, cache.adopt(segment.content, Whereabouts(key, system.key, 5, len(document)), kv)
+    return key, cache.adopt(segment.content, CopyLocation(key, system.key, 5, len(document)), kv)
 
 
 def borrowed_rows(cache: KnowledgeCache, document: list[int]) -> tuple[list[float], TierTokens]:
@@ -323,14 +323,14 @@ class TestAnAdoptedCopy:
         lease = cache.acquire(path_of(A))
         cache.extend(lease, 12)
         assert adopted(cache, B)[1] is False
-        assert cache.find_elsewhere(path_of(D, B)) == (0, 0, 0)
+        assert cache.find_copies(path_of(D, B)) == (0, 0, 0)
         cache.release(lease)
         assert adopted(cache, B)[1] is True
 
     def test_has_the_blocks_that_cover_it(self) -> None:
         cache = KnowledgeCache(SHAPE, device_blocks=8)
         system, segment = path_of(A)
-        copy = Whereabouts(variant_key(segment.content, b"x"), system.key, 5, 6)
+        copy = CopyLocation(variant_key(segment.content, b"x"), system.key, 5, 6)
         for kv in (BlockPool(SHAPE, 1), BlockPool(KVShape(2, 1, 2, 4), 2)):
-            with pytest.raises(ValueError, match="6 tokens from 5 on are not in"):
+            with pytest.raises(ValueError, match="do not cover 6 tokens from 5"):
                 cache.adopt(segment.content, copy, kv)

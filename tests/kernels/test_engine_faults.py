@@ -359,7 +359,7 @@ class TestADeadline:
             clock.now += 1.0
         done = run(engine)
         assert done[ids[0]].finish_reason == "timeout"
-        assert done[ids[0]].error == ("its deadline of 2 s has passed after 3 tokens: allow more, or ask for less")
+        assert done[ids[0]].error == ("its deadline of 2 s has passed after 3 tokens: allow more, or fewer tokens")
         expected = greedy(plain, Request(hurried.token_ids, sampling=hurried.sampling))
         assert list(done[ids[0]].token_ids) == expected[:3]
         assert list(done[ids[1]].token_ids) == greedy(plain, patient)

@@ -209,7 +209,7 @@ BLOOM = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
         ("GptOss", None, {"head_dim": 16, "num_local_experts": 4}, "attention sinks"),
         ("Llama4", None, {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64}, "attention in chunks"),
         ("T5", T5, {}, "an encoder and cross attention"),
-        ("Bloom", BLOOM, {}, "attention of its own"),
+        ("Bloom", BLOOM, {}, "its own attention"),
         ("DiffLlama", None, {}, "attends more than once"),
         ("Doge", None, {}, "attention_mask"),
     ],

@@ -191,7 +191,7 @@ class TestRecomputation:
         request = prompt_of(SYSTEM, [B, A], QUESTION)
         [completion] = engine.generate([request])
         assert difference(completion, plain, request) <= 1e-4
-        assert "selection query has failed (ValueError)" in caplog.text
+        assert "selection query failed (ValueError)" in caplog.text
         assert "Zanzibar" not in caplog.text
 
     def test_does_not_reach_what_a_selection_may_not(
@@ -259,16 +259,16 @@ class TestSelecting:
     def test_is_not_begun_before_the_documents_in_place_have_kv(self, fusing: Make, monkeypatch: Any) -> None:
         engine = fusing(max_batch_tokens=8)
         warm(engine, [A], [B])
-        scenes = []
+        seen = []
         scorer = engine._scheduler._fuser._scorer
         attention = scorer.attention
         monkeypatch.setattr(
-            scorer, "attention", lambda scene, **options: scenes.append(scene) or attention(scene, **options)
+            scorer, "attention", lambda inputs, **options: seen.append(inputs) or attention(inputs, **options)
         )
         engine.generate([prompt_of(SYSTEM, [A, C, B], QUESTION, fusion=Fusion(0.2, "query"))])
-        [scene] = scenes
-        assert bool(scene.held("cpu").all())
-        assert scene.exact_tokens == len(SYSTEM) + len(A) + len(C)
+        [inputs] = seen
+        assert bool(inputs.held("cpu").all())
+        assert inputs.exact_tokens == len(SYSTEM) + len(A) + len(C)
 
     @pytest.mark.parametrize("steps", range(1, 7))
     def test_is_left_when_the_request_is(self, fusing: Make, plain: Any, steps: int) -> None:
@@ -629,7 +629,7 @@ class TestWhatIsNotNumbers:
             engine.generate([prompt_of(SYSTEM, [tokens(200, 70)], QUESTION, fusion="exact")])
         request = prompt_of(SYSTEM, [C, A, B], QUESTION, fusion=NONE)
         [failed] = engine.generate([request])
-        assert failed.finish_reason == "error" and "not numbers" in str(failed.error)
+        assert failed.finish_reason == "error" and "NaN or inf" in str(failed.error)
         [again] = engine.generate([request])
         assert off(again, fused_logits(plain, request.token_ids, taken_of([C, A, B], None, [], []), [])) <= 1e-4
         # What was sound has stayed.
@@ -772,6 +772,6 @@ class TestExactDocuments:
         engine = fusing()
         warm(engine, [A, B])
         path = engine._validator.admit(0, replace(prompt_of(SYSTEM, [B, A], QUESTION), exact_documents=1)).path
-        assert engine._cache.find_elsewhere(path).total == len(A)
+        assert engine._cache.find_copies(path).total == len(A)
         path = engine._validator.admit(0, prompt_of(SYSTEM, [B, A], QUESTION)).path
-        assert engine._cache.find_elsewhere(path).total == len(A) + len(B)
+        assert engine._cache.find_copies(path).total == len(A) + len(B)

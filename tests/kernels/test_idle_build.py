@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from support.fused_reference import Taken, fused_logits, prompt_of
 
-from ragorder.kernels.cache import KnowledgeCache, OutOfBlocksError, Rank
+from ragorder.kernels.cache import CopyKind, KnowledgeCache, OutOfBlocksError
 from ragorder.kernels.engine import Fusion, TieredEngine
 from ragorder.kernels.engine.batch import Forward
 from ragorder.kernels.engine.idle import IdleBuilder
@@ -222,7 +222,7 @@ def test_what_is_not_numbers_is_not_kept(building: Make) -> None:
     # Neither A, which was computed behind it, nor B itself.
     assert engine.stats().idle_tokens == len(A)
     assert engine.stats().idle_documents == 0
-    assert cache.ranks_elsewhere(path)[1:] == [Rank.STANDALONE, Rank.ELSEWHERE]
+    assert cache.copy_kinds(path)[1:] == [CopyKind.STANDALONE, CopyKind.AFTER_DOCUMENTS]
 
 
 def test_without_blocks_it_gives_up_and_the_cache_stays(building: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,14 +372,14 @@ def test_a_step_examines_few_documents_whatever_is_remembered(building: Make, mo
     # Whatever the budget.
     engine._counters.computed_tokens = 1_000_000
     examined = 0
-    ranks = KnowledgeCache.ranks_elsewhere
+    kinds = KnowledgeCache.copy_kinds
 
     def counted(self: KnowledgeCache, path: Any) -> Any:
         nonlocal examined
         examined += len(path) - 1
-        return ranks(self, path)
+        return kinds(self, path)
 
-    monkeypatch.setattr(KnowledgeCache, "ranks_elsewhere", counted)
+    monkeypatch.setattr(KnowledgeCache, "copy_kinds", counted)
     most = 0
     while engine.has_idle_work:
         before = examined

@@ -888,12 +888,12 @@ class TestRoom:
 
     def test_what_can_never_be_is_refused(self, engine: Made) -> None:
         at = engine(device_blocks=4)
-        with pytest.raises(ValueError, match="17 tokens need 5 blocks, and the device has 4"):
+        with pytest.raises(ValueError, match="17 tokens need 5 blocks, but the device has 4"):
             at.cache.acquire([Segment(b"long", 17)])
-        with pytest.raises(ValueError, match="leave empty ones out"):
+        with pytest.raises(ValueError, match="leave out empty segments"):
             at.cache.acquire([Segment(b"empty", 0)])
         lease = at.cache.acquire([])
-        with pytest.raises(ValueError, match="make the prompt shorter"):
+        with pytest.raises(ValueError, match="shorten the prompt"):
             at.cache.extend(lease, 17)
         at.cache.extend(lease, 16)
         at.cache.release(lease)
@@ -1404,9 +1404,9 @@ class TestSuspectNodes:
         at.cache.commit(lease, len(A))
         at.cache.release(lease)
         path = (*Request([E]).path, documents[0]._replace(key=b"elsewhere"))
-        assert at.cache.find_elsewhere(path).total == len(A)
+        assert at.cache.find_copies(path).total == len(A)
         at.cache.purge([documents[0].key])
-        assert at.cache.find_elsewhere(path).total == 0
+        assert at.cache.find_copies(path).total == 0
 
 
 class TestAllAtOnce:

@@ -174,12 +174,14 @@ class TestBadFolders:
         return saved(family("llama"), tmp_path / "model", max_shard_size="100KB")
 
     def test_without_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"no weights that can be streamed: model.safetensors, or"):
+        with pytest.raises(
+            CheckpointError, match=r"no weights that can be streamed: give a folder with model.safetensors, or"
+        ):
             Checkpoint(tmp_path)
 
     def test_of_another_format(self, tmp_path: Path) -> None:
         (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-        with pytest.raises(CheckpointError, match=r"pytorch_model.bin is of another format"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model.bin has another format"):
             Checkpoint(tmp_path)
 
     def test_with_files_missing(self, folder: Path) -> None:
@@ -197,7 +199,7 @@ class TestBadFolders:
         last = max(folder.glob("model-*.safetensors"))
         with last.open("r+b") as file:
             file.truncate(last.stat().st_size - 100)
-        with pytest.raises(CheckpointError, match=r"cut short: it has \d+ bytes, and .* ends at \d+"):
+        with pytest.raises(CheckpointError, match=r"truncated: it has \d+ bytes, but .* ends at \d+"):
             Checkpoint(folder)
 
     @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ class TestBadFolders:
     )
     def test_with_a_file_that_is_no_safetensors(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match="no file of safetensors"):
+        with pytest.raises(CheckpointError, match="not a safetensors file"):
             Checkpoint(tmp_path)
 
     def test_with_weights_missing(self, folder: Path) -> None:
@@ -224,7 +226,7 @@ class TestBadFolders:
     def test_with_weights_of_another_shape(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}), "utf-8")
-        with pytest.raises(CheckpointError, match=r"is \(192, 64\) in the configuration, and \(128, 64\) in the"):
+        with pytest.raises(CheckpointError, match=r"is \(192, 64\) in the configuration, but \(128, 64\) in the"):
             opened(folder)
 
     def test_with_weights_that_are_turned(self, folder: Path, tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ class TestBadFolders:
         (folder / "model.safetensors.index.json").unlink()
         save_file(weights, folder / "model.safetensors")
         with pytest.raises(
-            CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, and \(64, 128\)"
+            CheckpointError, match=r"up_proj.weight is \(128, 64\) in the configuration, but \(64, 128\)"
         ):
             opened(folder)
 
@@ -301,5 +303,5 @@ class TestResidency:
 
     @pytest.mark.parametrize(("device", "host"), [(-1, 0), (3, -1), (4, 2)])
     def test_more_than_all_is_refused(self, device: int, host: int) -> None:
-        with pytest.raises(ValueError, match="not within 5 layers"):
+        with pytest.raises(ValueError, match="exceed 5 layers"):
             Residency.spread(5, device, host)

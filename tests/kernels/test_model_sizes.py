@@ -134,19 +134,19 @@ class TestBadInput:
     def test_weights_that_cannot_be_read(self, content: bytes, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(SMALL))
         (tmp_path / "model.safetensors").write_bytes(content)
-        assert "model.safetensors is no safetensors file" in self.refusal(tmp_path)
+        assert "model.safetensors is not a safetensors file" in self.refusal(tmp_path)
 
     def test_weights_that_are_cut_off(self, tmp_path: Path) -> None:
         folder, _ = saved(tmp_path)
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
-        assert "cut off" in self.refusal(folder)
+        assert "truncated" in self.refusal(folder)
 
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            ("{", "is no JSON"),
-            ("[]", "no configuration"),
+            ("{", "is not JSON"),
+            ("[]", "not a model's configuration"),
             ("{}", "num_hidden_layers"),
             (json.dumps(SMALL | {"hidden_size": "large"}), "hidden_size"),
             (json.dumps(SMALL | {"num_attention_heads": 0}), "num_attention_heads"),

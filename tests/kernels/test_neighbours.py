@@ -93,7 +93,7 @@ class TestEmbeddings:
         assert choice.nearest(["0", "1", "2", "3"], kept, 1) == [[2], [3], [0], [1]]
 
     def test_a_model_must_be_named(self) -> None:
-        with pytest.raises(ValueError, match="name a model after the colon"):
+        with pytest.raises(ValueError, match="give a model after the colon"):
             make_neighbours("embedding:")
 
 
@@ -145,7 +145,7 @@ class TestVectors:
             VectorNeighbours(drawn).nearest(IDS[:3], drawn, 2)
 
     def test_every_document_needs_one(self) -> None:
-        with pytest.raises(ValueError, match="6 documents need as many vectors, got 0"):
+        with pytest.raises(ValueError, match="6 documents need one vector each, got 0"):
             EmbeddingNeighbours().nearest(IDS, None, 2)
 
 
@@ -192,7 +192,7 @@ class TestGraph:
 
     @pytest.mark.parametrize("name", ["graph", "log", "vectors"])
     def test_a_file_must_be_named(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"neighbours {name}: name the"):
+        with pytest.raises(ValueError, match=f"neighbours {name}: give the"):
             make_neighbours(name)
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:

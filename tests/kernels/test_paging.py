@@ -89,7 +89,7 @@ class TestAPool:
     def test_too_many_are_refused_and_nothing_changes(self) -> None:
         pool = BlockPool(SHAPE, 4)
         pool.allocate(2)
-        with pytest.raises(OutOfBlocksError, match="3 blocks are needed, and 2 of 4"):
+        with pytest.raises(OutOfBlocksError, match="3 blocks are needed, but only 2 of 4"):
             pool.allocate(3)
         assert pool.free_blocks == 2
 
@@ -365,7 +365,7 @@ class TestStreamsInOrder:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="take cuda or cpu"):
+    with pytest.raises(ValueError, match="choose cuda or cpu"):
         make_transfers("mps")
 
 

@@ -401,7 +401,7 @@ class TestArguments:
             (lambda x: {"key_cache": x.key_cache.to("meta")}, "key_cache is on meta, q on cpu"),
             (lambda x: {"q": x.q[0]}, "q has 2 dimensions"),
             (lambda x: {"q": x.q[:, :3]}, "3 query heads cannot share 2 KV heads"),
-            (lambda x: {"k": x.k[:-1]}, "do not fit together"),
+            (lambda x: {"k": x.k[:-1]}, "have shapes that do not match"),
             (lambda x: {"key_cache": x.key_cache[:, :, :1]}, r"must be \(blocks, block size, 2, 64\)"),
             (lambda x: {"value_cache": x.value_cache.transpose(2, 3).contiguous().transpose(2, 3)}, "must be contig"),
         ],

@@ -26,7 +26,7 @@ def test_makes_a_model_that_transformers_loads_and_prints_its_folder(tmp_path: P
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--hidden-size", "100"], "use a multiple of 64"), ([], "holds files that were not made here")],
+    [(["--hidden-size", "100"], "give a multiple of 64"), ([], "has files that were not made here")],
 )
 def test_bad_input_is_a_clear_error(tmp_path: Path, arguments: list[str], said: str) -> None:
     (tmp_path / "mine").write_text("kept")

@@ -21,7 +21,7 @@ from ragorder.kernels.engine import EngineSettings
 from ragorder.kernels.engine.attention import PagedLayers
 from ragorder.kernels.engine.batch import Piece, pack
 from ragorder.kernels.engine.model import PatchedModel
-from ragorder.kernels.engine.scoring import Question, Scene, Scorer, kv_deviation, read_question
+from ragorder.kernels.engine.scoring import Question, Scorer, ScoringInput, kv_deviation, read_question
 from ragorder.kernels.fusion.rotation import Rotation
 from ragorder.kernels.fusion.selection import SELECTIONS, make_selection
 from ragorder.kernels.paging import BlockPool
@@ -78,7 +78,7 @@ class Engine:
         step = pack([Piece(ids, start, self.table, False)], self.layers, "cpu")
         self.model.forward(step.token_ids, step.positions, step.kept, step.attention)
 
-    def take_over(self, begin: int, end: int, seed: int = 0) -> None:
+    def reuse(self, begin: int, end: int, seed: int = 0) -> None:
         """KV of other tokens, as it could come from any copies."""
         generator = torch.Generator().manual_seed(seed)
         rows = self.rows(begin, end)
@@ -137,14 +137,14 @@ def modules_run(model: Any) -> list[str]:
 class TestQuestion:
     def test_its_attention_is_transformers_own_over_any_kv(self, engine: Engine) -> None:
         engine.compute(tokens(SYSTEM, 1))
-        engine.take_over(SYSTEM, END)
+        engine.reuse(SYSTEM, END)
         asked = tokens(11, 2)
         found = engine.question(asked, END).attention(engine.layers, engine.blocks)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, received(engine.eager(asked, END), END), **CLOSE)
 
     def test_nothing_is_written(self, engine: Engine) -> None:
-        engine.take_over(0, END)
+        engine.reuse(0, END)
         before = engine.pool.kv.clone()
         engine.question(tokens(11, 2), END)
         assert torch.equal(engine.pool.kv, before)
@@ -155,7 +155,7 @@ class TestQuestion:
         assert ran == ["layer 0", "layer 1"]
 
     def test_tokens_without_kv_are_left_out(self, one_layer: Engine) -> None:
-        one_layer.take_over(0, END)
+        one_layer.reuse(0, END)
         held = torch.ones(END, dtype=torch.bool)
         held[57:80] = False
         question = one_layer.question(tokens(11, 2), END)
@@ -172,7 +172,7 @@ class TestQuestionMoved:
 
     def test_vectors_that_do_not_depend_on_documents_are_those_behind_them(self, one_layer: Engine) -> None:
         one_layer.compute(tokens(SYSTEM, 1))
-        one_layer.take_over(SYSTEM, END)
+        one_layer.reuse(SYSTEM, END)
         asked = tokens(11, 2)
         moved = one_layer.question(asked, SYSTEM).moved(END, Rotation.of(one_layer.plain))
         found = moved.attention(one_layer.layers, one_layer.blocks)
@@ -183,7 +183,7 @@ class TestQuestionMoved:
         for engine in made(name):
             system, asked = tokens(SYSTEM, 1), tokens(11, 2)
             engine.compute(system)
-            engine.take_over(SYSTEM, END)
+            engine.reuse(SYSTEM, END)
             moved = engine.question(asked, SYSTEM).moved(END, Rotation.of(engine.plain))
             expected = self.by_projections(engine, system, asked)
             torch.testing.assert_close(moved.attention(engine.layers, engine.blocks), expected, **CLOSE)
@@ -221,7 +221,7 @@ class TestDeviation:
     def test_it_is_the_distance_from_transformers_second_layer(self, engine: Engine, most_tokens: int) -> None:
         prompt = tokens(END, 1)
         engine.compute(prompt[:SYSTEM])
-        engine.take_over(SYSTEM, END)
+        engine.reuse(SYSTEM, END)
         held = engine.pool.kv[engine.rows(SYSTEM, END)][:, 1].clone()
         found = engine.deviation(prompt[SYSTEM:], SYSTEM, most_tokens)
         second = engine.eager(prompt).past_key_values.layers[1]
@@ -236,7 +236,7 @@ class TestDeviation:
     def test_only_the_first_layer_is_written_as_full_attention_has_it(self, engine: Engine) -> None:
         prompt = tokens(END, 1)
         engine.compute(prompt[:SYSTEM])
-        engine.take_over(SYSTEM, END)
+        engine.reuse(SYSTEM, END)
         before = engine.pool.kv.clone()
         engine.deviation(prompt[SYSTEM:], SYSTEM, 30)
         assert torch.equal(engine.pool.kv[:, 1:], before[:, 1:])
@@ -247,7 +247,7 @@ class TestDeviation:
     def test_tokens_without_kv_do_not_disturb_the_others(self, llama: Engine) -> None:
         prompt = tokens(END, 1)
         llama.compute(prompt[:SYSTEM])
-        llama.take_over(SYSTEM, END)
+        llama.reuse(SYSTEM, END)
         expected = llama.deviation(prompt[SYSTEM:], SYSTEM, 30)
         llama.pool.kv[llama.rows(57, 80)] = float("nan")
         found = llama.deviation(prompt[SYSTEM:], SYSTEM, 30)
@@ -269,7 +269,7 @@ class TestDeviation:
         assert ran == ["layer 0"]
 
     def test_a_model_of_one_layer_has_none(self, one_layer: Engine) -> None:
-        one_layer.take_over(0, END)
+        one_layer.reuse(0, END)
         assert torch.equal(one_layer.deviation(tokens(11, 2), 30), torch.zeros(11))
 
 
@@ -290,9 +290,9 @@ def assemble(engine: Engine, prompt: list[int]) -> None:
 class TestScorer:
     ASKED = 11
 
-    def scene(self, engine: Engine, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> Scene:
+    def inputs(self, engine: Engine, prompt: list[int], *spans: tuple[int, int], exact: int = SYSTEM) -> ScoringInput:
         table = np.asarray(engine.table, dtype=np.int32)
-        return Scene(prompt, table, SYSTEM, exact, spans, (END, END + self.ASKED))
+        return ScoringInput(prompt, table, SYSTEM, exact, spans, (END, END + self.ASKED))
 
     def scorer(self, engine: Engine, most_tokens: int = 64) -> Scorer:
         rotation = Rotation.of(engine.plain)
@@ -301,8 +301,8 @@ class TestScorer:
     def test_the_question_is_measured_behind_documents_that_all_have_kv(self, engine: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
         assemble(engine, prompt)
-        scene = self.scene(engine, prompt, (SYSTEM, 57), (57, 107), (107, END))
-        facts = self.scorer(engine).measure("question", scene)
+        inputs = self.inputs(engine, prompt, (SYSTEM, 57), (57, 107), (107, END))
+        facts = self.scorer(engine).measure("question", inputs)
         assert facts.reused.tolist() == list(range(SYSTEM, END))
         expected = received(engine.eager(prompt[END:], END), END)[SYSTEM:]
         torch.testing.assert_close(facts.attention, expected, **CLOSE)
@@ -311,8 +311,8 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
         scorer = self.scorer(llama)
-        whole = scorer.measure("question", self.scene(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)))
-        facts = scorer.measure("question", self.scene(llama, prompt, (57, 107), (107, END), exact=57))
+        whole = scorer.measure("question", self.inputs(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)))
+        facts = scorer.measure("question", self.inputs(llama, prompt, (57, 107), (107, END), exact=57))
         assert facts.reused.tolist() == list(range(57, END))
         torch.testing.assert_close(facts.attention, whole.attention[57 - SYSTEM :], **CLOSE)
 
@@ -320,12 +320,12 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
         llama.pool.kv[llama.rows(57, 107)] = float("nan")
-        scene, scorer = self.scene(llama, prompt, (SYSTEM, 57), (107, END)), self.scorer(llama)
+        inputs, scorer = self.inputs(llama, prompt, (SYSTEM, 57), (107, END)), self.scorer(llama)
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
         held = torch.ones(END, dtype=torch.bool)
         held[57:107] = False
         expected = moved.attention(llama.layers, llama.blocks, held)
-        facts = scorer.measure("question", scene)
+        facts = scorer.measure("question", inputs)
         assert torch.equal(facts.attention, expected[facts.reused])
         assert facts.reused.tolist() == [*range(SYSTEM, 57), *range(107, END)]
         assert facts.attention.isfinite().all()
@@ -335,7 +335,7 @@ class TestScorer:
         assemble(llama, prompt)
         moved = llama.question(prompt[END:], SYSTEM).moved(END, Rotation.of(llama.plain))
         expected = moved.attention(llama.layers, llama.blocks)
-        found = self.scorer(llama).attention(self.scene(llama, prompt, (SYSTEM, END)), alone=True)
+        found = self.scorer(llama).attention(self.inputs(llama, prompt, (SYSTEM, END)), alone=True)
         assert torch.equal(found, expected)
 
     def test_a_part_of_the_system_prompt_suffices(self, llama: Engine) -> None:
@@ -343,15 +343,15 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
         llama.pool.kv[llama.rows(0, SYSTEM)] = float("nan")
-        facts = self.scorer(llama).measure("question", self.scene(llama, prompt, (SYSTEM, END), exact=0))
+        facts = self.scorer(llama).measure("question", self.inputs(llama, prompt, (SYSTEM, END), exact=0))
         assert facts.attention.isfinite().all()
         assert float(facts.attention.sum()) > 0
 
     def test_of_a_long_question_the_last_tokens_count(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
-        scene = self.scene(llama, prompt, (SYSTEM, END))
-        found = self.scorer(llama, 4).attention(scene)
+        inputs = self.inputs(llama, prompt, (SYSTEM, END))
+        found = self.scorer(llama, 4).attention(inputs)
         expected = llama.question(prompt[-4:], END).attention(llama.layers, llama.blocks)
         assert torch.equal(found, expected)
 
@@ -359,30 +359,30 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
         every = llama.deviation(prompt[SYSTEM:END], SYSTEM)
-        scene = self.scene(llama, prompt, (57, 70), (107, END - 5), exact=57)
-        facts = self.scorer(llama, 30).measure("two layers", scene)
+        inputs = self.inputs(llama, prompt, (57, 70), (107, END - 5), exact=57)
+        facts = self.scorer(llama, 30).measure("two layers", inputs)
         torch.testing.assert_close(facts.deviation, every[facts.reused - SYSTEM], rtol=1e-4, atol=1e-4)
 
     def test_what_needs_nothing_has_the_seed_of_its_prompt(self, llama: Engine) -> None:
         prompt, scorer = tokens(END + self.ASKED, 1), self.scorer(llama)
-        facts = scorer.measure("nothing", self.scene(llama, prompt, (SYSTEM, END)))
+        facts = scorer.measure("nothing", self.inputs(llama, prompt, (SYSTEM, END)))
         assert facts.attention is facts.deviation is None
-        again = scorer.measure("nothing", self.scene(llama, list(prompt), (SYSTEM, END)))
-        other = scorer.measure("nothing", self.scene(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
+        again = scorer.measure("nothing", self.inputs(llama, list(prompt), (SYSTEM, END)))
+        other = scorer.measure("nothing", self.inputs(llama, [*prompt[:-1], prompt[-1] ^ 1], (SYSTEM, END)))
         assert facts.seed == again.seed != other.seed
 
     @pytest.mark.parametrize("needs", ["nothing", "question", "two layers"])
     def test_a_prompt_without_reused_tokens_has_no_facts(self, llama: Engine, needs: Any) -> None:
-        facts = self.scorer(llama).measure(needs, self.scene(llama, tokens(END + self.ASKED, 1)))
+        facts = self.scorer(llama).measure(needs, self.inputs(llama, tokens(END + self.ASKED, 1)))
         assert facts.reused.shape == (0,)
 
     def test_every_selection_chooses_by_its_facts(self, llama: Engine) -> None:
         prompt = tokens(END + self.ASKED, 1)
         assemble(llama, prompt)
-        scene, scorer = self.scene(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)), self.scorer(llama)
+        inputs, scorer = self.inputs(llama, prompt, (SYSTEM, 57), (57, 107), (107, END)), self.scorer(llama)
         for name in set(SELECTIONS) - {"none", "all"}:
             selection = make_selection(name)
-            chosen = selection.choose(scorer.measure(selection.needs, scene), 20)
+            chosen = selection.choose(scorer.measure(selection.needs, inputs), 20)
             assert len(chosen) == 20
             # The first document is exact, as it stands where it was computed.
             assert name != "deviation" or int(chosen[0]) >= 57
@@ -391,7 +391,7 @@ class TestScorer:
         prompt = tokens(END + self.ASKED, 1)
         assemble(engine, prompt)
         for needs in ("question", "two layers"):
-            self.scorer(engine).measure(needs, self.scene(engine, prompt, (SYSTEM, END)))
+            self.scorer(engine).measure(needs, self.inputs(engine, prompt, (SYSTEM, END)))
         step = pack([Piece(prompt, 0, engine.table, True)], engine.layers, "cpu")
         logits = engine.model.forward(step.token_ids, step.positions, step.kept, step.attention)
         torch.testing.assert_close(logits[0], engine.eager(prompt).logits[0, -1], rtol=1e-4, atol=1e-4)
@@ -412,9 +412,9 @@ class TestAttending:
 
     ROWS = np.array([25, 26, 60, 61, 62, 100, 129])
 
-    def scene(self, engine: Engine, prompt: list[int]) -> Scene:
+    def inputs(self, engine: Engine, prompt: list[int]) -> ScoringInput:
         table = np.asarray(engine.table, dtype=np.int32)
-        return Scene(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
+        return ScoringInput(prompt, table, SYSTEM, SYSTEM, ((SYSTEM, END),), (END, len(prompt)))
 
     def scorer(self, engine: Engine) -> Scorer:
         return Scorer(engine.model.forward, engine.pool, Rotation.of(engine.plain), "cpu")
@@ -425,7 +425,7 @@ class TestAttending:
     ) -> None:
         prompt = tokens(END + 9, 1)
         engine.compute(prompt)
-        found = ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, most_tokens))
+        found = ended(self.scorer(engine).attending(self.inputs(engine, prompt), self.ROWS, most_tokens))
         assert found[0] == sizes
         expected = torch.stack(engine.eager(prompt).attentions).mean((0, 2))[0, self.ROWS].sum(0)
         torch.testing.assert_close(found[1], expected[:END], **CLOSE)
@@ -436,5 +436,5 @@ class TestAttending:
         before = engine.pool.kv.clone()
         for row in self.ROWS:
             engine.pool.kv[engine.rows(row, row + 1)] = float("nan")
-        ended(self.scorer(engine).attending(self.scene(engine, prompt), self.ROWS, 3))
+        ended(self.scorer(engine).attending(self.inputs(engine, prompt), self.ROWS, 3))
         torch.testing.assert_close(engine.pool.kv, before, rtol=1e-4, atol=1e-4)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from ragorder.kernels.fusion import selection
-from ragorder.kernels.fusion.selection import SELECTIONS, SelectionFacts, make_selection
+from ragorder.kernels.fusion.selection import SELECTIONS, Measurements, make_selection
 
 # The measurement by which a selection goes, if by one.
 MEASURED = {"query": "attention", "deviation": "deviation"}
 FILLING = sorted(set(SELECTIONS) - {"all", "none"})
 
 
-def facts(*lengths: int, start: int = 20, gap: int = 0, seed: int = 0, **scores: list[float]) -> SelectionFacts:
+def facts(*lengths: int, start: int = 20, gap: int = 0, seed: int = 0, **scores: list[float]) -> Measurements:
     """Documents of these lengths behind a system prompt, with `gap` tokens between them that were not taken over."""
     spans = []
     for length in lengths:
@@ -30,17 +30,17 @@ def facts(*lengths: int, start: int = 20, gap: int = 0, seed: int = 0, **scores:
     reused = [position for begin, end in spans for position in range(begin, end)]
     measured: dict[str, Any] = {name: torch.zeros(len(reused)) for name in MEASURED.values()}
     measured |= {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
-    return SelectionFacts(torch.tensor(reused, dtype=torch.int64), spans, **measured, seed=seed)
+    return Measurements(torch.tensor(reused, dtype=torch.int64), spans, **measured, seed=seed)
 
 
-def chosen(name: str, prompt: SelectionFacts, budget: int) -> list[int]:
+def chosen(name: str, prompt: Measurements, budget: int) -> list[int]:
     found = make_selection(name).choose(prompt, budget)
     assert found.dtype == torch.int64
     return found.tolist()
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> SelectionFacts:
+def prompts(draw: st.DrawFn) -> Measurements:
     lengths = draw(st.lists(st.integers(1, 12), max_size=5))
     count = sum(lengths)
     score = st.floats(width=32) | st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf])
@@ -53,7 +53,7 @@ def prompts(draw: st.DrawFn) -> SelectionFacts:
 class TestEverySelection:
     @given(prompt=prompts(), budget=st.integers(-3, 70))
     def test_gives_tokens_taken_over_in_order_and_always_the_same(
-        self, name: str, prompt: SelectionFacts, budget: int
+        self, name: str, prompt: Measurements, budget: int
     ) -> None:
         found = chosen(name, prompt, budget)
         assert found == sorted(set(found))
@@ -62,14 +62,14 @@ class TestEverySelection:
 
     @given(prompt=prompts(), budget=st.integers(0, 70), more=st.integers(0, 20))
     def test_adds_to_its_tokens_with_a_larger_budget(
-        self, name: str, prompt: SelectionFacts, budget: int, more: int
+        self, name: str, prompt: Measurements, budget: int, more: int
     ) -> None:
         assert set(chosen(name, prompt, budget)) <= set(chosen(name, prompt, budget + more))
 
     def test_says_what_has_to_be_measured(self, name: str) -> None:
         needs = make_selection(name).needs
         assert needs == {"query": "question", "deviation": "two layers"}.get(name, "nothing")
-        unmeasured = SelectionFacts(torch.arange(20, 30), [(20, 30)])
+        unmeasured = Measurements(torch.arange(20, 30), [(20, 30)])
         if needs == "nothing":
             make_selection(name).choose(unmeasured, 3)
         else:
@@ -79,7 +79,7 @@ class TestEverySelection:
 
 @pytest.mark.parametrize("name", FILLING)
 @given(prompt=prompts(), budget=st.integers(-3, 70))
-def test_the_budget_is_spent_and_no_more(name: str, prompt: SelectionFacts, budget: int) -> None:
+def test_the_budget_is_spent_and_no_more(name: str, prompt: Measurements, budget: int) -> None:
     assert len(chosen(name, prompt, budget)) == min(max(0, budget), len(prompt.reused))
 
 
@@ -150,4 +150,4 @@ def test_an_unknown_name_is_refused_with_the_choices() -> None:
 
 def test_a_measurement_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"deviation is \(3,\): give \(4,\)"):
-        SelectionFacts(torch.arange(4), [(0, 4)], deviation=torch.zeros(3))
+        Measurements(torch.arange(4), [(0, 4)], deviation=torch.zeros(3))

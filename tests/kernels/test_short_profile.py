@@ -234,7 +234,7 @@ class TestCache:
         cache.keep(KEY, PROFILE)
         cache.path(KEY).write_bytes(damage)
         assert cache.find_or_measure(KEY, lambda: PROFILE) == PROFILE
-        assert any("the profile is not used" in said for said in warnings(caplog))
+        assert any("the profile is ignored" in said for said in warnings(caplog))
         assert cache.find_or_measure(KEY, unexpected) == PROFILE
 
     def test_does_without_a_folder(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,7 +242,7 @@ class TestCache:
         cache = ProfileCache(tmp_path / "file")
         for _ in range(2):
             assert cache.find_or_measure(KEY, lambda: PROFILE) == PROFILE
-        assert len([said for said in warnings(caplog) if "the profile is not kept" in said]) == 2
+        assert len([said for said in warnings(caplog) if "the profile cannot be stored" in said]) == 2
 
     def test_does_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def nowhere() -> Path:

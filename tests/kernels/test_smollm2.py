@@ -157,7 +157,7 @@ class TestConversion:
         assert [out for out, _ in ended] == [f"{folder}\n"] * 2
         said = sorted(err.splitlines() for _, err in ended)
         assert said[0] == [] and len(said[1]) == 2, "one converts, without progress bars, and the other waits"
-        assert "converted to" in said[1][0] and said[1][1].startswith("Converted in")
+        assert "Converting SmolLM2-135M-Instruct to" in said[1][0] and said[1][1].startswith("Converted in")
         assert not left.exists()
         for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
             assert (folder / name).read_bytes() == (smollm2_folder / name).read_bytes()
@@ -165,7 +165,7 @@ class TestConversion:
     def test_that_is_interrupted_leaves_nothing(self, convert: list[subprocess.Popen[str]], cache: Path) -> None:
         convert.append(start())
         assert convert[0].stderr is not None
-        assert "converted to" in convert[0].stderr.readline()
+        assert "Converting SmolLM2-135M-Instruct to" in convert[0].stderr.readline()
         convert[0].send_signal(signal.SIGINT)
         _, said = convert[0].communicate(timeout=1800)
         assert (convert[0].returncode, said.strip()) == (1, "Aborted!")

@@ -375,7 +375,7 @@ class TestPoolsAndRelief:
     def test_a_placement_of_another_model_is_refused(self, folder: Path) -> None:
         placement = Placement(Spread(3), Spread(device=1 << 20), partitions=0, batch=1, step_tokens=STEP)
         settings = streaming(folder, 5), whole()
-        for each, said in zip(settings, ("is of 3 layers, the model has 6", "load the engine with"), strict=True):
+        for each, said in zip(settings, ("has 3 layers, but the model has 6", "load the engine with"), strict=True):
             with TieredEngine.load(folder, each) as engine, pytest.raises(ValueError, match=said):
                 engine.place(placement)
 
@@ -504,7 +504,7 @@ class TestPoolsAndRelief:
             for wrong, error, message in (
                 ({"device_tokens": 128, "host_bytes": 1 << 60}, MemoryError, "no room"),
                 ({"device_tokens": 128, "host_bytes": -1}, ValueError, "host_bytes is -1: give 0 or more"),
-                ({"device_tokens": 15}, ValueError, "device_tokens is 15: give 16 or more"),
+                ({"device_tokens": 15}, ValueError, r"device_tokens is 15: give 16 \(one block\)"),
             ):
                 with pytest.raises(error, match=message):
                     engine.resize(**wrong)
@@ -657,7 +657,7 @@ class TestRefusals:
 
     def test_a_residency_of_another_model(self, folder: Path) -> None:
         with TieredEngine.load(folder, streaming(folder, 2)) as engine:
-            with pytest.raises(ValueError, match="is of 5 layers, the model has 3"):
+            with pytest.raises(ValueError, match="has 5 layers, but the model has 3"):
                 engine.move_layers(Residency.spread(5, 1))
             assert Residency.spread(5, 1).count(Place.DEVICE) == 1
 

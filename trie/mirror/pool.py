@@ -1,11 +1,11 @@
-"""Room of all scopes in an engine's tiers."""
+"""Capacity of an engine's tiers, shared by all scopes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ragorder.trie.mirror.tiers import Arrival, Rank, TierMirror
+from ragorder.trie.mirror.tiers import Arrival, TierMirror, TierPriority
 from ragorder.trie.residency import Lease, Pool
 from ragorder.trie.residency.pool import Holder
 from ragorder.trie.tree import Node
@@ -14,15 +14,15 @@ __all__ = ["TieredHolder", "TieredPool"]
 
 
 class TieredHolder(Holder, Protocol):
-    """A residency whose nodes the tiers hold."""
+    """A residency whose nodes are in the tiers."""
 
     def truncate(self, node: Node, kept_blocks: int) -> None: ...
 
 
 class TieredPool(Pool):
-    """A pool whose nodes stay until no tier of `mirror` has them; `nodes_by_key` are those of all scopes' trees.
+    """A pool that keeps a node while a tier of `mirror` has it; `nodes_by_key` has the nodes of all scopes' trees.
 
-    In a dry run (`copy`) the tiers' room of `held_tokens` is one, and evicts the least recently used first.
+    A dry run (`copy`) treats the tiers as one LRU tier of `held_tokens`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TieredPool(Pool):
         return pool
 
     def refresh(self, current: TieredHolder) -> None:
-        """After an interrupt between two changes of the tiers nothing is held."""
+        """Drop everything if an interrupt has left the tiers half changed."""
         if self._whole:
             return
         self.mirror.clear()
@@ -82,17 +82,16 @@ class TieredPool(Pool):
         self._drop(lost, current)
         self._whole = True
 
-    def displace(
+    def evict_before(
         self,
-        ranks: Sequence[Rank],
+        priorities: Sequence[TierPriority],
         current: TieredHolder,
         kept: Collection[Hashable],
         only: Collection[Hashable] | None = None,
     ) -> int:
-        """Others have displaced what goes before nodes of these ranks, but for what is `kept` (of `only` these keys),
-        and have its room; returns the remaining blocks."""
+        """See `TierMirror.evict_before`. Return the remaining blocks."""
         self._whole = False
-        self._drop(self.mirror.displace(ranks, kept, only), current)
+        self._drop(self.mirror.evict_before(priorities, kept, only), current)
         self._whole = True
         return self.used_blocks
 
@@ -100,11 +99,11 @@ class TieredPool(Pool):
         excess = self.used_blocks - blocks
         if excess > 0:
             self._whole = False
-            self._drop(self.mirror.give_up(excess * self._block_size), current)
+            self._drop(self.mirror.evict_tokens(excess * self._block_size), current)
             self._whole = True
 
     def drop(self, holder: TieredHolder, node: Node, current: Holder) -> None:
-        """No tier has this node, and no request in flight uses it."""
+        """Drop a node that no tier has and no request in flight uses."""
         used_blocks = self.used_blocks
         self.change(holder, current, holder.truncate, node, 0)
         self.evicted_blocks += used_blocks - self.used_blocks
@@ -114,7 +113,7 @@ class TieredPool(Pool):
     def _drop(self, keys: Iterable[Hashable], current: Holder) -> None:
         for key in keys:
             if key not in self.nodes_by_key:
-                # A suffix, others' room, or below a node that went before.
+                # A suffix, room of other clients, or a descendant of a node dropped before.
                 continue
             holder, node = self.nodes_by_key[key]
             if holder.closed:

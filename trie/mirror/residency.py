@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from ragorder.trie.histories import TurnEnd
 from ragorder.trie.mirror.pool import TieredPool
-from ragorder.trie.mirror.tiers import Arrival, Rank
+from ragorder.trie.mirror.tiers import Arrival, TierPriority
 from ragorder.trie.residency import Lease, Loads, LRUResidency, Place
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -16,10 +16,10 @@ _NOTHING = Loads()
 
 
 class TieredResidency(LRUResidency):
-    """The nodes of one scope's tree that a tier of the engine holds, by the tiers' own policy.
+    """The nodes of one scope's tree in the engine's tiers, by the tiers' policy.
 
-    In the tiers a node's key is a digest of its path: it outlives a tree's objects, as KV does. Scopes of equal names
-    share keys.
+    In the tiers a node's key is a digest of its path, so it outlives the tree's objects, as KV does. Scopes of equal
+    names share keys.
     """
 
     pool: TieredPool
@@ -28,8 +28,8 @@ class TieredResidency(LRUResidency):
         super().__init__(tree, pool)
         self._scope = hash((scope,))
         self._keys: dict[Node, int] = {}
-        # Of the last node that each request in flight should find, before that used it.
-        self._ranks: dict[Lease, Sequence[Rank]] = {}
+        # By request in flight, the priorities of the last node that it should find cached, as they were before it.
+        self._priorities: dict[Lease, Sequence[TierPriority]] = {}
 
     def refresh(self, requested: object = None) -> None:
         self.pool.refresh(self)
@@ -45,12 +45,12 @@ class TieredResidency(LRUResidency):
             key = hash((key, node.key))
             keys[node] = key
             pool.nodes_by_key[key] = self, node
-            # Without a size documents could be without number.
+            # Documents of size 0 would never fill the tiers.
             arrivals.append(Arrival(key, max(1, node.end - start), parent))
             parent, start = key, node.end
         in_order = [arrival.key for arrival in arrivals]
         held = lease.cached_documents + 1 if lease.cached_tokens else 0
-        self._ranks[lease] = pool.mirror.ranks(in_order[held - 1]) if held else ()
+        self._priorities[lease] = pool.mirror.priorities(in_order[held - 1]) if held else ()
         pool.serve(
             lease,
             arrivals,
@@ -77,13 +77,13 @@ class TieredResidency(LRUResidency):
         self._settle(lease, path)
 
     def _keep_answer(self, lease: Lease, turn: TurnEnd, total_tokens: float | None) -> None:
-        """The tiers know what follows the documents as room alone: an answer counts as recomputed."""
+        """The tiers only count the room of tokens after the documents, so an answer counts as recomputed."""
 
     def correct(self, lease: Lease, *, alone: bool = False) -> int | None:
-        """Everything that the tiers evict before the last node that should have been there is gone, too."""
+        """Also drop everything that the tiers evict before the last node that should have been cached."""
         kept = frozenset(map(self._key, lease.path))
         only = frozenset(self._keys.values()) if alone else None
-        return self.pool.displace(self._ranks.get(lease, ()), self, kept, only)
+        return self.pool.evict_before(self._priorities.get(lease, ()), self, kept, only)
 
     def loads(self, node: Node) -> Loads:
         place = self.pool.mirror.place(self._key(node))
@@ -94,9 +94,9 @@ class TieredResidency(LRUResidency):
 
     def close(self) -> None:
         super().close()
-        for lease in self._ranks:
+        for lease in self._priorities:
             self.pool.mirror.settle(lease)
-        self._ranks.clear()
+        self._priorities.clear()
         for node in list(self._keys):
             self._forget(node)
 
@@ -106,12 +106,12 @@ class TieredResidency(LRUResidency):
         return hash((self._scope if node.parent is None else self._key(node.parent), node.key))
 
     def _settle(self, lease: Lease, path: Sequence[Node]) -> None:
-        if self._ranks.pop(lease, None) is not None:
+        if self._priorities.pop(lease, None) is not None:
             self.pool.mirror.settle(lease)
             self._drop_absent(path)
 
     def _drop_absent(self, path: Sequence[Node]) -> None:
-        """The nodes that left the tiers while a request used them, or for which these were too small."""
+        """Drop nodes that were evicted while a request used them, or that did not fit into the tiers."""
         mirror = self.pool.mirror
         for node in path:
             if node.stamp and not node.leases and self._key(node) not in mirror:

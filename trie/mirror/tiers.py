@@ -1,4 +1,4 @@
-"""Mirror of an engine's tiers, by their replacement policy."""
+"""Mirror of an engine's tiers with their replacement policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragorder.trie.policies import AwaitedNodes, Tier
 from ragorder.trie.profile import LINEAR, PrefillProfile
 from ragorder.trie.residency import Place
 
-__all__ = ["Arrival", "MirroredTier", "Rank", "TierMirror"]
+__all__ = ["Arrival", "MirroredTier", "TierMirror", "TierPriority"]
 
 
 class Arrival(NamedTuple):
@@ -20,7 +20,7 @@ class Arrival(NamedTuple):
 
 
 class MirroredTier:
-    """One of an engine's tiers, metadata only; `tier` counts in tokens."""
+    """Metadata of one of an engine's tiers; `tier` counts in tokens."""
 
     def __init__(self, place: Place, capacity_tokens: int, tier: Tier) -> None:
         self.place = place
@@ -37,8 +37,8 @@ class MirroredTier:
     def admit(
         self, arrivals: Sequence[Arrival], protected: Container[Hashable], awaited: Container[Hashable] = ()
     ) -> list[Arrival]:
-        """Insert as many as fit, and return what is evicted for them, children first; awaited nodes only if there is no
-        other room."""
+        """Insert the arrivals that fit. Return the evicted nodes, children first; awaited ones only if nothing else
+        makes room."""
         tier, held, room = self.tier, self._held, self.capacity_tokens
         admitted = []
         for arrival in arrivals:
@@ -58,28 +58,28 @@ class MirroredTier:
             held[arrival.key] = arrival
         return [held.pop(key) for key in keys]
 
-    def next_to_go(self, tokens: int) -> list[Hashable]:
-        """The first evictions that free so many tokens."""
-        going: list[Hashable] = []
+    def next_victims(self, tokens: int) -> list[Hashable]:
+        """Return the first evictions that free `tokens` tokens."""
+        victims: list[Hashable] = []
         for key in self.tier.victims() if tokens > 0 else ():
-            going.append(key)
+            victims.append(key)
             tokens -= self._held[key].tokens
             if tokens <= 0:
                 break
-        return going
+        return victims
 
-    def going_before(self, priority: float) -> list[Hashable]:
-        """The first evictions, up to this priority."""
-        going: list[Hashable] = []
+    def victims_up_to(self, priority: float) -> list[Hashable]:
+        """Return the first evictions, up to `priority`."""
+        victims: list[Hashable] = []
         for key in self.tier.victims():
             node = self.tier.get(key)
             if node is None or node.priority > priority:
                 break
-            going.append(key)
-        return going
+            victims.append(key)
+        return victims
 
     def remove(self, key: Hashable) -> int:
-        """Returns its tokens."""
+        """Remove a node and return its tokens."""
         self.tier.remove(key)
         return self._held.pop(key).tokens
 
@@ -88,19 +88,19 @@ class MirroredTier:
         self._held.clear()
 
 
-class Rank(NamedTuple):
-    """The priority that a node has in a tier."""
+class TierPriority(NamedTuple):
+    """The priority of a node in a tier."""
 
     tier: MirroredTier
     priority: float
 
 
 class TierMirror:
-    """Serves an orderer's requests on `tiers`, the device first, as its engine does.
+    """Serve an orderer's requests on `tiers`, the device first, as its engine does.
 
-    `write_through`: each tier takes all that is computed, as in vLLM with ragorder's tiers; otherwise what the tier
-    above it evicts, as in the paper (RAGCache 5.1) and the embedded engine. What requests in flight use leaves host
-    memory last, as in both.
+    With `write_through` each tier takes all computed nodes, as in vLLM with ragorder's tiers; otherwise it takes the
+    nodes evicted above, as in the paper (RAGCache 5.1) and the embedded engine. Host memory evicts nodes of requests in
+    flight last, as in both.
     """
 
     def __init__(self, tiers: Sequence[MirroredTier], *, write_through: bool, profile: PrefillProfile = LINEAR) -> None:
@@ -108,7 +108,7 @@ class TierMirror:
         self._write_through = write_through
         self._profile = profile
         self._numbers = count()
-        # Of the last request: seconds per new token.
+        # Seconds per new token of the last request.
         self._cost = 0.0
         self._forget_requests()
 
@@ -116,16 +116,15 @@ class TierMirror:
         return any(key in tier for tier in self.tiers)
 
     def place(self, key: Hashable) -> Place:
-        """Of a node that no tier has: the slowest one's."""
+        """Return the fastest tier that has the node, or the slowest tier if none has."""
         for tier in self.tiers:
             if key in tier:
                 return tier.place
         return self.tiers[-1].place
 
-    def ranks(self, key: Hashable) -> tuple[Rank, ...]:
-        """In each tier that holds the node."""
+    def priorities(self, key: Hashable) -> tuple[TierPriority, ...]:
         found = ((tier, tier.tier.get(key)) for tier in self.tiers)
-        return tuple(Rank(tier, node.priority) for tier, node in found if node is not None)
+        return tuple(TierPriority(tier, node.priority) for tier, node in found if node is not None)
 
     def serve(
         self,
@@ -138,8 +137,10 @@ class TierMirror:
         computed: Container[Hashable],
         expected: Mapping[Hashable, float],
     ) -> list[Hashable]:
-        """A request, `settle`d later, brings its path to the device, and a suffix that nothing else will use. Returns
-        the nodes that no tier has any more. `expected`: forecast uses of nodes."""
+        """Bring a request's path to the device, with a suffix that no other request will use, until `settle`.
+
+        `expected` maps nodes to forecast uses. Return the nodes that are now in no tier.
+        """
         cost = self._cost = self._profile.cost(cached_tokens, new_tokens)
         keys = [arrival.key for arrival in path]
         arrivals = [*path, Arrival(self._number(), suffix_tokens, keys[-1])] if suffix_tokens else [*path]
@@ -161,35 +162,36 @@ class TierMirror:
         return self._lost(gone)
 
     def settle(self, request: Hashable) -> None:
-        """The request is in flight no longer."""
         self._awaited.remove(self._requests.pop(request, ()))
 
     def remove(self, key: Hashable) -> None:
-        """From all tiers."""
         for tier in self.tiers:
             if key in tier:
                 tier.remove(key)
 
-    def displace(
-        self, ranks: Iterable[Rank], kept: Container[Hashable] = (), only: Container[Hashable] | None = None
+    def evict_before(
+        self,
+        priorities: Iterable[TierPriority],
+        kept: Container[Hashable] = (),
+        only: Container[Hashable] | None = None,
     ) -> list[Hashable]:
-        """Others have displaced what goes before nodes of these ranks, but for what is `kept` (of `only` these keys),
-        and have its room. Returns the nodes that no tier has any more."""
+        """Evict nodes below `priorities` except `kept` (of `only` these keys), and charge their room to other clients.
+        Return the nodes that are now in no tier."""
         gone: dict[Hashable, None] = {}
-        for tier, priority in ranks:
-            going = [key for key in tier.going_before(priority) if key not in kept and (only is None or key in only)]
-            self._give_away(tier, going)
-            gone.update(dict.fromkeys(going))
+        for tier, priority in priorities:
+            victims = [key for key in tier.victims_up_to(priority) if key not in kept and (only is None or key in only)]
+            self._charge_others(tier, victims)
+            gone.update(dict.fromkeys(victims))
         return self._lost(gone)
 
-    def give_up(self, tokens: int) -> list[Hashable]:
-        """Others have the room of so many tokens, of the slowest tier first. Returns the nodes that no tier has any
-        more."""
+    def evict_tokens(self, tokens: int) -> list[Hashable]:
+        """Evict `tokens` tokens, slowest tier first, and charge their room to other clients. Return the nodes that are
+        now in no tier."""
         gone: dict[Hashable, None] = {}
         for tier in reversed(self.tiers):
-            going = tier.next_to_go(tokens)
-            tokens -= self._give_away(tier, going)
-            gone.update(dict.fromkeys(going))
+            victims = tier.next_victims(tokens)
+            tokens -= self._charge_others(tier, victims)
+            gone.update(dict.fromkeys(victims))
         return self._lost(gone)
 
     def clear(self) -> None:
@@ -198,15 +200,14 @@ class TierMirror:
         self._forget_requests()
 
     def _number(self) -> Hashable:
-        """The key of what no later request finds."""
         return (next(self._numbers),)
 
     def _lost(self, gone: Iterable[Hashable]) -> list[Hashable]:
         return [key for key in gone if key not in self]
 
-    def _give_away(self, tier: MirroredTier, keys: Sequence[Hashable]) -> int:
-        """Returns their tokens."""
-        # As young as what the last request computed.
+    def _charge_others(self, tier: MirroredTier, keys: Sequence[Hashable]) -> int:
+        """Replace nodes by other clients' nodes of the same size, and return their tokens."""
+        # As recent as the nodes that the last request computed.
         others = [Arrival(self._number(), tier.remove(key), None) for key in keys]
         tier.admit(others, ())
         numbers = [each.key for each in others]
@@ -215,6 +216,6 @@ class TierMirror:
 
     def _forget_requests(self) -> None:
         host = next((tier for tier in self.tiers if tier.place is Place.HOST), None)
-        # As in the engines: half of the host memory for what requests in flight use.
+        # As in the engines: requests in flight protect up to half of the host memory.
         self._awaited = AwaitedNodes(0 if host is None else host.capacity_tokens // 2)
         self._requests: dict[Hashable, tuple[Hashable, ...]] = {}

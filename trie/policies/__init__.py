@@ -1,4 +1,4 @@
-"""Replacement policies of full tiers: device, host, disk (RAGCache section 5.1)."""
+"""Replacement policies of device, host and disk tiers (RAGCache section 5.1)."""
 
 from ragorder.trie.policies.base import (
     GDSF,
@@ -37,7 +37,7 @@ POLICIES = tuple(policies.names)
 
 
 def make_policy(name: str) -> ReplacementPolicy:
-    """For one tier. Raises ValueError naming the choices."""
+    """Raises ValueError if there is no policy `name`."""
     if name not in POLICIES:
         raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
     return policies[name]()

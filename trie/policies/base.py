@@ -1,4 +1,4 @@
-"""Protocol of replacement policies, and their registry."""
+"""Replacement policies and their registry."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 
 @dataclass(slots=True, eq=False, repr=False)
 class TierNode:
-    """A tier's record of a node, written by the tier only.
+    """A tier's record of a node; only the tier writes it.
 
-    `frequency` counts uses, `misses` computations; `cost` is their mean seconds per new token (formula 4's Cost/Size),
-    or an estimate. `expected` uses are forecast by the last request that did so; 0: none. `priority` is of the last
-    use, number `order`. `place`: in a heap, or -1.
+    `frequency` counts uses, `misses` computations. `cost` is the mean of seconds per new token (formula 4's Cost/Size),
+    or an estimate. `expected` is the last forecast of uses, 0 without one. `priority` is as of the last use, number
+    `order`. `place` is the index in a heap, or -1.
     """
 
     key: Key
@@ -48,17 +48,17 @@ class TierNode:
 
 
 class ReplacementPolicy(Protocol):
-    """Priorities for one tier: the lowest leaf is evicted first, among equals the least recently used."""
+    """Priorities for one tier. The lowest leaf is evicted first; ties go to the least recently used."""
 
     def priority(self, node: TierNode) -> float:
-        """Of a node used or inserted now."""
+        """Return the priority of a node used or inserted now."""
 
     def evicted(self, node: TierNode, used: int) -> None:
-        """A node is evicted from a tier whose nodes have `used` in all."""
+        """A node is evicted from a tier with nodes of total size `used`."""
 
 
 class Clocked:
-    """A clock at the highest evicted priority (formula 3): recent uses outrank frequent old ones."""
+    """A clock at the highest evicted priority (formula 3), so that recent uses outrank old ones."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -71,18 +71,17 @@ class Clocked:
 policies: Registry[ReplacementPolicy] = Registry("replacement policy")
 
 
-# By simulation: at 0.3 bursts are lost, at 1 what is popular (docs/tiers.md).
+# In simulation 0.3 lost bursts, and 1 lost popular nodes (docs/tiers.md).
 _FORGETTING = 0.5
 _LEAST_COST = 1e-12
 
 
 @policies.register("forecast", "as often as the orderer expects them to be used, else as often as they were")
 class Forecast:
-    """log(Uses x Cost / Size) + 0.5 x Turnovers: uses count less by a constant factor for each time that the tier has
-    been replaced since.
+    """log(Uses x Cost / Size) + 0.5 x Turnovers.
 
-    Uses are those that the last request forecast, otherwise the frequency. Turnovers are measured in evicted sizes by
-    the used one, so tiers of any size and speed forget alike.
+    Uses are the last forecast, else the frequency. Turnovers are the evicted size over the used size, so uses decay by
+    a constant factor with each replacement of a tier, alike for any size and speed.
     """
 
     def __init__(self) -> None:
@@ -98,7 +97,7 @@ class Forecast:
 
 @policies.register("gdsf", "often used nodes last")
 class GDSF(Clocked):
-    """Clock + Frequency: Greedy-Dual-Size-Frequency with a cost proportional to the size, in any unit."""
+    """Clock + Frequency: Greedy-Dual-Size-Frequency with a cost proportional to the size."""
 
     def priority(self, node: TierNode) -> float:
         return self.clock + node.frequency
@@ -106,8 +105,6 @@ class GDSF(Clocked):
 
 @policies.register("lfu", "least frequently used first")
 class LFU:
-    """Number of uses."""
-
     def priority(self, node: TierNode) -> float:
         return float(node.frequency)
 
@@ -116,7 +113,7 @@ class LFU:
 
 @policies.register("lru", "least recently used first")
 class LRU:
-    """Order of last use; entering the tier counts as one."""
+    """Order of last use; insertion counts as a use."""
 
     def __init__(self) -> None:
         self._uses = 0
@@ -133,13 +130,13 @@ class PGDSF(Clocked):
     """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formulas 2 and 4)."""
 
     def priority(self, node: TierNode) -> float:
-        # At every use, as the paper's text says; Algorithm 1 prints line 9 inside the branch for uncached nodes, where
-        # no hit would ever count.
+        # At every use, as the paper's text says. Algorithm 1 prints line 9 inside the branch for uncached nodes, where
+        # hits would never count.
         return self.clock + node.frequency * node.cost
 
 
 class AwaitedNodes:
-    """Nodes on the paths of waiting requests, present or not, of `room` in all: those of the requests that came first.
+    """Nodes on the paths of waiting requests, cached or not, up to `room` in total; the oldest requests come first.
 
     awaited = AwaitedNodes(room=100)
     added = awaited.add([("system prompt", 4), ("document", 9)])
@@ -159,12 +156,12 @@ class AwaitedNodes:
         return len(self._requests)
 
     def resize(self, room: int) -> None:
-        """What is awaited already stays, beyond a smaller room too."""
+        """Change the room. Nodes already awaited stay, even beyond it."""
         self._room += room - self._total
         self._total = room
 
     def add(self, path: Iterable[tuple[Key, int]]) -> tuple[Key, ...]:
-        """The nodes (key, size) of a request, root first, as far as there is room. Remove what is returned, once."""
+        """Add a request's nodes (key, size), root first, until the room is full. Pass the result to `remove`, once."""
         added = []
         for key, size in path:
             if key not in self._requests:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ragorder.eval.experiments.fusion_deviation.cells import ALONE, DeviationCell
 from ragorder.eval.experiments.fusion_deviation.prompts import CorpusPrompts, FusedPrompt
 from ragorder.eval.experiments.fusion_deviation.sequence import KVSequence
-from ragorder.kernels.engine.scoring import Scene
+from ragorder.kernels.engine.scoring import ScoringInput
 from ragorder.kernels.fusion.selection import make_selection
 
 __all__ = ["SELECTED", "Bench", "Measured"]
@@ -99,12 +99,14 @@ class Bench:
 
     def _chosen(self, ids: list[int], start: int, spans: list[tuple[int, int]]) -> dict[str, Tensor]:
         end = spans[-1][1]
-        scene = Scene(ids, self._sequence.table, start, start, tuple(spans), (end, len(ids)))
+        inputs = ScoringInput(ids, self._sequence.table, start, start, tuple(spans), (end, len(ids)))
         budget = round(self._cell.recompute * (end - start))
         chosen = {}
         for name in SELECTED:
             selection = make_selection(name)
-            chosen[name] = selection.choose(self._sequence.scorer.measure(selection.needs, scene), budget).cpu() - start
+            chosen[name] = (
+                selection.choose(self._sequence.scorer.measure(selection.needs, inputs), budget).cpu() - start
+            )
         return chosen
 
     def _copy(self, kind: str, place: int, system: Any) -> Tensor:

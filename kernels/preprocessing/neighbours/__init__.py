@@ -1,4 +1,4 @@
-"""Neighbours of a document: those in whose sight its KV is computed (FusionRAG 3.1)."""
+"""Choices of neighbours for documents (FusionRAG 3.1)."""
 
 from ragorder.kernels.preprocessing.neighbours.base import Neighbours, make_neighbours, neighbours
 from ragorder.kernels.preprocessing.neighbours.embedding import EmbeddingNeighbours

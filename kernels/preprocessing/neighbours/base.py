@@ -1,4 +1,4 @@
-"""Interface of a choice of neighbours, and the registry of choices."""
+"""Base class and registry of choices of neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Neighbours", "make_neighbours", "neighbours"]
 
 
 class Neighbours(ABC):
-    """The documents that are likely to be retrieved together with each.
+    """For each document, other documents that are likely to be retrieved with it.
 
     @neighbours.register("next", "the documents that follow in the corpus")
     class NextNeighbours(Neighbours):
@@ -26,29 +26,29 @@ class Neighbours(ABC):
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
-        """The choice for the text behind its name (`make_neighbours`). Raises ValueError for a wrong one."""
+        """Make the choice for the argument after its name (`make_neighbours`). Raises ValueError for a wrong
+        argument."""
         if argument is not None:
-            raise ValueError(f"takes nothing after its name, got {argument!r}: leave it out")
+            raise ValueError(f"takes no argument, got {argument!r}: leave it out")
         return cls()
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
-        """What is kept of these documents for `nearest`, shape (texts, dimensions); None: nothing."""
+        """Return what `nearest` needs of these documents, shape (texts, dimensions), or None."""
         return None
 
     @abstractmethod
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        """For each document the places of at most `count` different others in `ids`, the most related first.
+        """Return for each document the indices in `ids` of at most `count` different others, most related first.
 
-        `vectors`: what `vectors` returned for them, in the order of `ids`, which are all different.
+        `vectors` are the result of `vectors`, in the order of the unique `ids`.
         """
 
 
 neighbours: Registry[Neighbours] = Registry("neighbours")
-"""Choices of neighbours by name."""
 
 
 def make_neighbours(source: str) -> Neighbours:
-    """The choice NAME or NAME:ARGUMENT. Raises ValueError for another name or a wrong argument."""
+    """Raises ValueError for an unknown name or a wrong argument. `source` is NAME or NAME:ARGUMENT."""
     name, colon, argument = source.partition(":")
     choice = neighbours[neighbours.check(name)]
     try:

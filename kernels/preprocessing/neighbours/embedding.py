@@ -1,4 +1,4 @@
-"""Neighbours by the similarity of their embeddings."""
+"""Neighbours by similarity of embeddings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["EmbeddingNeighbours"]
 
 @neighbours.register("embedding", "by embeddings of sentence-transformers (embedding:MODEL for another than MiniLM)")
 class EmbeddingNeighbours(Neighbours):
-    """The greatest cosine similarities, found by exhaustive search (FAISS): n² / 2 products for n documents. Ties go to
-    the earlier document."""
+    """Documents with the highest cosine similarity, by exhaustive search (FAISS): n² / 2 products for n documents. Ties
+    go to the earlier document."""
 
     def __init__(self, encoder: TextEncoder | None = None) -> None:
         self._encoder = encoder or TextEncoder()
@@ -27,7 +27,7 @@ class EmbeddingNeighbours(Neighbours):
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
         if argument == "":
-            raise ValueError("name a model after the colon, or leave the colon out")
+            raise ValueError("give a model after the colon, or leave out the colon")
         return cls(TextEncoder(argument))
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32] | None:
@@ -35,9 +35,9 @@ class EmbeddingNeighbours(Neighbours):
         return self._encoder.encode(texts)
 
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        """Raises ImportError without FAISS, ValueError for vectors of another number or that are not finite."""
+        """Raises ImportError without FAISS, ValueError for vectors of another number or with NaN or inf."""
         if vectors is None or len(vectors) != len(ids):
-            raise ValueError(f"{len(ids)} documents need as many vectors, got {0 if vectors is None else len(vectors)}")
+            raise ValueError(f"{len(ids)} documents need one vector each, got {0 if vectors is None else len(vectors)}")
         if len(ids) < 2 or count < 1:
             return [[] for _ in ids]
         with needs("retrieval", "a search for neighbours"):
@@ -49,7 +49,7 @@ class EmbeddingNeighbours(Neighbours):
         faiss.normalize_L2(unit)
         index = faiss.IndexFlatIP(unit.shape[1])
         index.add(unit)
-        # Each finds itself as well.
+        # Each document also finds itself.
         scores, places = index.search(unit, min(count + 1, len(ids)))
         order = np.lexsort((places, -scores), axis=1)
         ranked = np.take_along_axis(places, order, axis=1).tolist()

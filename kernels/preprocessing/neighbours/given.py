@@ -1,4 +1,4 @@
-"""Neighbours of a given graph."""
+"""Neighbours from a given graph."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Vertex(BaseModel):
     neighbours: list[str]
 
 
-@neighbours.register("graph", 'those of a graph (graph:FILE, JSON lines {"id", "neighbours"}, the nearest first)')
+@neighbours.register("graph", 'from a graph (graph:FILE, JSON lines {"id", "neighbours"}, nearest first)')
 class GivenNeighbours(Neighbours):
-    """The neighbours of each id, the nearest first. Ids that the corpus lacks are left out."""
+    """The neighbours of each id, nearest first. Ids outside the corpus are ignored."""
 
     def __init__(self, graph: Mapping[str, Sequence[str]]) -> None:
         self._graph = graph
@@ -35,7 +35,7 @@ class GivenNeighbours(Neighbours):
     def from_argument(cls, argument: str | None) -> Self:
         """Raises JSONLinesError naming file and line."""
         if not argument:
-            raise ValueError("name the file of the graph: graph:FILE")
+            raise ValueError("give the file of the graph: graph:FILE")
         lines = JSONLines(argument, example=_EXAMPLE)
         graph: dict[str, Sequence[str]] = {}
         for number, vertex in lines.read(_Vertex):
@@ -45,10 +45,10 @@ class GivenNeighbours(Neighbours):
         return cls(graph)
 
     def nearest(self, ids: Sequence[str], vectors: NDArray[np.float32] | None, count: int) -> list[list[int]]:
-        """Raises ValueError if the graph has none of the ids: it is another corpus'."""
+        """Raises ValueError if the graph has none of the ids, which suggests another corpus."""
         places = {id: place for place, id in enumerate(ids)}
         if ids and not places.keys() & self._graph.keys():
-            raise ValueError(f"the graph has none of the {len(ids)} documents: is it another corpus'?")
+            raise ValueError(f"the graph has none of the {len(ids)} documents: give the graph of this corpus")
         found: list[list[int]] = []
         for id in ids:
             known = dict.fromkeys(other for other in self._graph.get(id, ()) if other in places and other != id)

@@ -1,4 +1,4 @@
-"""Neighbours by what was asked for together."""
+"""Neighbours by joint requests in a log."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["ServedTogether"]
 
 
-@neighbours.register("log", "those most often in one request of a log (log:FILE, JSON lines as of `ragorder replay`)")
+@neighbours.register("log", "most often in the same requests of a log (log:FILE, JSON lines as for `ragorder replay`)")
 class ServedTogether(Neighbours):
-    """The documents with which one shared most requests: the likeliest companions of the next one. Ties go to the
-    earlier document; documents of no logged request have no neighbours.
+    """Documents that share the most requests with one document. Ties go to the earlier document; documents without a
+    logged request have no neighbours.
 
-    `requests`: the ids of each request's documents.
+    `requests` has the ids of each request's documents.
     """
 
     def __init__(self, requests: Iterable[Iterable[str]]) -> None:
@@ -36,7 +36,7 @@ class ServedTogether(Neighbours):
     def from_argument(cls, argument: str | None) -> Self:
         """Raises JSONLinesError naming file and line."""
         if not argument:
-            raise ValueError("name the log of requests: log:FILE")
+            raise ValueError("give the log of requests: log:FILE")
         lines = JSONLines(argument, example=EXAMPLE)
         return cls(map(str, request.ids) for _, request in lines.read(RequestLine))
 

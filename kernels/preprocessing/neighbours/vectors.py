@@ -1,4 +1,4 @@
-"""Neighbours by the similarity of given vectors."""
+"""Neighbours by similarity of given vectors."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 __all__ = ["VectorNeighbours"]
 
 
-@neighbours.register("vectors", "by vectors of your own (vectors:FILE.npy, a row for each document of the corpus)")
+@neighbours.register("vectors", "by your own vectors (vectors:FILE.npy, one row per document)")
 class VectorNeighbours(EmbeddingNeighbours):
-    """`given`: shape (documents, dimensions), a row for each document, in their order.
+    """`given` has shape (documents, dimensions), one row per document, in their order.
 
     Raises ValueError for another shape.
     """
 
     def __init__(self, given: NDArray[np.float32]) -> None:
         if given.ndim != 2:
-            raise ValueError(f"vectors have the shape (documents, dimensions), got {given.shape}")
+            raise ValueError(f"vectors must have the shape (documents, dimensions), got {given.shape}")
         self._given = given
 
     @classmethod
     def from_argument(cls, argument: str | None) -> Self:
         if not argument:
-            raise ValueError("name the file of the vectors: vectors:FILE.npy")
+            raise ValueError("give the file of the vectors: vectors:FILE.npy")
         with needs("retrieval", "a file of vectors"):
             import numpy as np
         try:
@@ -46,6 +46,6 @@ class VectorNeighbours(EmbeddingNeighbours):
         """Raises ValueError for another number of documents."""
         if len(texts) != len(self._given):
             raise ValueError(
-                f"there are {len(self._given)} vectors for {len(texts)} documents: give one for each, in their order"
+                f"there are {len(self._given)} vectors for {len(texts)} documents: give one per document, in order"
             )
         return self._given

@@ -1,20 +1,20 @@
-"""Nodes of a path's documents off its cached prefix, over all tiers (FusionRAG 4.1)."""
+"""Copies of documents outside a cached prefix, over all tiers (FusionRAG 4.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ragorder.kernels.cache.contents import Contents, Rank, Whereabouts
+from ragorder.kernels.cache.contents import Contents, CopyKind, CopyLocation
 from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.node import CachedNode
 from ragorder.kernels.cache.segments import Segment
 
-__all__ = ["Elsewhere"]
+__all__ = ["DocumentIndex"]
 
 
-class Elsewhere:
-    """Finds documents by `contents`, which it keeps up to date."""
+class DocumentIndex:
+    """Finds documents' copies by `contents`, which it keeps up to date."""
 
     def __init__(self, contents: Contents, tiers: Hierarchy, disk: StoreTier | None) -> None:
         self._contents = contents
@@ -22,13 +22,12 @@ class Elsewhere:
         self._disk = disk
 
     def add(self, segment: Segment, parent: bytes | None, start: int) -> None:
-        """The segment has a node."""
         if segment.content:
-            rank = Rank.STANDALONE if segment.content == segment.key else Rank.ELSEWHERE
-            self._contents.add(segment.content, Whereabouts(segment.key, parent, start, segment.tokens), rank)
+            kind = CopyKind.STANDALONE if segment.content == segment.key else CopyKind.AFTER_DOCUMENTS
+            self._contents.add(segment.content, CopyLocation(segment.key, parent, start, segment.tokens), kind)
 
     def nodes(self, path: Sequence[Segment], cached: int) -> Iterator[tuple[int, CachedNode]]:
-        """Those of the documents behind the first `cached` segments, and where these documents stand."""
+        """Yield positions in the prompt and copies of documents after the first `cached` segments."""
         later = path[cached:]
         if self._disk is not None:
             self._find_on_disk(self._disk, path, later)
@@ -41,18 +40,17 @@ class Elsewhere:
                 yield start, node
             start += segment.tokens
 
-    def ranks(self, path: Sequence[Segment]) -> list[Rank | None]:
-        """Of each segment's best copy; None: it has none."""
+    def kinds(self, path: Sequence[Segment]) -> list[CopyKind | None]:
         if self._disk is not None:
             self._find_on_disk(self._disk, path, path)
         return [self._contents.best(segment.content) for segment in path]
 
     def _find_on_disk(self, disk: StoreTier, path: Sequence[Segment], later: Sequence[Segment]) -> None:
-        # Copies directly behind the prefix are found by their content alone, also after a restart.
+        # Copies made directly after the prefix are found by their content alone, even after a restart.
         front = path[0] if path and not path[0].content else None
         parent, begin = (front.key, front.tokens) if front is not None else (None, 0)
         for content, tokens in ((segment.content, segment.tokens) for segment in later if segment.content):
             if content in disk:
-                self._contents.add(content, Whereabouts(content, parent, begin, tokens), Rank.STANDALONE)
+                self._contents.add(content, CopyLocation(content, parent, begin, tokens), CopyKind.STANDALONE)
             if (made := disk.variant(content)) is not None:
-                self._contents.add(content, Whereabouts(made, parent, begin, tokens), Rank.PREPROCESSED)
+                self._contents.add(content, CopyLocation(made, parent, begin, tokens), CopyKind.PREPROCESSED)
