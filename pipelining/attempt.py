@@ -80,7 +80,7 @@ class Attempt(Generic[Q, D, R]):
         )
         return True
 
-    def foresaw(self, question: Q, documents: Sequence[D]) -> bool:
+    def speculates_on(self, question: Q, documents: Sequence[D]) -> bool:
         """Whether a speculation is on this very request."""
         speculation = self._speculation
         if speculation is None or speculation.failed:

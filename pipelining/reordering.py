@@ -139,7 +139,7 @@ class _Arrival(Generic[T]):
 
     item: T
     lengths: Callable[[], CachedLengths] | None
-    place: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     ticket: Ticket[T] | None = None
 
 
@@ -162,7 +162,7 @@ class ConcurrencyLimiter(Generic[T]):
         self.queue = queue
         self.max_waiting = max_waiting
         self.in_flight = 0
-        self._places: dict[Ticket[T], asyncio.Future[None]] = {}
+        self._admitted: dict[Ticket[T], asyncio.Future[None]] = {}
         self._patient: deque[_Arrival[T]] = deque()
         self._waking = False
 
@@ -194,7 +194,7 @@ class ConcurrencyLimiter(Generic[T]):
         else:
             raise QueueFullError(f"{len(self.queue)} requests are already waiting")
         try:
-            await arrival.place
+            await arrival.admitted
         except BaseException:
             self._give_up(arrival)
             raise
@@ -205,12 +205,12 @@ class ConcurrencyLimiter(Generic[T]):
 
     def _enter(self, arrival: _Arrival[T]) -> None:
         arrival.ticket = self.queue.enter(arrival.item, arrival.lengths)
-        self._places[arrival.ticket] = arrival.place
+        self._admitted[arrival.ticket] = arrival.admitted
 
     def _give_up(self, arrival: _Arrival[T]) -> None:
         if arrival.ticket is None:
             self._patient.remove(arrival)
-        elif self._places.pop(arrival.ticket, None) is None:
+        elif self._admitted.pop(arrival.ticket, None) is None:
             # Admitted at the very moment of its cancellation.
             self._release()
         else:
@@ -236,11 +236,11 @@ class ConcurrencyLimiter(Generic[T]):
                 self._enter(self._patient.popleft())
             ticket = self.queue.take()
             self._move_up()
-            if self._places[ticket].done():
+            if self._admitted[ticket].done():
                 # Cancelled, but still in the queue.
                 continue
             self.in_flight += 1
-            self._places.pop(ticket).set_result(None)
+            self._admitted.pop(ticket).set_result(None)
             self._waking = True
             asyncio.get_running_loop().call_soon(self._admit)
             return

@@ -40,7 +40,7 @@ class BatchRetrieval(Protocol[Q_contra, D_co]):
     def search_batch(
         self, tasks: Sequence[SearchTask[Q_contra]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """(place of the task, documents in rank order or its own error), as soon as each is final. An error that is
+        """(position of the task, documents in rank order or its own error), as soon as each is final. An error that is
         raised is one of all tasks without a result so far."""
 
 
@@ -51,7 +51,7 @@ class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]
         self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
         """As `search_batch`. `more` is called in the event loop, whenever others may join, and gives those that do:
-        their places follow those of all before them."""
+        their positions follow those of all before them."""
 
 
 class ConcurrentRetrieval(Generic[Q, D]):
@@ -64,16 +64,16 @@ class ConcurrentRetrieval(Generic[Q, D]):
     async def search_batch(
         self, tasks: Sequence[SearchTask[Q]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        places = {}
-        for place, task in enumerate(tasks):
+        positions = {}
+        for position, task in enumerate(tasks):
             search = asyncio.create_task(self._search(task.question))
-            places[search], task.cancel_search = place, search.cancel
-        left = set(places)
+            positions[search], task.cancel_search = position, search.cancel
+        left = set(positions)
         try:
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for search in sorted(done, key=places.__getitem__):
-                    yield places[search], _outcome(search)
+                for search in sorted(done, key=positions.__getitem__):
+                    yield positions[search], _outcome(search)
         finally:
             for search in left:
                 search.cancel()
@@ -137,7 +137,7 @@ class PartitionedRetrieval(Generic[Q, D]):
     async def search_joined(
         self, tasks: Sequence[SearchTask[Q]], more: Callable[[], Sequence[SearchTask[Q]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        entries = sorted((_Entry(place, task) for place, task in enumerate(tasks)), key=_Entry.is_new)
+        entries = sorted((_Entry(position, task) for position, task in enumerate(tasks)), key=_Entry.is_new)
         passing = self.index.resume(await asyncio.to_thread(self._begin, entries))
         count = len(tasks)
         try:
@@ -147,7 +147,7 @@ class PartitionedRetrieval(Generic[Q, D]):
                 for entry in entries:
                     entry.stages += 1
                 for row, documents in found:
-                    yield entries[row].place, documents
+                    yield entries[row].position, documents
                 entries = [entries[row] for row in left]
                 if not entries or not passing.joinable or not (joining := more()):
                     continue
@@ -156,7 +156,7 @@ class PartitionedRetrieval(Generic[Q, D]):
                 begun, failed = await asyncio.to_thread(self._join, passing, joined)
                 entries += begun
                 for entry, error in failed:
-                    yield entry.place, error
+                    yield entry.position, error
         except Exception:
             for row, entry in enumerate(entries):
                 # Another object means that more has been found.
@@ -219,10 +219,10 @@ class PartitionedRetrieval(Generic[Q, D]):
 class _Entry(Generic[Q]):
     """A task of a pass. `begun`: what earlier ones have found for it; `stages` of this one, with it."""
 
-    __slots__ = ("begun", "place", "stages", "task")
+    __slots__ = ("begun", "position", "stages", "task")
 
-    def __init__(self, place: int, task: SearchTask[Q]) -> None:
-        self.place = place
+    def __init__(self, position: int, task: SearchTask[Q]) -> None:
+        self.position = position
         self.task = task
         self.stages = 0
         # Read once: a request that is cancelled meanwhile has no checkpoint any more.

@@ -111,16 +111,16 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         error: Exception | None = None
         try:
             async with aclosing(self._results(batch)) as results:
-                async for place, result in results:
-                    # Each place once, whatever the retrieval yields.
-                    if (request := batch.left.get(place)) is None:
+                async for position, result in results:
+                    # Each position once, whatever the retrieval yields.
+                    if (request := batch.left.get(position)) is None:
                         continue
                     if isinstance(result, Exception):
                         self._occupancy.end(request)
                         await self._fail(request, result, shared=False)
                     else:
                         self._pass_on(request, result)
-                    batch.remove(place)
+                    batch.remove(position)
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
@@ -185,7 +185,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
 
 class _Batch(Generic[Q, D]):
-    """Requests that are searched for together, by their places; those that have an outcome are left out."""
+    """Requests that are searched for together, by their positions; those that have an outcome are left out."""
 
     def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
         self.left: dict[int, BatchedRequest[Q, D]] = {}
@@ -200,15 +200,15 @@ class _Batch(Generic[Q, D]):
             self._count += 1
 
     def drop_abandoned(self) -> Sequence[BatchedRequest[Q, D]]:
-        dropped = {place: request for place, request in self.left.items() if request.abandoned}
-        for place in dropped:
-            self.remove(place)
+        dropped = {position: request for position, request in self.left.items() if request.abandoned}
+        for position in dropped:
+            self.remove(position)
         return list(dropped.values())
 
-    def remove(self, place: int) -> None:
+    def remove(self, position: int) -> None:
         """Nothing is kept of it: a batch that others join may never end."""
-        del self.left[place], self._before[place]
+        del self.left[position], self._before[position]
 
     def checkpoints(self) -> Sequence[tuple[BatchedRequest[Q, D], Any]]:
         """Of those that are left, what each had found before."""
-        return [(request, self._before[place]) for place, request in self.left.items()]
+        return [(request, self._before[position]) for position, request in self.left.items()]

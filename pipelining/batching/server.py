@@ -105,7 +105,7 @@ class DecoupledServer(Generic[Q, D, R]):
         self._observer = observer
         self._clock = clock
         self._requests: dict[BatchedRequest[Q, D], None] = {}
-        self._places: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
+        self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
         self._closed = False
         self._failing = False
         if hasattr(retrieval, "search_batch"):
@@ -234,7 +234,7 @@ class DecoupledServer(Generic[Q, D, R]):
         await self.close()
 
     async def _run(self, question: Q, *, patient: bool = False) -> BatchedAnswer[D]:
-        async with self._place(patient=patient):
+        async with self._slot(patient=patient):
             request = self._enter(question)
             told = False
             try:
@@ -247,12 +247,12 @@ class DecoupledServer(Generic[Q, D, R]):
             finally:
                 await self._leave(request, told)
 
-    def _place(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
+    def _slot(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
         """In the server; a `patient` request waits for it."""
         self._check_open()
-        if not patient and not self._places.has_room:
+        if not patient and not self._limiter.has_room:
             raise QueueFullError(f"{len(self._requests)} requests are in the server already (max_requests)")
-        return self._places.slot(None)
+        return self._limiter.slot(None)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -287,7 +287,7 @@ class DecoupledServer(Generic[Q, D, R]):
 
     async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        async with self._place():
+        async with self._slot():
             request = self._enter(question, chunks)
             told = False
             try:

@@ -50,7 +50,7 @@ class Placement:
     slots: int = 0
 
     def __post_init__(self) -> None:
-        amounts = (*_places(self.weights), *_places(self.kv), self.partitions, self.slots)
+        amounts = (*_amounts(self.weights), *_amounts(self.kv), self.partitions, self.slots)
         if min(amounts) < 0:
             raise ValueError("a placement has no negative amounts")
         if self.batch < 1 or self.step_tokens < self.batch:
@@ -67,7 +67,7 @@ class Placement:
         return self.weights.host + self.weights.disk
 
 
-def _places(spread: Spread) -> tuple[int, int, int]:
+def _amounts(spread: Spread) -> tuple[int, int, int]:
     return spread.device, spread.host, spread.disk
 
 

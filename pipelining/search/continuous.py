@@ -253,7 +253,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             self._cluster_codes.add(search.codes[-1] / max(1, search.clusters.size))
             self._running.append(search)
             if search.handle.prefetch and self.tiers is not None:
-                self.tiers.foresee(search.clusters[0])
+                self.tiers.prefetch(search.clusters[0])
 
     def _measure_sizes(self) -> None:
         # The last place is that of cluster -1: none.

@@ -91,12 +91,12 @@ def split_memory(
 
     sizes = {0.0, float(total_bytes), *generation.bytes, *(total_bytes - size for size in retrieval.bytes)}
     corners = sorted(size for size in sizes if 0 <= size <= total_bytes)
-    places = [*corners]
+    candidates = [*corners]
     for low, high in pairwise(corners):
         at_low, at_high = lead(low), lead(high)
         if at_low * at_high < 0:
-            places.append(low + (high - low) * at_low / (at_low - at_high))
-    whole = {kv_bytes for place in places for kv_bytes in (math.floor(place), math.ceil(place))}
+            candidates.append(low + (high - low) * at_low / (at_low - at_high))
+    whole = {kv_bytes for size in candidates for kv_bytes in (math.floor(size), math.ceil(size))}
     return max(map(split, sorted(whole)), key=lambda each: (each.served, each.kv_bytes))
 
 

@@ -20,13 +20,13 @@ _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 @dataclass(frozen=True, slots=True)
 class ScannedPart:
-    """What one call found for each of `rows`. `keys`: distances, negative for similarities. `places`: `ids` are places,
+    """What one call found for each of `rows`. `keys`: distances, negative for similarities. `locations`: `ids` are locations,
     cluster << 32 | offset."""
 
     rows: NDArray[np.intp]
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
-    places: bool
+    locations: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BestResults:
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
-    places: NDArray[np.int64]
+    locations: NDArray[np.int64]
 
     @classmethod
     def none(cls, queries: int, kept: int) -> BestResults:
@@ -58,12 +58,12 @@ class BestResults:
             rows = slice(row, row + queries)
             stacked.keys[rows, :kept] = part.keys
             stacked.ids[rows, :kept] = part.ids
-            stacked.places[rows, :kept] = part.places
+            stacked.locations[rows, :kept] = part.locations
             row += queries
         return stacked
 
     def part(self, start: int, stop: int, kept: int) -> BestResults:
-        return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.places[start:stop, :kept])
+        return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.locations[start:stop, :kept])
 
     def better(self, part: ScannedPart) -> NDArray[np.bool_]:
         """Which of a part's results belong to the best."""
@@ -82,12 +82,16 @@ class BestResults:
         owner = np.concatenate((np.repeat(np.arange(len(touched)), kept), place))
         keys = np.concatenate((self.keys[touched].ravel(), new.keys.ravel()))
         ids = np.concatenate((self.ids[touched].ravel(), new.ids.ravel()))
-        places = np.concatenate((self.places[touched].ravel(), new.places.ravel()))
+        locations = np.concatenate((self.locations[touched].ravel(), new.locations.ravel()))
         order = np.lexsort((-ids if similarity else ids, keys, owner))
         first = np.searchsorted(owner[order], np.arange(len(touched)))
         chosen = order[first[:, None] + np.arange(kept)]
-        merged = BestResults(self.keys.copy(), self.ids.copy(), self.places.copy())
-        merged.keys[touched], merged.ids[touched], merged.places[touched] = keys[chosen], ids[chosen], places[chosen]
+        merged = BestResults(self.keys.copy(), self.ids.copy(), self.locations.copy())
+        merged.keys[touched], merged.ids[touched], merged.locations[touched] = (
+            keys[chosen],
+            ids[chosen],
+            locations[chosen],
+        )
         return merged
 
 
@@ -115,12 +119,12 @@ def find_candidates(
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):
-        distances, places = index.scan(queries[left], kept, clusters[left], coarse[left], places=True)
+        distances, locations = index.scan(queries[left], kept, clusters[left], coarse[left], locations=True)
         keys = -distances if index.similarity else distances
-        within = (keys <= edges[left, None]) & (places >= 0)
+        within = (keys <= edges[left, None]) & (locations >= 0)
         complete = ~within[:, -1]
         for row in np.flatnonzero(complete).tolist():
-            chosen = places[row, within[row]]
+            chosen = locations[row, within[row]]
             columns = np.argsort(clusters[left[row]], kind="stable")
             column = columns[np.searchsorted(clusters[left[row]], chosen >> 32, sorter=columns)]
             turns = (column.astype(np.int64) << 32) | (chosen & _OFFSET)

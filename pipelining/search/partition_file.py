@@ -33,7 +33,7 @@ class PartitionLists:
 class PartitionFile:
     """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
 
-    FAISS maps such files, and a page that cannot be read then ends the process. Here only centroids, sizes and places
+    FAISS maps such files, and a page that cannot be read then ends the process. Here only centroids, sizes and lists_at
     come through FAISS; the lists are read, so that a failing disk is an OSError. Clusters `bounds[p]` to
     `bounds[p + 1]` are partition p; `home[cluster]` is the partition of a cluster, and its last place, that of cluster
     -1, is `count`.
@@ -60,11 +60,11 @@ class PartitionFile:
         self.count = count
         self.code_size = int(lists.code_size)
         self.path = _lists_file(path, lists.filename)
-        places = [lists.lists.at(number) for number in range(ivf.nlist)]
-        self._sizes = np.array([place.size for place in places], np.int64)
-        self._capacities = np.array([place.capacity for place in places], np.int64)
-        self._offsets = [int(place.offset) for place in places]
-        del places
+        lists_at = [lists.lists.at(number) for number in range(ivf.nlist)]
+        self._sizes = np.array([each.size for each in lists_at], np.int64)
+        self._capacities = np.array([each.capacity for each in lists_at], np.int64)
+        self._offsets = [int(each.offset) for each in lists_at]
+        del lists_at
         self._check_whole(path)
         # The last place is that of cluster -1: none.
         self.sizes = np.append(self._sizes, 0)

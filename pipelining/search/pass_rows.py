@@ -62,7 +62,7 @@ class PassRows:
         """Raises ValueError for searches with different k or numbers of clusters."""
         if len({(part.k, part.clusters.shape[1]) for part in parts}) > 1:
             raise ValueError("searches can be joined if they have the same k and nprobe")
-        columns = ("keys", "ids", "places")
+        columns = ("keys", "ids", "locations")
         best = BestResults(*(np.concatenate([getattr(part.best, name) for part in parts]) for name in columns))
         names = ("queries", "clusters", "coarse", "homes", "due")
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
@@ -72,7 +72,7 @@ class PassRows:
 
     def part(self, rows: Sequence[int]) -> Self:
         chosen = np.array(rows, np.intp)
-        best = BestResults(self.best.keys[chosen], self.best.ids[chosen], self.best.places[chosen])
+        best = BestResults(self.best.keys[chosen], self.best.ids[chosen], self.best.locations[chosen])
         return type(self)(
             self.k,
             self.queries[chosen],

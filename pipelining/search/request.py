@@ -25,7 +25,7 @@ class PastSearch:
     clusters: NDArray[np.int64]
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
-    places: NDArray[np.int64]
+    locations: NDArray[np.int64]
     vectors: NDArray[np.float32] | None
     reach: float
     metric: Metric | None
@@ -33,7 +33,7 @@ class PastSearch:
     def order(self, clusters: NDArray[np.int64]) -> NDArray[np.intp]:
         """A permutation of a new search's clusters: those with this search's results first, then those that it scanned,
         then the others; within each of the three the nearest first."""
-        found = np.isin(clusters, self.places >> 32)
+        found = np.isin(clusters, self.locations >> 32)
         scanned = np.isin(clusters, self.clusters)
         return np.argsort(np.where(found, 0, np.where(scanned, 1, 2)), kind="stable")
 
@@ -48,11 +48,11 @@ class PastSearch:
         encodes them."""
         if self.vectors is None or self.metric is None:
             return None
-        there = np.flatnonzero(np.isin(self.places >> 32, clusters))
+        there = np.flatnonzero(np.isin(self.locations >> 32, clusters))
         keys = _keys(query, self.vectors[there], self.metric)
         order = np.argsort(keys, kind="stable")
         chosen = there[order]
-        return BestResults(keys[None, order], self.ids[None, chosen], self.places[None, chosen])
+        return BestResults(keys[None, order], self.ids[None, chosen], self.locations[None, chosen])
 
 
 class History:

@@ -76,7 +76,7 @@ class RunningSearch:
         if self.codes[-1] - self.codes[stop] < codes / 4:
             stop = self.total
         if self._patience is not None:
-            # A run of clusters without change begins and ends at the same places in every interleaving.
+            # A run of clusters without change begins and ends at the same locations in every interleaving.
             stop = min(stop, self.done + self._patience - self.done % self._patience)
         return min(self.total, max(stop, self.done + 1))
 
@@ -109,8 +109,8 @@ class RunningSearch:
         """The best so far, and what an earlier search recalls of the clusters that are still to be scanned."""
         best, recalled = self.best, self._recalled
         if recalled is not None:
-            left = ~np.isin(recalled.places[0] >> 32, self.clusters[0, : self.done])
-            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.places[0, left])
+            left = ~np.isin(recalled.locations[0] >> 32, self.clusters[0, : self.done])
+            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.locations[0, left])
             best = best.merge(np.zeros(len(new.ids), np.intp), new, similarity=index.similarity) if left.any() else best
         self._publish(index, best, similarity=index.similarity)
 
@@ -118,8 +118,8 @@ class RunningSearch:
         if self.history is None or not self.done:
             return
         found = self.best.ids[0] != -1
-        keys, ids, places = (
-            array[0, found][: self.history.kept] for array in (self.best.keys, self.best.ids, self.best.places)
+        keys, ids, locations = (
+            array[0, found][: self.history.kept] for array in (self.best.keys, self.best.ids, self.best.locations)
         )
         if len(ids):
             self.history.add(
@@ -128,8 +128,8 @@ class RunningSearch:
                     clusters=self.clusters[0, : self.done],
                     keys=keys,
                     ids=ids,
-                    places=places,
-                    vectors=index.vectors(places),
+                    locations=locations,
+                    vectors=index.vectors(locations),
                     reach=float(keys[min(self.k, len(keys)) - 1]),
                     metric=index.metric,
                 )

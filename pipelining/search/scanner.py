@@ -30,7 +30,7 @@ class _Rows(NamedTuple):
 
     queries: NDArray[np.float32]
     kept: int
-    places: bool
+    locations: bool
     selector: Any = None
     fast: NDArray[np.bool_] | None = None
 
@@ -73,7 +73,7 @@ class PieceScanner:
     def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
         """The best results of each query after these visits, on the cores alone."""
         self.scan_s = 0.0
-        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], places=False)))
+        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], locations=False)))
 
     def close(self) -> None:
         if self._helpers is not None:
@@ -86,19 +86,19 @@ class PieceScanner:
         search, stop = piece[0]
         if len(piece) > 1 or search.done or stop < search.total or self._cores > 1 or self._tiers is not None:
             return None
-        places = search.history is not None and search.selector is None
+        locations = search.history is not None and search.selector is None
         start_s = self._clock()
         distances, found = self._index.scan(
-            search.queries, search.kept, search.clusters, search.coarse, selector=search.selector, places=places
+            search.queries, search.kept, search.clusters, search.coarse, selector=search.selector, locations=locations
         )
         self.scan_s = self._clock() - start_s
         self.costs.learn(search.codes[-1], self.scan_s)
         ids = found
-        if places:
+        if locations:
             ids = np.full_like(found, -1)
             ids[found != -1] = self._index.ids_at(found[found != -1])
         keys = -distances if self._index.similarity else distances
-        if not places:
+        if not locations:
             return BestResults(keys, ids, np.full_like(found, -1))
         # FAISS has ordered equals by place, and orders those of a search by id.
         order = np.lexsort((-ids if self._index.similarity else ids, keys), axis=-1)
@@ -116,12 +116,12 @@ class PieceScanner:
         if not len(visits.rows):
             return []
         queries = np.concatenate([search.queries for search, _ in piece])
-        places = any(search.history is not None for search, _ in piece)
+        locations = any(search.history is not None for search, _ in piece)
         fast = np.repeat([search.handle.fast for search, _ in piece], [len(search.queries) for search, _ in piece])
         parts: list[ScannedPart] = []
         for selector, share in _by_selector(piece, visits):
             if selector is None:
-                parts += self._on_tiers(share, _Rows(queries, kept, places, fast=fast))
+                parts += self._on_tiers(share, _Rows(queries, kept, locations, fast=fast))
             else:
                 parts += self._on_cores(share, _Rows(queries, kept, False, selector))
         return parts
@@ -171,28 +171,28 @@ class PieceScanner:
         rows, clusters, coarse = visits.padded()
         start_s = self._clock()
         distances, ids = self._index.scan(
-            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, places=of.places
+            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, locations=of.locations
         )
         seconds = self._clock() - start_s
         keys = -distances if self._index.similarity else distances
-        return ScannedPart(rows, keys, ids, of.places), int(visits.codes.sum()), seconds
+        return ScannedPart(rows, keys, ids, of.locations), int(visits.codes.sum()), seconds
 
     def _merge(self, best: BestResults, parts: Sequence[ScannedPart]) -> BestResults:
         rows, new = self._better(best, parts)
         return best.merge(rows, new, similarity=self._index.similarity) if len(rows) else best
 
     def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
-        rows, keys, ids, places = [], [], [], []
+        rows, keys, ids, locations = [], [], [], []
         for part in parts:
             row, column = np.nonzero(best.better(part))
             found = part.ids[row, column]
             rows.append(part.rows[row])
             keys.append(part.keys[row, column])
-            ids.append(self._index.ids_at(found) if part.places else found)
-            places.append(found if part.places else np.full(len(found), -1))
+            ids.append(self._index.ids_at(found) if part.locations else found)
+            locations.append(found if part.locations else np.full(len(found), -1))
         if not rows:
             return np.empty(0, np.intp), best
-        return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(places))
+        return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(locations))
 
 
 def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:

@@ -47,7 +47,7 @@ class ClusterScan(Protocol):
     def scan(
         self, queries: NDArray[np.float32], k: int, clusters: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The k best of each query in its row of `clusters` (-1: none): distances, and places, cluster << 32 | offset;
+        """The k best of each query in its row of `clusters` (-1: none): distances, and locations, cluster << 32 | offset;
         as FAISS, -1 and its worst distance where fewer are found."""
 
 
@@ -187,7 +187,7 @@ class IndexTiers:
         self.fast_codes += codes
         return FastShare(share, chosen, self._threads.submit(self._scan, share, queries, k))
 
-    def foresee(self, clusters: NDArray[np.int64]) -> None:
+    def prefetch(self, clusters: NDArray[np.int64]) -> None:
         """Load clusters that a search is about to visit, nearest first, in place of those used less. Between two
         pieces."""
         if self._failed:
@@ -236,10 +236,12 @@ class IndexTiers:
     def _scan(self, visits: Visits, queries: NDArray[np.float32], k: int) -> tuple[ScannedPart, float]:
         rows, clusters, _ = visits.padded()
         start_s = self._clock()
-        distances, places = self._fast.scan(queries[rows], k, clusters)
+        distances, locations = self._fast.scan(queries[rows], k, clusters)
         seconds = self._clock() - start_s
         self.costs.learn(int(visits.codes.sum()), seconds)
-        return ScannedPart(rows, -distances if self._index.similarity else distances, places, places=True), seconds
+        return ScannedPart(
+            rows, -distances if self._index.similarity else distances, locations, locations=True
+        ), seconds
 
     def _load(self) -> None:
         """At least one cluster, and others until the piece ends: outside of pieces the index may change."""

@@ -92,9 +92,9 @@ class ClusterIndex:
         coarse: NDArray[np.float32],
         *,
         selector: Any = None,
-        places: bool = False,
+        locations: bool = False,
     ) -> SearchResult:
-        """The k best of each query in its row of `clusters` (-1: none). `places`: cluster << 32 | offset, not ids."""
+        """The k best of each query in its row of `clusters` (-1: none). `locations`: cluster << 32 | offset, not ids."""
         faiss = self._faiss
         queries, coarse = np.ascontiguousarray(queries), np.ascontiguousarray(coarse)
         clusters = np.ascontiguousarray(clusters)
@@ -110,15 +110,15 @@ class ClusterIndex:
             faiss.swig_ptr(coarse),
             faiss.swig_ptr(distances),
             faiss.swig_ptr(ids),
-            places,
+            locations,
             faiss.SearchParametersIVF(nprobe=clusters.shape[1], **chosen),
         )
         return distances, ids
 
-    def ids_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def ids_at(self, locations: NDArray[np.int64]) -> NDArray[np.int64]:
         lists = self.ivf.invlists
-        ids = (lists.get_single_id(place >> 32, place & _OFFSET) for place in places.tolist())
-        return np.fromiter(ids, np.int64, len(places))
+        ids = (lists.get_single_id(place >> 32, place & _OFFSET) for place in locations.tolist())
+        return np.fromiter(ids, np.int64, len(locations))
 
     def cluster_vectors(self, cluster: int) -> NDArray[np.float32]:
         faiss, lists, size = self._faiss, self.ivf.invlists, self.ivf.get_list_size(cluster)
@@ -131,11 +131,11 @@ class ClusterIndex:
                 lists.release_codes(cluster, codes)
         return vectors
 
-    def vectors(self, places: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    def vectors(self, locations: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """As the index encodes them; None if it cannot decode."""
-        vectors = np.empty((len(places), self.ivf.d), np.float32)
+        vectors = np.empty((len(locations), self.ivf.d), np.float32)
         try:
-            for vector, place in zip(vectors, places.tolist(), strict=True):
+            for vector, place in zip(vectors, locations.tolist(), strict=True):
                 self.ivf.reconstruct_from_offset(place >> 32, place & _OFFSET, self._faiss.swig_ptr(vector))
         except RuntimeError:
             return None

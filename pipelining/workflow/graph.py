@@ -102,7 +102,7 @@ class RAGraph:
     ) -> Self:
         """A function of the state as `target` is a conditional edge; `to` is what it may return, or a list of that
         (default: any node, or END). It should be quick: it runs on the event loop."""
-        to = _places(to)
+        to = _as_tuple(to)
         edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
         problem = edge_problem(edge, to)
         if problem is not None:
@@ -182,7 +182,7 @@ class CompiledGraph:
             targets[target] = None
         return tuple(targets)
 
-    def foreseen(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
+    def next_nodes(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
         """What may come directly after a node."""
         return tuple(target for target in _targets(self.edges[id]) if target is not END)
 
@@ -202,9 +202,9 @@ def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:
     return tuple(dict.fromkeys(target for edge in edges for target in edge.targets))
 
 
-def _places(places: Any) -> tuple[NodeId | Terminal, ...]:
+def _as_tuple(vertices: Any) -> tuple[NodeId | Terminal, ...]:
     """A name is an iterable of letters, too."""
-    return (places,) if isinstance(places, str) or not isinstance(places, Iterable) else tuple(places)
+    return (vertices,) if isinstance(vertices, str) or not isinstance(vertices, Iterable) else tuple(vertices)
 
 
 def _names(names: str | Iterable[str] | None) -> tuple[str, ...]:

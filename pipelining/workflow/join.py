@@ -62,7 +62,7 @@ class Tokens:
         """The same places, from which another course may be tried."""
         other = Tokens.__new__(Tokens)
         other._graph = self._graph
-        other._waiting = {place: list(tokens) for place, tokens in self._waiting.items()}
+        other._waiting = {position: list(tokens) for position, tokens in self._waiting.items()}
         other._running, other._ended = dict(self._running), list(self._ended)
         other._runs, other._ages = self._runs.copy(), dict(self._ages)
         return other
@@ -85,8 +85,8 @@ class Tokens:
         started = []
         active = [*self._waiting, *((id, False) for id, _ in self._running)]
         awaits = self._graph.topology.awaits
-        for place in [one for one in self._waiting if not any(awaits(one, other) for other in active)]:
-            tokens, (id, again) = self._waiting.pop(place), place
+        for position in [one for one in self._waiting if not any(awaits(one, other) for other in active)]:
+            tokens, (id, again) = self._waiting.pop(position), position
             round = self._runs[id]
             if round == self._graph.max_rounds:
                 raise GraphError(

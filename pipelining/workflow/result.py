@@ -9,7 +9,16 @@ from typing import Any, Literal, Self
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
 
-__all__ = ["AnswerText", "Kind", "Outcome", "PieceTrace", "Worker", "WorkflowResult", "WorkflowStream", "WorkflowTrace"]
+__all__ = [
+    "AnswerText",
+    "Kind",
+    "Outcome",
+    "WorkItemTrace",
+    "Worker",
+    "WorkflowResult",
+    "WorkflowStream",
+    "WorkflowTrace",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +43,20 @@ Kind = Literal["due", "speculative"]
 Worker = Literal["engine", "search", "step"]
 Outcome = Literal["running", "used", "wasted", "rolled back", "cancelled", "failed"]
 
-_MAX_PIECES = 1000
+_MAX_ITEMS = 1000
 
 
 @dataclass(slots=True)
-class PieceTrace:
-    """One piece of work, in seconds from its request's start (`ended_s` None: still running).
+class WorkItemTrace:
+    """One item of work, in seconds from its request's start (`ended_s` None: still running).
 
-    - `planned_s`: it became due, or was foreseen; until `started_s` it waited for a scheduling cycle
+    - `planned_s`: it became due, or was predicted_runs; until `started_s` it waited for a scheduling cycle
     - `outcome`: "used"; a speculation "wasted" (right, but its branch was left) or "rolled back" (wrong); "cancelled"
       or "failed" with its request
     - `tokens` generated, `prompt_tokens` and `cached_tokens` by the engine's report (None: not reported)
     - `stages` seen of a search, `clusters` scanned, and for how many of them the result had `settled`
     - `embed_s`: of a search's query; `first_token_s`: from the request's start
-    - `stages_ahead` of need: 1 if it was foreseen from a due piece, 2 from one that was ahead itself
+    - `stages_ahead` of need: 1 if it was predicted_runs from a due item, 2 from one that was ahead itself
     - `applied`: names of the transformations
     """
 
@@ -77,7 +86,7 @@ class WorkflowTrace:
     - `waited_s`: for its turn, before it started (`total_s` does not count it)
     - `rounds`: how often each node ran
     - `refused`, `declined`: speculations without room, and those without a gain
-    - `dropped`: pieces beyond the first 1000, which are not recorded
+    - `dropped`: items beyond the first 1000, which are not recorded
     """
 
     graph: str
@@ -85,37 +94,37 @@ class WorkflowTrace:
     waited_s: float = 0.0
     total_s: float | None = None
     outcome: Literal["running", "answered", "failed", "cancelled"] = "running"
-    pieces: list[PieceTrace] = field(default_factory=list)
+    pieces: list[WorkItemTrace] = field(default_factory=list)
     rounds: dict[NodeId, int] = field(default_factory=dict)
     refused: int = 0
     declined: int = 0
     dropped: int = 0
 
-    def add(self, piece: PieceTrace) -> None:
-        if len(self.pieces) < _MAX_PIECES:
-            self.pieces.append(piece)
+    def add(self, item: WorkItemTrace) -> None:
+        if len(self.pieces) < _MAX_ITEMS:
+            self.pieces.append(item)
         else:
             self.dropped += 1
 
     def as_record(self) -> dict[str, Any]:
         """For JSON. Ids of nodes become strings."""
         record = asdict(self)
-        for piece in record["pieces"]:
-            piece["node"] = str(piece["node"])
+        for item in record["pieces"]:
+            item["node"] = str(item["node"])
         record["rounds"] = {str(node): count for node, count in self.rounds.items()}
         return record
 
 
 class WorkflowStream(AsyncIterator[str]):
-    """The pieces of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
+    """The items of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
 
     `text` is what has arrived so far; `result` is there at the end.
     """
 
-    def __init__(self, pieces: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
+    def __init__(self, items: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
         self.trace = trace
         self.result: WorkflowResult | None = None
-        self._pieces = pieces
+        self._items = items
         self._text: list[str] = []
 
     @property
@@ -123,12 +132,12 @@ class WorkflowStream(AsyncIterator[str]):
         return "".join(self._text)
 
     async def __anext__(self) -> str:
-        async for piece in self._pieces:
-            if isinstance(piece, WorkflowResult):
-                self.result = piece
+        async for item in self._items:
+            if isinstance(item, WorkflowResult):
+                self.result = item
             else:
-                self._text.append(piece)
-                return piece
+                self._text.append(item)
+                return item
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
@@ -138,7 +147,7 @@ class WorkflowStream(AsyncIterator[str]):
         await self.close()
 
     async def close(self) -> None:
-        await self._pieces.aclose()
+        await self._items.aclose()
 
 
 class AnswerText:

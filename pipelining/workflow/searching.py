@@ -1,4 +1,4 @@
-"""Searches of workflows: shared ones that advance in pieces, and plain ones."""
+"""Searches of workflows: shared ones that advance in items, and plain ones."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ragorder.pipelining.workflow.run import WorkflowRun
 from ragorder.pipelining.workflow.searching import Searcher
 from ragorder.pipelining.workflow.speculations import Workers
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
-from ragorder.pipelining.workflow.wavefront import EngineQueue, Facts, Wavefront
+from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
 __all__ = ["RunOptions", "WorkflowServer", "checked_options"]
 
@@ -33,10 +33,10 @@ class _BoundedEngine(Generic[R]):
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
-        self._places: ConcurrencyLimiter[None] = ConcurrencyLimiter(limit, CacheAwareQueue(window=0))
+        self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(limit, CacheAwareQueue(window=0))
 
     async def stream(self, request: R, /) -> AsyncGenerator[AnswerChunk, None]:
-        async with self._places.slot(None), aclosing(self._engine.stream(request)) as chunks:
+        async with self._limiter.slot(None), aclosing(self._engine.stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -98,12 +98,12 @@ class WorkflowServer(Generic[D, R]):
     ) -> None:
         self.transformations = all_transformations() if transformations is None else tuple(transformations)
         self.wavefront = Wavefront(self._wake, EngineQueue(max_generations, window))
-        self.facts = Facts(load or EngineLoad(4, clock=clock), self.wavefront, search)
+        self.measurements = Measurements(load or EngineLoad(4, clock=clock), self.wavefront, search)
         self.cycles = 0
         searcher = Searcher(search, embed, document)
         if max_generations is not None:
             engine = _BoundedEngine(engine, max_generations)
-        self._workers = Workers(engine, prompts, searcher, self.facts, self.wavefront, clock)
+        self._workers = Workers(engine, prompts, searcher, self.measurements, self.wavefront, clock)
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
             max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting
         )
@@ -116,7 +116,7 @@ class WorkflowServer(Generic[D, R]):
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
         """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
-        its pieces."""
+        its items."""
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
@@ -242,11 +242,11 @@ class WorkflowServer(Generic[D, R]):
         self.cycles += 1
         for transformation in self.transformations:
             try:
-                transformation.apply(self.wavefront, self.facts)
+                transformation.apply(self.wavefront, self.measurements)
             except Exception as error:
                 self._warn(transformation.name, error)
-        for piece in self.wavefront.take():
-            piece.request.start(piece)
+        for item in self.wavefront.take():
+            item.request.start(item)
         if self.wavefront.next_may_start:
             self._wake()
 

@@ -1,4 +1,4 @@
-"""Wavefront: the pieces of work of all requests that can run now (HedraRAG section 4.5)."""
+"""Wavefront: the items of work of all requests that can run now (HedraRAG section 4.5)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
-from ragorder.pipelining.workflow.result import Outcome, PieceTrace, Worker, WorkflowTrace
+from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, WorkItemTrace
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search.tiers import TierGains
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["ANY_PART", "EngineQueue", "Facts", "Piece", "Request", "Wavefront", "worker_of"]
+__all__ = ["ANY_PART", "EngineQueue", "Measurements", "Request", "Wavefront", "WorkItem", "worker_of"]
 
 T = TypeVar("T")
 
@@ -63,11 +63,11 @@ class EngineQueue(Generic[T]):
 ANY_PART = -1
 
 _PARTS = 8
-_MOST_LOOKS = 16
+_MAX_CHECKS = 16
 
 
 class Request(Protocol):
-    """The request that a piece belongs to."""
+    """The request that a item belongs to."""
 
     graph: CompiledGraph
     scope: Hashable
@@ -77,41 +77,41 @@ class Request(Protocol):
     def searches(self) -> int:
         """Those whose results its history holds."""
 
-    def foreseen(self, piece: Piece, /) -> list[NodeRun]:
-        """Runs that would become due if the piece ended with what it has so far. Those are left out that a piece ahead
+    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
+        """Runs that would become due if the item ended with what it has so far. Those are left out that a item ahead
         of need does already, with the same inputs."""
 
-    def has_place(self, piece: Piece, /) -> bool:
+    def is_speculated(self, item: WorkItem, /) -> bool:
         """Whether a speculation on a due generation is on the engine, or has answered it. One that has not been sent no
         longer will be."""
 
-    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
+    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
         """Predicts the cached and computed tokens of a generation (None: not known)."""
 
-    def start(self, piece: Piece, /) -> None: ...
+    def start(self, item: WorkItem, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
-    """Work on one run of a node, and what transformations have decided about it. A due piece is waited for; another is
-    ahead of need, `after` the one from whose progress it was foreseen.
+class WorkItem:
+    """Work on one run of a node, and what transformations have decided about it. A due item is waited for; another is
+    ahead of need, `after` the one from whose progress it was predicted_runs.
 
     - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
     - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
     - `ordered`: documents in the cache's order
     - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need; `released`:
       it has been answered, and the engine is done with it
-    - `at_end` is called once the piece has ended
+    - `at_end` is called once the item has ended
     - progress of a search: its latest `stage`, and the ids that are `speculated` on, by `ahead` generations that are on
       the engine
-    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search
-      that was foreseen from it keeps; `drift` between the last two queries that followed from it
+    - progress of a generation: `text` and `tokens` so far, `checked_tokens` at up to here in so many `checks`, which a search
+      that was predicted_runs from it keeps; `drift` between the last two queries that followed from it
     """
 
     request: Request
     run: NodeRun
-    trace: PieceTrace
-    after: Piece | None = None
+    trace: WorkItemTrace
+    after: WorkItem | None = None
     split: bool = False
     reorder: bool = False
     fast: bool = False
@@ -124,10 +124,10 @@ class Piece:
     stage: Stage | None = None
     text: list[str] = field(default_factory=list, repr=False)
     speculated: bytes | None = None
-    ahead: int = 0
+    dependents: int = 0
     tokens: int = 0
-    looks: int = 0
-    looked: int = 0
+    checks: int = 0
+    checked_tokens: int = 0
     drift: float = 0.0
 
     @property
@@ -144,7 +144,7 @@ class Piece:
 
     @property
     def part(self) -> int:
-        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation. A
+        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; checks at a generation. A
         search ahead of need has parts of its own for each look that it came from."""
         part = 0
         if self.stage is not None and self.stage.number:
@@ -154,10 +154,10 @@ class Piece:
     @property
     def parts(self) -> range:
         """All that it will have, as far as known."""
-        looks = min(self.looks, _MOST_LOOKS)
+        checks = min(self.checks, _MAX_CHECKS)
         if self.worker == "engine":
-            return range(looks, looks + 1)
-        return range((_PARTS + 2) * looks, (_PARTS + 2) * (looks + 1))
+            return range(checks, checks + 1)
+        return range((_PARTS + 2) * checks, (_PARTS + 2) * (checks + 1))
 
 
 def worker_of(node: Node) -> Worker:
@@ -165,62 +165,62 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """What a scheduling cycle sees: pieces to start, and pieces whose progress may give rise to others.
+    """What a scheduling cycle sees: items to start, and items whose progress may give rise to others.
 
     `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations
-    wait in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
+    wait in `queue`, where the engine has no room for them; all other due items start in the next cycle.
     """
 
-    def __init__(self, changed: Callable[[], None], queue: EngineQueue[Piece] | None = None) -> None:
-        self.new: list[Piece] = []
-        self.queue: EngineQueue[Piece] = EngineQueue() if queue is None else queue
+    def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
+        self.new: list[WorkItem] = []
+        self.queue: EngineQueue[WorkItem] = EngineQueue() if queue is None else queue
         self._changed = changed
-        self._progressed: dict[Piece, None] = {}
-        self._ahead: list[Piece] = []
+        self._progressed: dict[WorkItem, None] = {}
+        self._added: list[WorkItem] = []
         self._running: Counter[Worker] = Counter()
         self._speculative: Counter[Worker] = Counter()
 
     @property
-    def starting(self) -> Iterator[Piece]:
-        """`new` pieces, and those that this cycle adds ahead of need."""
-        return chain(self.new, self._ahead)
+    def starting(self) -> Iterator[WorkItem]:
+        """`new` items, and those that this cycle adds ahead of need."""
+        return chain(self.new, self._added)
 
-    def add(self, piece: Piece) -> None:
-        """A piece that has become due."""
-        self.new.append(piece)
-        self._running[piece.worker] += 1
+    def add(self, item: WorkItem) -> None:
+        """A item that has become due."""
+        self.new.append(item)
+        self._running[item.worker] += 1
         self._changed()
 
-    def progress(self, piece: Piece) -> None:
-        self._progressed[piece] = None
+    def progress(self, item: WorkItem) -> None:
+        self._progressed[item] = None
         self._changed()
 
-    def speculate(self, piece: Piece) -> None:
-        """Start a piece ahead of need, after those that are due."""
-        self._ahead.append(piece)
-        self._running[piece.worker] += 1
-        self._speculative[piece.worker] += 1
-        if piece.after is not None:
-            piece.after.ahead += piece.worker == "engine"
+    def speculate(self, item: WorkItem) -> None:
+        """Start a item ahead of need, after those that are due."""
+        self._added.append(item)
+        self._running[item.worker] += 1
+        self._speculative[item.worker] += 1
+        if item.after is not None:
+            item.after.dependents += item.worker == "engine"
 
-    def release(self, piece: Piece) -> None:
-        """A piece ahead of need has been answered: it waits for its use, and others may run in its place."""
-        if not piece.released and not piece.ended:
-            piece.released = True
-            self._leave(piece)
+    def release(self, item: WorkItem) -> None:
+        """A item ahead of need has been answered: it waits for its use, and others may run in its place."""
+        if not item.released and not item.ended:
+            item.released = True
+            self._leave(item)
 
-    def end(self, piece: Piece, outcome: Outcome, now_s: float) -> None:
-        if not piece.ended:
-            piece.ended = True
-            piece.trace.ended_s, piece.trace.outcome = now_s, outcome
-            for call in piece.at_end:
+    def end(self, item: WorkItem, outcome: Outcome, now_s: float) -> None:
+        if not item.ended:
+            item.ended = True
+            item.trace.ended_s, item.trace.outcome = now_s, outcome
+            for call in item.at_end:
                 call()
-            if not piece.released:
-                self._leave(piece)
+            if not item.released:
+                self._leave(item)
 
-    def progressed(self, worker: Worker) -> Iterator[Piece]:
+    def progressed(self, worker: Worker) -> Iterator[WorkItem]:
         """Pieces with news since the last cycle: due ones, and searches ahead of need."""
-        return (piece for piece in self._progressed if piece.worker == worker and not piece.ended)
+        return (item for item in self._progressed if item.worker == worker and not item.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
         """Pieces that run or are about to."""
@@ -230,42 +230,42 @@ class Wavefront:
     @property
     def unsent(self) -> int:
         """Due generations that have not started."""
-        return len(self.queue) + sum(piece.worker == "engine" and not piece.ended for piece in self.new)
+        return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
-    def take(self) -> list[Piece]:
-        """What this cycle starts: due pieces first. Of the generations that wait it is one, so that the next choice
+    def take(self) -> list[WorkItem]:
+        """What this cycle starts: due items first. Of the generations that wait it is one, so that the next choice
         sees what this one puts into the cache."""
-        pieces = [piece for piece in self.starting if not piece.ended and not self._waits(piece)]
-        self.new, self._ahead = [], []
+        items = [item for item in self.starting if not item.ended and not self._waits(item)]
+        self.new, self._added = [], []
         self._progressed.clear()
         if self.next_may_start:
-            pieces.insert(0, self.queue.take())
-        return pieces
+            items.insert(0, self.queue.take())
+        return items
 
     @property
     def next_may_start(self) -> bool:
         """A due generation waits, and the engine has room: a cycle is needed once what was taken has started."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
-    def _leave(self, piece: Piece) -> None:
-        self._running[piece.worker] -= 1
-        self._speculative[piece.worker] -= not piece.due
-        if piece.after is not None:
-            piece.after.ahead -= piece.worker == "engine"
-        if piece.worker == "engine" and self.queue:
+    def _leave(self, item: WorkItem) -> None:
+        self._running[item.worker] -= 1
+        self._speculative[item.worker] -= not item.due
+        if item.after is not None:
+            item.after.dependents -= item.worker == "engine"
+        if item.worker == "engine" and self.queue:
             self._changed()
 
-    def _waits(self, piece: Piece) -> bool:
-        if self.queue.limit is None or piece.worker != "engine" or not piece.due or piece.request.has_place(piece):
+    def _waits(self, item: WorkItem) -> bool:
+        if self.queue.limit is None or item.worker != "engine" or not item.due or item.request.is_speculated(item):
             return False
-        piece.at_end.append(self.queue.enter(piece, piece.request.lengths(piece)))
+        item.at_end.append(self.queue.enter(item, item.request.lengths(item)))
         return True
 
 
 _MAX_EDGES = 1024
 
 
-class Facts:
+class Measurements:
     """Learnt from all requests; a mean is None before the first value.
 
     - `load` of the engine; `wavefront`: its counts
@@ -273,14 +273,14 @@ class Facts:
     - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
       searches of its request
     - `cached_share` of the prompt tokens of generations that show documents
-    - `search`: as given to the server; `embedding_ahead`: queries that are embedded ahead of need
+    - `search`: as given to the server; `speculative_embeddings`: queries that are embedded ahead of need
     """
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any) -> None:
         self.load = load
         self.wavefront = wavefront
         self.search = search
-        self.embedding_ahead = 0
+        self.speculative_embeddings = 0
         self.search_s = RunningMean(arithmetic_start=True)
         self.embed_s = RunningMean(arithmetic_start=True)
         self.generation_s = RunningMean(arithmetic_start=True)
@@ -291,7 +291,7 @@ class Facts:
 
     @property
     def cuts(self) -> bool:
-        """Whether searches advance in pieces that others share."""
+        """Whether searches advance in items that others share."""
         return hasattr(self.search, "submit")
 
     @property
@@ -304,7 +304,7 @@ class Facts:
     def prefill_s(self) -> float | None:
         return self.load.prefill_s
 
-    def odds(self, source: Piece) -> SpeculationGain:
+    def odds(self, source: WorkItem) -> SpeculationGain:
         """Of speculations on what a node has so far, due or ahead of need."""
         origin = None if source.after is None else source.after.run.id
         edge = (source.request.graph.name, source.run.id, origin)
