@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
@@ -19,6 +19,7 @@ from ragorder.pipelining.protocols import (
     Usage,
 )
 from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.servers import AnswerStream
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
 
@@ -82,21 +83,16 @@ class Pipeline(Generic[Q, D, R]):
             await self.warm_up.close()
 
 
-class PipelinedStream(AsyncIterator[str]):
+class PipelinedStream(AnswerStream[AnswerChunk]):
     """The pieces of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
 
     `text` is what has arrived so far, `usage` the engine's report at the end.
     """
 
     def __init__(self, chunks: AsyncGenerator[AnswerChunk, None], trace: PipelineTrace) -> None:
+        super().__init__(chunks)
         self.trace = trace
         self.usage: Usage | None = None
-        self._pieces: list[str] = []
-        self._chunks = chunks
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
 
     @property
     def tbt_s(self) -> float | None:
@@ -105,22 +101,9 @@ class PipelinedStream(AsyncIterator[str]):
         tokens = (self.usage and self.usage.completion_tokens) or 0
         return None if first_s is None or last_s is None or tokens < 2 else (last_s - first_s) / (tokens - 1)
 
-    async def __anext__(self) -> str:
-        async for chunk in self._chunks:
-            self.usage = chunk.usage or self.usage
-            if chunk.text:
-                self._pieces.append(chunk.text)
-                return chunk.text
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._chunks.aclose()
+    def _read(self, part: AnswerChunk) -> str:
+        self.usage = part.usage or self.usage
+        return part.text
 
 
 class _QuestionRun(Generic[Q, D, R]):

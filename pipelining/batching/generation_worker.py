@@ -14,6 +14,7 @@ from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.worker import Occupancy, Worker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.servers import end_all
 
 __all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]
 
@@ -57,16 +58,11 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
     async def end(self, request: BatchedRequest[Q, D]) -> None:
         """A request's generation is aborted; returns when the engine is done with it."""
         task = self._tasks.get(request)
-        if task is None:
-            return
-        task.cancel()
-        await _all_ended((task,))
+        if task is not None:
+            await end_all((task,))
 
     async def _end_running(self) -> None:
-        tasks = tuple(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await _all_ended(tasks)
+        await end_all(self._tasks.values())
 
     def _policy_size(self) -> int:
         return self.batcher.size(Backlog(self.waiting, len(self.running)))
@@ -241,15 +237,3 @@ def _cut_off(task: asyncio.Task[Any]) -> BaseException:
     if task.cancelled():
         return RuntimeError("the generation was cancelled by the engine")
     return task.exception() or RuntimeError("the generation ended without an answer")
-
-
-async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """A caller that is cancelled meanwhile waits all the same."""
-    cancelled: asyncio.CancelledError | None = None
-    while left := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled

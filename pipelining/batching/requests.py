@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ragorder.pipelining.protocols import AnswerChunk, PipelineTrace, Usage
+from ragorder.pipelining.servers import AnswerStream
 
 __all__ = [
     "AnswerChangedError",
@@ -202,26 +203,13 @@ class BatchedRequest(Generic[Q, D]):
             self.chunks.put_nowait(None)
 
 
-class BatchedStream(AsyncIterator[str], Generic[D]):
-    """The pieces of an answer. Closing it early, or leaving `async with`, ends its request. `answer` is there once the
-    stream has ended."""
+class BatchedStream(AnswerStream[str | BatchedAnswer[D]]):
+    """Text of an answer, with the whole `answer` at the end, see `AnswerStream`."""
 
-    def __init__(self, pieces: AsyncGenerator[str | BatchedAnswer[D], None]) -> None:
-        self.answer: BatchedAnswer[D] | None = None
-        self._pieces = pieces
+    answer: BatchedAnswer[D] | None = None
 
-    async def __anext__(self) -> str:
-        async for piece in self._pieces:
-            if isinstance(piece, str):
-                return piece
-            self.answer = piece
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._pieces.aclose()
+    def _read(self, part: str | BatchedAnswer[D]) -> str:
+        if isinstance(part, str):
+            return part
+        self.answer = part
+        return ""

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.servers import end_all, outcome_of
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import PartitionedPass, PartitionedSearch
@@ -73,12 +74,9 @@ class ConcurrentRetrieval(Generic[Q, D]):
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for search in sorted(done, key=positions.__getitem__):
-                    yield positions[search], _outcome(search)
+                    yield positions[search], outcome_of(search, "search")
         finally:
-            for search in left:
-                search.cancel()
-            while left:
-                _, left = await asyncio.wait(left)
+            await end_all(left)
 
     async def _search(self, question: Q) -> Sequence[D]:
         async with aclosing(self._retrieval(question)) as stages:
@@ -230,14 +228,3 @@ class _Entry(Generic[Q]):
 
     def is_new(self) -> bool:
         return self.begun is None
-
-
-def _outcome(search: asyncio.Task[Sequence[D]]) -> Sequence[D] | Exception:
-    if search.cancelled():
-        return RuntimeError("the search was cancelled")
-    error = search.exception()
-    if error is None:
-        return search.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error

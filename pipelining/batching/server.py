@@ -24,6 +24,7 @@ from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.servers import run_batch
 
 __all__ = ["DecoupledServer", "ServingPlacement"]
 
@@ -167,33 +168,16 @@ class DecoupledServer(Generic[Q, D, R]):
         has failed after its first words begins otherwise when it is repeated."""
         return BatchedStream(self._stream(question))
 
-    async def batch(
+    def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
         """(number of the question, answer or error) in the order in which they end. At most half of `max_requests` are
         in the server at a time; while it is full, they wait for a place. `on_progress` is called with how many have
         ended."""
-        numbered = enumerate(questions)
-        tasks: dict[asyncio.Task[BatchedAnswer[D]], int] = {}
-        most, ended = max(1, self.max_requests // 2), 0
-        try:
-            while True:
-                while len(tasks) < most and (item := next(numbered, None)) is not None:
-                    tasks[asyncio.create_task(self._run(item[1], patient=True))] = item[0]
-                if not tasks:
-                    return
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=tasks.__getitem__):
-                    number = tasks.pop(task)
-                    ended += 1
-                    if on_progress is not None:
-                        on_progress(ended)
-                    yield number, _outcome(task)
-        finally:
-            for task in tasks:
-                task.cancel()
-            while left := [task for task in tasks if not task.done()]:
-                await asyncio.wait(left)
+        at_once = max(1, self.max_requests // 2)
+        return run_batch(
+            questions, lambda each: self._run(each, patient=True), at_once=at_once, on_progress=on_progress
+        )
 
     async def place(self, placement: ServingPlacement) -> None:
         """Serve by another placement, as soon as no batch of each worker runs: its partitions, its largest batch, and
@@ -335,14 +319,3 @@ class DecoupledServer(Generic[Q, D, R]):
             if not self._failing:
                 self._failing = True
                 _logger.warning("an observer failed: %s; later failures are not logged", type(error).__name__)
-
-
-def _outcome(task: asyncio.Task[BatchedAnswer[D]]) -> BatchedAnswer[D] | Exception:
-    if task.cancelled():
-        return RuntimeError("the request was cancelled")
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error

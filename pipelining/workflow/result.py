@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
+from ragorder.pipelining.servers import AnswerStream
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
 
@@ -115,39 +116,19 @@ class WorkflowTrace:
         return record
 
 
-class WorkflowStream(AsyncIterator[str]):
-    """The items of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
+class WorkflowStream(AnswerStream[str | WorkflowResult]):
+    """Text of an answer, with the `result` at the end, see `AnswerStream`."""
 
-    `text` is what has arrived so far; `result` is there at the end.
-    """
-
-    def __init__(self, items: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
+    def __init__(self, parts: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
+        super().__init__(parts)
         self.trace = trace
         self.result: WorkflowResult | None = None
-        self._items = items
-        self._text: list[str] = []
 
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
-
-    async def __anext__(self) -> str:
-        async for item in self._items:
-            if isinstance(item, WorkflowResult):
-                self.result = item
-            else:
-                self._text.append(item)
-                return item
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._items.aclose()
+    def _read(self, part: str | WorkflowResult) -> str:
+        if isinstance(part, str):
+            return part
+        self.result = part
+        return ""
 
 
 class AnswerText:

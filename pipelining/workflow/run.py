@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
 from ragorder.pipelining.reordering import CachedLengths
+from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
@@ -154,14 +155,7 @@ class WorkflowRun(Generic[D, R]):
         for task in self._working:
             task.cancel()
         self._leave(self._speculations.drop_all("cancelled"), "cancelled")
-        cancelled: asyncio.CancelledError | None = None
-        while tasks := self._working | self._leaving | self._speculations.tasks:
-            try:
-                await asyncio.wait(tasks)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        await wait_for_end(lambda: self._working | self._leaving | self._speculations.tasks)
 
     async def _work(self, item: WorkItem) -> None:
         values: Mapping[str, Any] | BaseException

@@ -12,6 +12,7 @@ from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
+from ragorder.pipelining.servers import end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
@@ -124,7 +125,7 @@ class WorkflowServer(Generic[D, R]):
         trace = WorkflowTrace(graph.name)
         return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
-    async def batch(
+    def batch(
         self,
         graph: CompiledGraph,
         questions: Iterable[str],
@@ -139,29 +140,12 @@ class WorkflowServer(Generic[D, R]):
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
             return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
 
-        numbered = enumerate(questions)
-        tasks: dict[asyncio.Task[WorkflowResult], int] = {}
-        ended = 0
-        try:
-            while True:
-                while len(tasks) < self._limiter.limit and (item := next(numbered, None)) is not None:
-                    tasks[asyncio.create_task(ask(item[1]))] = item[0]
-                if not tasks:
-                    return
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    number = tasks.pop(task)
-                    ended += 1
-                    if on_progress is not None:
-                        on_progress(ended)
-                    yield number, _outcome(task)
-        finally:
-            await _end(tasks)
+        return run_batch(questions, ask, at_once=self._limiter.limit, on_progress=on_progress)
 
     async def close(self) -> None:
         """End all requests with RuntimeError. Engine and search stay open."""
         self._closed = True
-        await _end(self._running)
+        await end_all(self._running)
 
     async def __aenter__(self) -> Self:
         return self
@@ -229,7 +213,7 @@ class WorkflowServer(Generic[D, R]):
                 yield result.text
             yield result
         finally:
-            await _end((task,))
+            await end_all((task,))
 
     def _wake(self) -> None:
         if not self._awake:
@@ -261,27 +245,3 @@ class WorkflowServer(Generic[D, R]):
         if name not in self._failing:
             self._failing.add(name)
             _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
-
-
-def _outcome(task: asyncio.Task[WorkflowResult]) -> WorkflowResult | Exception:
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel them, and wait for all. A caller that is cancelled meanwhile waits all the same."""
-    left = set(tasks)
-    for task in left:
-        task.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while left := {task for task in left if not task.done()}:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled

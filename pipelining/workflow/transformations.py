@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval
-from ragorder.pipelining.workflow.result import WorkItemTrace
+from ragorder.pipelining.workflow.result import Worker, WorkItemTrace
 from ragorder.pipelining.workflow.wavefront import ANY_PART, Measurements, Wavefront, WorkItem
 
 __all__ = [
@@ -27,8 +28,9 @@ __all__ = [
 class Transformation(Protocol):
     """A change of the wavefront, applied in each scheduling cycle where it saves time.
 
-    It decides about the items of `wavefront.new` before they start, or adds items ahead of need because of others'
-    `wavefront.progressed`. Both methods are quick: they run on the event loop. An error leaves the items as they are.
+    It marks items of `wavefront.new` before they start, or adds speculative items after progress of others
+    (`wavefront.progressed`). Both methods run on the event loop and must be quick. If `apply` raises, items stay as
+    they are.
     """
 
     name: str
@@ -36,49 +38,56 @@ class Transformation(Protocol):
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None: ...
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Seconds saved on average by applying this to the item; it is left alone unless they are positive. Where
-        nothing is known yet, positive."""
+        """Return the seconds saved on average: positive to apply it, also while nothing has been measured."""
 
 
-class Split:
-    """Cuts a search into items that others share, of the index's own `Budget`. Without it, or where the items'
-    overhead takes more than they save, a search is scanned whole."""
+class _Mark(ABC):
+    """Sets `flag` of each starting work item of `worker` for which the gain is positive."""
 
-    name = "split"
+    name: str
+    flag: str
+    worker: Worker = "search"
+    shared_only = False
+    """Needs a search that is cut into parts (`Measurements.cuts`)."""
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
+        if self.shared_only and not measured.cuts:
+            return
         for item in wavefront.starting:
-            if item.worker == "search" and measured.cuts and self.gain_s(item, measured) > 0:
-                item.split = True
+            if item.worker == self.worker and self.gain_s(item, measured) > 0:
+                setattr(item, self.flag, True)
                 item.trace.applied.append(self.name)
 
+    @abstractmethod
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float: ...
+
+
+class Split(_Mark):
+    """Cuts a search into parts that it shares with other searches, by the index's `Budget`."""
+
+    name, flag, shared_only = "split", "split", True
+
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Eq. 1 at its maximum, mb = sqrt(2 * overhead * search)."""
+        """Return the maximum of Eq. 1, at mb = sqrt(2 * overhead * search)."""
         search_s, budget = measured.search_s.value, getattr(measured.search, "budget", None)
         if search_s is None or budget is None:
             return math.inf
         return search_s / 2 - math.sqrt(2 * budget.overhead_s * search_s)
 
 
-# To keep a larger top-k of a search, and to order the next one's clusters.
+# Time to keep a larger top-k of a search and to order the clusters of the next one.
 _COST_S = 1e-4
-# Without a history nothing is learnt of its use.
+# Least share of a search that a history is expected to save: without a history nothing would be learnt.
 _LEAST_SHARE = 0.02
 
 
-class Reorder:
-    """Gives a request's searches a `History`: what the next one finds, it finds earlier."""
+class Reorder(_Mark):
+    """Gives a request's searches a `History`, so that the next search finds its results earlier."""
 
-    name = "reorder"
-
-    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
-        for item in wavefront.starting:
-            if item.worker == "search" and measured.cuts and self.gain_s(item, measured) > 0:
-                item.reorder = True
-                item.trace.applied.append(self.name)
+    name, flag, shared_only = "reorder", "reorder", True
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Of a request's only search there is none; one ahead of need comes before the due one."""
+        """Return 0 for a request's only search; a speculative search is always before the due one."""
         if item.due and not item.request.searches and not _may_search_again(item):
             return 0.0
         if measured.search_s.value is None:
@@ -91,18 +100,13 @@ def _may_search_again(item: WorkItem) -> bool:
     return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.later(item.run.id))
 
 
-class FastIndex:
-    """Lets searches use the index's fast tier for the clusters that it holds. Without it, or where the tier is expected
-    to take longer than the cores, these scan all; `IndexTiers` then measures it once after each exchange of clusters.
+class FastIndex(_Mark):
+    """Lets searches use the fast tier of the index for clusters in it, unless the cores are expected to be faster.
+
+    `IndexTiers` then measures the tier once after each exchange of clusters.
     """
 
-    name = "fast_index"
-
-    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
-        for item in wavefront.starting:
-            if item.worker == "search" and self.gain_s(item, measured) > 0:
-                item.fast = True
-                item.trace.applied.append(self.name)
+    name, flag = "fast_index", "fast"
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
         gains = measured.tier_gains
@@ -110,24 +114,17 @@ class FastIndex:
 
 
 _ORDERING_COST_S = 2e-4
-# What is not ordered is not found, and the first requests find nothing: a low share says little.
+# Least expected share: documents that are not ordered are not found in the cache, nor are those of first requests.
 _LEAST_SHARED = 0.1
 
 
-class OrderDocuments:
-    """Asks the request builder to order documents for the engine's prefix cache. Without it they stay in the order of
-    their rank."""
+class OrderDocuments(_Mark):
+    """Has the request builder order documents for the engine's prefix cache instead of by rank."""
 
-    name = "order_documents"
-
-    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
-        for item in wavefront.starting:
-            if item.worker == "engine" and self.gain_s(item, measured) > 0:
-                item.ordered = True
-                item.trace.applied.append(self.name)
+    name, flag, worker = "order_documents", "ordered", "engine"
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """The share of its prompt that an ordered generation finds cached lately, as part of a prefill."""
+        """Return the recent cached share of ordered prompts, times a prefill."""
         if not isinstance(item.node, Generation) or not item.node.documents:
             return 0.0
         share, prefill_s = measured.cached_share.value, measured.prefill_s
@@ -136,28 +133,28 @@ class OrderDocuments:
         return max(share, _LEAST_SHARED) * prefill_s - _ORDERING_COST_S
 
 
-class Prefetch:
-    """Loads the clusters of a predicted_runs query into the index's fast tier (TeleRAG), and during a search prefills the
-    system prompt of the generation that follows, if the engine does not hold it (RAGCache++ section 3.6)."""
+class Prefetch(_Mark):
+    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts.
 
-    name = "prefetch"
+    While a due search runs, the system prompt of the following generation is prefilled if it is not cached
+    (RAGCache++ section 3.6).
+    """
+
+    name, flag = "prefetch", "prefetch"
 
     def __init__(self, warm_up: WarmUp[NodeQuestion] | None = None) -> None:
         self._warm_up = warm_up
 
     def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
+        super().apply(wavefront, measured)
         for item in wavefront.starting:
-            if item.worker == "search":
-                if item.due:
-                    self._warm(item)
-                elif self.gain_s(item, measured) > 0:
-                    item.prefetch = True
-                    item.trace.applied.append(self.name)
+            if item.worker == "search" and item.due:
+                self._warm(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """Of clusters in the fast tier; a warm-up is only started if it is needed."""
+        """Return the gain of clusters in the fast tier, 0 for a due search."""
         gains = measured.tier_gains
-        return 0.0 if gains is None else gains.prefetch_s
+        return 0.0 if gains is None or item.due else gains.prefetch_s
 
     def _warm(self, item: WorkItem) -> None:
         graph = item.request.graph
