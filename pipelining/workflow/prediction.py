@@ -1,4 +1,4 @@
-"""Nodes that come next, and searches for them ahead of need (HedraRAG section 4.3, speculative retrieval)."""
+"""Predicted nodes and speculative searches (HedraRAG section 4.3, speculative retrieval)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _MAX_STEPS = 8
 
 
 def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
-    """Generations and retrievals that would become due if these runs wrote these values, one after another, directly or
-    through pure steps. Raises what a step or an edge raises, and KeyError if one run does not lead to the next."""
+    """Return the generations and retrievals that become due if these runs write these values, one after another.
+
+    Pure steps in between are called. Raises what a step or an edge raises, and KeyError if one run does not lead to the
+    next.
+    """
     ahead = tokens.copy()
     runs: list[NodeRun] = []
     for run, values in ended:
@@ -58,15 +61,15 @@ def _call_pure(run: NodeRun) -> Mapping[str, Any] | None:
         except StopIteration as done:
             values = done.value
         else:
-            # It waits for something.
+            # The step awaits something, which must not happen here.
             values.close()
             return None
     return values if isinstance(values, Mapping) else None
 
 
 class SpeculativeSearch:
-    """A search for a query that may become due. Its results go into a history of their own, `history`, so that nothing
-    of a branch that is left reaches the request's."""
+    """A search for a predicted query. Results go into `history`, a branch of the request's history: the request's own
+    history stays as it is if the branch is dropped."""
 
     def __init__(
         self,
@@ -93,7 +96,8 @@ class SpeculativeSearch:
         self.task = spawn(self._begin())
 
     async def taken(self, query: str) -> Handle | None:
-        """The search, now due, if this is its query. Otherwise, and if it has failed, None: it has ended."""
+        """Return the search as the due one, or None if the query is another or it has failed. Either way it needs no
+        `cancel`."""
         if query != self.query:
             self.cancel()
             return None
@@ -109,7 +113,7 @@ class SpeculativeSearch:
         if self._watching is not None:
             self._watching.cancel()
         if self._handle is not None:
-            # What it has found so far goes into its history.
+            # A cancelled search stores its results in its history.
             self._handle.cancel()
 
     @property
@@ -122,7 +126,7 @@ class SpeculativeSearch:
         try:
             self.vector = await self._searcher.vector(self.query)
         except Exception:
-            # The due search meets the error itself.
+            # The due search raises the error itself.
             return
         finally:
             self._measured.speculative_embeddings -= 1
@@ -143,7 +147,6 @@ class SpeculativeSearch:
         self._watching = self._spawn(self._watch(self._handle))
 
     async def _watch(self, handle: Handle) -> None:
-        """What it finds is news, from which a generation may be predicted_runs."""
         try:
             async with aclosing(handle.stages_async()) as stages:
                 async for stage in stages:
@@ -153,6 +156,6 @@ class SpeculativeSearch:
                     if stage.final:
                         return
         except Exception:
-            # The due search starts over, and meets the error itself.
+            # The due search starts over and raises the error itself.
             handle.cancel()
             self._handle = None

@@ -1,4 +1,4 @@
-"""Result of a workflow."""
+"""Result, trace and stream of a workflow's request."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:
-    """`text` is the graph's answer, `state` everything that its nodes have written, `trace` how the request ran (None:
-    stage by stage)."""
+    """`text` is the graph's answer, `state` all values of its nodes, `trace` the course of the request (None for
+    `interpret`)."""
 
     text: str = field(repr=False)
     state: State = field(repr=False)
@@ -33,7 +33,7 @@ class WorkflowResult:
 
     @classmethod
     def of(cls, graph: CompiledGraph, state: State, trace: Any = None) -> Self:
-        """Raises NodeError if no branch that was taken has written the answer."""
+        """Raises NodeError if no node of the taken branches wrote the answer."""
         if graph.answer not in state:
             raise NodeError(graph.name, "END", f"no node on the way has written the answer, {graph.answer!r}")
         value = state[graph.answer]
@@ -49,15 +49,15 @@ _MAX_ITEMS = 1000
 
 @dataclass(slots=True)
 class WorkItemTrace:
-    """One item of work, in seconds from its request's start (`ended_s` None: still running).
+    """One work item, in seconds from its request's start (`ended_s` None: still running).
 
-    - `planned_s`: it became due, or was predicted_runs; until `started_s` it waited for a scheduling cycle
-    - `outcome`: "used"; a speculation "wasted" (right, but its branch was left) or "rolled back" (wrong); "cancelled"
+    - `planned_s`: when it became due or was predicted; until `started_s` it waited for a scheduling cycle
+    - `outcome`: "used"; for a speculation "wasted" (right, on a dropped branch) or "rolled back" (wrong); "cancelled"
       or "failed" with its request
-    - `tokens` generated, `prompt_tokens` and `cached_tokens` by the engine's report (None: not reported)
-    - `stages` seen of a search, `clusters` scanned, and for how many of them the result had `settled`
-    - `embed_s`: of a search's query; `first_token_s`: from the request's start
-    - `stages_ahead` of need: 1 if it was predicted_runs from a due item, 2 from one that was ahead itself
+    - `tokens` generated; `prompt_tokens` and `cached_tokens` as the engine reports (None: not reported)
+    - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
+    - `embed_s`: to embed the query; `first_token_s`: from the request's start
+    - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
     - `applied`: names of the transformations
     """
 
@@ -82,12 +82,12 @@ class WorkItemTrace:
 
 @dataclass(slots=True)
 class WorkflowTrace:
-    """What happened to one request, in seconds; `started_s` is by the server's clock.
+    """One request, in seconds; `started_s` is by the server's clock.
 
-    - `waited_s`: for its turn, before it started (`total_s` does not count it)
-    - `rounds`: how often each node ran
-    - `refused`, `declined`: speculations without room, and those without a gain
-    - `dropped`: items beyond the first 1000, which are not recorded
+    - `waited_s`: in the queue before the start, not part of `total_s`
+    - `rounds`: runs of each node
+    - `refused`, `declined`: speculations without room, and without a gain
+    - `dropped`: work items after the first 1000, which are not recorded
     """
 
     graph: str
@@ -108,7 +108,7 @@ class WorkflowTrace:
             self.dropped += 1
 
     def as_record(self) -> dict[str, Any]:
-        """For JSON. Ids of nodes become strings."""
+        """Return fields for JSON; ids of nodes become strings."""
         record = asdict(self)
         for item in record["pieces"]:
             item["node"] = str(item["node"])
@@ -132,14 +132,14 @@ class WorkflowStream(AnswerStream[str | WorkflowResult]):
 
 
 class AnswerText:
-    """Chunks of a text without the white space around it."""
+    """Chunks of a text, without the white space around it."""
 
     def __init__(self) -> None:
         self.began = False
         self._space = ""
 
     def add(self, chunk: str) -> str:
-        """What is certain to be in the text."""
+        """Return the next characters that are certainly in the text."""
         text = self._space + chunk if self.began else chunk.lstrip()
         shown = text.rstrip()
         self._space = text[len(shown) :]

@@ -30,13 +30,13 @@ D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
 
 _CHECK_EVERY = 8
-"""Tokens of a generation between two scheduling cycles that look at it."""
+"""Tokens of a generation between two scheduling cycles."""
 
 
 class WorkflowRun(Generic[D, R]):
-    """Starts nodes when their inputs are there, and items ahead of need where a scheduling cycle has added them.
+    """Starts due nodes, and the speculative items of scheduling cycles.
 
-    `emit` is called with the answer's text as it is generated, where no later node can change it.
+    `emit` is called with the answer's text as it is generated, if no later node can change it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WorkflowRun(Generic[D, R]):
         self._speculations = Speculations(workers, scope, self._elapsed_s, self._begun, self._end)
 
     async def run(self) -> State:
-        """Raises GraphError and NodeError. Whatever runs for it has ended."""
+        """Run the graph to its end. Raises GraphError and NodeError. All work has ended when this returns or raises."""
         self._tokens: Tokens
         try:
             self._tokens = tokens = Tokens(self.graph, self._state)
@@ -101,12 +101,12 @@ class WorkflowRun(Generic[D, R]):
         try:
             found: Callable[[], CachedLengths] | None = self._context.copy().run(lengths)
         except Exception:
-            # The generation itself meets the error.
+            # The generation raises the error itself.
             return None
         return found
 
     def start(self, item: WorkItem, /) -> None:
-        # A scheduling cycle runs in the context of whichever request asked for it.
+        # A scheduling cycle runs in the context of one of the requests, not necessarily this one.
         self._context.copy().run(self._start, item)
 
     def _start(self, item: WorkItem) -> None:
@@ -118,7 +118,7 @@ class WorkflowRun(Generic[D, R]):
         try:
             self._speculations.begin(item, item.after, self._branched)
         except Exception:
-            # It was predicted_runs from half a text.
+            # The functions of the graph have seen only part of a text.
             self._end(item, "cancelled")
 
     def _elapsed_s(self) -> float:
@@ -148,10 +148,10 @@ class WorkflowRun(Generic[D, R]):
             self._spawn(generation.leave(outcome), self._leaving)
 
     async def _close(self) -> None:
-        """Ends what still runs; a caller that is cancelled meanwhile waits all the same."""
+        """End all work. A caller that is cancelled meanwhile waits, too."""
         for item in tuple(self._items):
             self._end(item, "cancelled")
-        # What leaves is not cancelled: it would not wait for the engine, or not even begin to.
+        # Generations in `_leaving` are not cancelled: they wait until the engine has ended their requests.
         for task in self._working:
             task.cancel()
         self._leave(self._speculations.drop_all("cancelled"), "cancelled")
@@ -169,7 +169,7 @@ class WorkflowRun(Generic[D, R]):
         except asyncio.CancelledError as error:
             if item.ended:
                 raise
-            # Not the request: something that the node waited for.
+            # The request was not cancelled, but something that the node awaits.
             values = error
         except Exception as error:
             values = error
@@ -191,7 +191,7 @@ class WorkflowRun(Generic[D, R]):
             started_s = self._elapsed_s()
             if self._history is None and item.reorder:
                 self._history = searcher.history()
-            # What a search ahead of need has found is used in any case.
+            # Results of a speculative search are used in any case.
             past = self._history if item.reorder or history is not None else None
             handle = searcher.submit(vector, node.topk, history=past, split=item.split, fast=item.fast)
             stage = await self._stages(item, handle)
@@ -266,7 +266,7 @@ class WorkflowRun(Generic[D, R]):
             self._workers.measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
     def _is_answer(self, item: WorkItem, node: Generation) -> bool:
-        """One that nothing changes: no later node, and none beside it that leads to another answer."""
+        """Return whether the text is final: no later node changes it, and no parallel node leads to another answer."""
         graph, others = self.graph, [run.id for run in self._tokens.running if run != item.run]
         later = {vertex for id in others for vertex in (id, *graph.topology.later(id)) if vertex is not END}
         return (

@@ -1,4 +1,4 @@
-"""Searches of workflows: shared ones that advance in items, and plain ones."""
+"""Shared and plain searches of workflows."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Handle(Protocol):
 
 
 class Searcher(Generic[D]):
-    """Embeds queries, searches for them, and fetches documents.
+    """Embeds queries, searches, and fetches documents.
 
-    `search` is a `ContinuousIVF`, or has its `submit`; or a `StagedSearch`; or a function of a vector and k that
-    returns ids, best first. The latter two search whole. `embed` and functions run in a thread, coroutine functions on
-    the event loop.
+    `search`: a `ContinuousIVF` or another object with its `submit`; or a `StagedSearch`; or a function of a vector and
+    k that returns ids, best first. The latter two are not cut into parts. Functions and `embed` run in a thread,
+    coroutine functions on the event loop.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:
@@ -61,7 +61,7 @@ class Searcher(Generic[D]):
         fast: bool = True,
         prefetch: bool = False,
     ) -> Handle:
-        """Raises what the search raises, RefusedSearchError where one of ours says what to change."""
+        """Start a search. Raises what it raises, as RefusedSearchError if the search is ours."""
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
         options = {"history": history, "due": due} | ({} if split else {"whole": True})
@@ -135,7 +135,7 @@ class _WholeSearch:
 
 
 def _is_ours(search: Any) -> bool:
-    """Whose errors name shapes, counts and settings, and no query."""
+    """Messages of our searches name shapes, counts and settings, never a query."""
     from ragorder.pipelining.search.shared import SharedSearch
 
     return isinstance(search, SharedSearch)

@@ -1,4 +1,4 @@
-"""Server of workflows: many requests whose searches and generations share their time (HedraRAG section 4.5)."""
+"""Server of many workflows that share engine and search (HedraRAG section 4.5)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class _BoundedEngine(Generic[R]):
-    """At most `limit` requests are on the engine, those that it aborts until they have ended; another waits that long.
-    Raises ValueError for a limit below 1."""
+    """An engine with at most `limit` requests at once, including aborted ones until they have ended. Raises ValueError
+    for a limit below 1."""
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
@@ -43,14 +43,14 @@ class _BoundedEngine(Generic[R]):
 
 
 class RunOptions(TypedDict, total=False):
-    """`state`: values for the graph's `inputs`; `scope`: the tenant, whose cached prefixes are its own."""
+    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes with others."""
 
     state: Mapping[str, Any] | None
     scope: Hashable
 
 
 def checked_options(options: RunOptions) -> RunOptions:
-    """Raises TypeError for others: without its scope a request would share the prefixes of those that have none."""
+    """Raises TypeError for unknown options: with a misspelt scope a request would share the prefixes of others."""
     unknown = options.keys() - RunOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
@@ -61,23 +61,23 @@ _logger = logging.getLogger("ragorder")
 
 
 class WorkflowServer(Generic[D, R]):
-    """Runs workflows for many requests at once. For one event loop.
+    """Runs workflows of many requests at once. For one event loop.
 
         async with WorkflowServer(engine, ContinuousIVF(index), embed, documents.__getitem__, prompts) as server:
             result = await server.run(graph, "Which drawer?")
             async with server.stream(graph, "Which drawer?") as stream: ...
             async for number, result in server.batch(graph, questions): ...
 
-    - `search`, `embed`, `document`: see `Searcher`. `document` returns that of an index id, and must be quick.
-    - `transformations`: of each scheduling cycle, in this order (None: all; (): stage by stage)
-    - `load`: admits speculative generations (None: while fewer than 4 wait for their first token)
-    - `max_requests` run at once, `max_waiting` others wait in line; beyond, QueueFullError
-    - `max_generations` are on the engine at once (None: the engine queues them itself). The due one with most of its
-      prompt cached goes next, as far as `prompts` has `lengths`; one is overtaken by at most `window` later ones
-    - `observer` is called with the trace of each request that has ended.
+    - `search`, `embed`, `document`: see `Searcher`. `document` returns the document of an index id, and must be quick.
+    - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
+    - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
+    - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
+    - `max_generations` are on the engine at once (None: no limit). The due one with the largest cached share goes next
+      if `prompts` has `lengths`; at most `window` later ones may overtake it
+    - `observer`: called with the trace of each request that has ended
 
-    Answers are those of `interpret` with the same prompts: a speculation is used only if its request is the final one.
-    A node that fails ends its own request. Raises ValueError for limits below 1.
+    Answers equal those of `interpret` with the same prompts: a speculation is used only if its request is the final
+    one. A node that fails ends its own request only. Raises ValueError for limits below 1.
     """
 
     def __init__(
@@ -116,12 +116,13 @@ class WorkflowServer(Generic[D, R]):
         self._failing: set[str] = set()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
-        its items."""
+        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed.
+        Cancelling it ends its work."""
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
-        """The answer as it is generated, or whole where a later node may change it; lazy. Raises what `run` raises."""
+        """Stream the answer as it is generated, or at once if a later node may change it; lazy. Raises what `run`
+        raises."""
         trace = WorkflowTrace(graph.name)
         return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
@@ -133,9 +134,8 @@ class WorkflowServer(Generic[D, R]):
         scope: Hashable = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
-        """(number of the question, result or error) in the order in which they end. Questions are taken in their order,
-        at most `max_requests` ahead; while the queue is full, they wait for a place in it. `on_progress` is called with
-        how many have ended."""
+        """Yield (number of the question, result or error) in the order of their ends. At most `max_requests` questions
+        are read ahead; they wait while the queue is full. `on_progress` is called with the number of ended requests."""
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
             return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
@@ -221,7 +221,7 @@ class WorkflowServer(Generic[D, R]):
             asyncio.get_running_loop().call_soon(self._cycle)
 
     def _cycle(self) -> None:
-        """What has become due starts whatever a transformation does."""
+        """Run the transformations and start work. Due work starts even if a transformation fails."""
         self._awake = False
         self.cycles += 1
         for transformation in self.transformations:

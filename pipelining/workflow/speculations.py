@@ -1,4 +1,4 @@
-"""Work of one request that is ahead of need."""
+"""Speculative work of one request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class SpeculativeGeneration(Generic[D, R]):
-    """Speculations on one run of a generation, one at a time. `begun` and `ended` are called for their items, and
-    `off_engine` once the engine is done with one that is still of use."""
+    """Speculations on one run of a generation, one at a time.
+
+    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one that may still be
+    used.
+    """
 
     def __init__(
         self,
@@ -50,21 +53,19 @@ class SpeculativeGeneration(Generic[D, R]):
 
     @property
     def right(self) -> bool:
-        """The answer is that of a speculation."""
         return self._trace.right
 
     @property
     def idle(self) -> bool:
-        """There has been none."""
+        """Whether no speculation has begun."""
         return self._task is None
 
     @property
     def beginning(self) -> bool:
-        """A speculation waits for the abort of the last one."""
         return self._next is not None
 
     def is_speculated(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
-        """A speculation is on the engine, or has been answered and is right."""
+        """Return whether a speculation is on the engine, or has answered this request."""
         item = self._piece
         return item is not None and (not item.released or self.attempt.speculates_on(question, documents))
 
@@ -73,7 +74,7 @@ class SpeculativeGeneration(Generic[D, R]):
         self._task = asyncio.create_task(self._begin(item, question, documents, load))
 
     def due(self) -> None:
-        """The generation is due: a speculation that runs stays, none begins."""
+        """Keep a speculation that runs, and begin no other: the generation is due."""
         if self._next is not None:
             self._ended(self._next, "cancelled")
             self._next = None
@@ -84,7 +85,7 @@ class SpeculativeGeneration(Generic[D, R]):
         self._replace(None, "used" if right else "rolled back")
 
     async def leave(self, outcome: Outcome) -> None:
-        """Returns when the engine is done with it."""
+        """End the speculations; return when the engine is done with them."""
         self.due()
         self._replace(None, outcome)
         await self.attempt.abort()
@@ -99,7 +100,7 @@ class SpeculativeGeneration(Generic[D, R]):
             self._replace(item, "rolled back")
             self._begun(item)
         else:
-            # The request is the last one's, or there is no room.
+            # The request equals the last one, or there is no room.
             self._ended(item, "cancelled")
         if not kept:
             self._replace(None, "rolled back")
@@ -117,7 +118,7 @@ RunKey = tuple[NodeId, int]
 
 @dataclass(frozen=True, slots=True)
 class Workers(Generic[D, R]):
-    """What all requests share."""
+    """Parts of the server that all requests share."""
 
     engine: StreamingEngine[R]
     prompts: RequestBuilder[NodeQuestion, D, R]
@@ -132,20 +133,22 @@ def _run_key(run: NodeRun) -> RunKey:
 
 
 def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuestion:
-    """Raises what `question_of` raises."""
     return replace(question_of(node, item.run.state, scope), ordered=item.ordered)
 
 
 class _Guesses(NamedTuple):
-    """Prompts and documents that a search ahead of need led to, by its part, and when they were predicted_runs."""
+    """Prompts and documents predicted from a speculative search, by its part, and the times of prediction."""
 
     source: WorkItem
     by_part: dict[int, tuple[tuple[NodeQuestion, tuple[Any, ...]], float]]
 
 
 class Speculations(Generic[D, R]):
-    """Generations and searches of one request that are not due yet. `begun` and `ended` are called for their items.
-    `tasks` of searches, cancelled ones until they have ended."""
+    """Speculative generations and searches of one request.
+
+    `begun` and `ended` are called with their items. `tasks`: those of searches, including cancelled ones until they
+    end.
+    """
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class Speculations(Generic[D, R]):
         self._guesses: dict[RunKey, _Guesses] = {}
 
     def predicted_runs(self, tokens: Tokens, item: WorkItem) -> list[NodeRun]:
-        """See `Request.predicted_runs`. Functions of a graph may not be ready for half a text: then nothing is predicted_runs."""
+        """Functions of a graph may fail on part of a text: then nothing is predicted."""
         try:
             chain = (item,) if item.after is None else (item.after, item)
             runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
@@ -177,8 +180,7 @@ class Speculations(Generic[D, R]):
             return []
 
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
-        """A item ahead of need, because of another one's progress. Raises what the prompt's or query's function
-        raises."""
+        """Begin a speculative item predicted from `source`. Raises what the prompt's or query's function raises."""
         key, node = _run_key(item.run), item.node
         self._sources[key] = source
         if isinstance(node, Generation):
@@ -186,7 +188,7 @@ class Speculations(Generic[D, R]):
             source.speculated = None if source.stage is None else source.stage.ids.tobytes()
             generation = self._generation(key)
             if generation.beginning:
-                # Two searches that led to it had news in one cycle.
+                # Two searches that lead to this generation had new results in one cycle.
                 self._ended(item, "cancelled")
             else:
                 generation.begin(item, question, documents, self._workers.measured.load)
@@ -204,7 +206,6 @@ class Speculations(Generic[D, R]):
             self._begun(item)
 
     def is_speculated(self, item: WorkItem) -> bool:
-        """See `Request.is_speculated`."""
         generation, node = self._generations.get(_run_key(item.run)), item.node
         if generation is None or not isinstance(node, Generation):
             return False
@@ -212,12 +213,12 @@ class Speculations(Generic[D, R]):
         try:
             question, documents = question_for(item, node, self._scope), documents_of(node, item.run.state)
         except Exception:
-            # The generation itself meets the error.
+            # The generation raises the error itself.
             return False
         return generation.is_speculated(question, documents)
 
     def generation(self, run: NodeRun) -> SpeculativeGeneration[D, R]:
-        """The run is due. Its caller must leave what this returns."""
+        """Return the speculations on a run that is due. The caller must call `leave`."""
         key = _run_key(run)
         self._learn_guesses(run)
         generation = self._generation(key)
@@ -227,7 +228,7 @@ class Speculations(Generic[D, R]):
         return generation
 
     async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
-        """The item is due: its search, if one for this query has begun, and the history in which it is."""
+        """Return the speculative search for this query, or None, and its history. The item is due."""
         key = _run_key(item.run)
         self._learn(key, query)
         ahead, _ = self._searches.pop(key, None), self._sources.pop(key, None)
@@ -245,10 +246,10 @@ class Speculations(Generic[D, R]):
         return handle, ahead.history
 
     def left(self, tokens: Tokens) -> list[SpeculativeGeneration[D, R]]:
-        """Drops what was predicted_runs on branches that were not taken. Returns generations, which their caller must
-        leave."""
+        """Drop speculations on branches that were not taken. Return generations, for which the caller must call
+        `leave`."""
         if any(isinstance(run.node, Step) for run in tokens.running):
-            # What was predicted_runs may lie behind it.
+            # Predicted runs may come after this step.
             return []
         running = {_run_key(run) for run in tokens.running}
         dropped: list[SpeculativeGeneration[D, R]] = []
@@ -303,7 +304,6 @@ class Speculations(Generic[D, R]):
         return bool(query.strip()) and (key not in self._searches or self._searches[key].query != query)
 
     def _follow(self, old: WorkItem, new: WorkItem) -> None:
-        """What was predicted_runs from one item is kept for another."""
         for key, source in self._sources.items():
             if source is old:
                 self._sources[key] = new
@@ -318,7 +318,7 @@ class Speculations(Generic[D, R]):
         return question_of(node, run.state, self._scope), documents_of(node, run.state)
 
     def _learn_guesses(self, run: NodeRun) -> None:
-        """A search ahead of need was right if it led to the prompt that is due."""
+        """Learn whether a speculative search led to the prompt that is due."""
         guesses, node = self._guesses.pop(_run_key(run), None), run.node
         if guesses is None or not isinstance(node, Generation):
             return
@@ -327,11 +327,11 @@ class Speculations(Generic[D, R]):
             final = self._input(node, run)
             seen = [(guess == final, now_s - at_s) for guess, at_s in guesses.by_part.values()]
         except Exception:
-            # The generation itself meets the error.
+            # The generation raises the error itself.
             return
         odds = self._workers.measured.odds(guesses.source)
         odds.learn(seen, guesses.by_part)
-        # There are many parts: one that is new is as likely right as the others.
+        # There are many parts: a part without data is as likely right as the others.
         odds.learn(seen, [ANY_PART] * len(seen))
 
     def _learn(self, key: RunKey, query: str) -> None:

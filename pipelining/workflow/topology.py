@@ -1,4 +1,4 @@
-"""Static structure of a graph: its loops, what comes before a node, and what may run side by side."""
+"""Static structure of a graph, and checks of it."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ __all__ = [
 Vertex = NodeId | Terminal
 
 Position = tuple[Vertex, bool]
-"""A node that a branch has come to; True if it is the head of a loop, and the branch waits for the next round."""
+"""A node, and True if a branch waits there, at the head of a loop, for the next round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends its branch's round."""
+    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends the round of its branch."""
 
     nodes: frozenset[Vertex]
     heads: frozenset[Vertex]
 
 
 class Topology:
-    """`edges`: of each node, and START, the targets of each of its edges; several of a conditional one.
+    """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge; a conditional edge
+    has several.
 
-    A loop's head is the node that is entered from outside. If there are several, it is the one that leads to all others
-    whatever the conditions; if none does, all are heads, and `parallel` says whether two may be entered at once. Loops
-    within a loop are those of its nodes without the heads.
+    The head of a loop is the node at which the loop is entered. If there are several, the head is the one that leads to
+    all others under any condition; if there is none, all are heads, and `parallel` tells whether two can be entered at
+    once. Loops inside a loop are the loops of its nodes without the heads.
     """
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
@@ -69,7 +70,7 @@ class Topology:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Outer ones before those within them."""
+        """All loops, outer ones before the loops inside them."""
         return tuple(self._loops_within([vertex for vertex in self._edges if vertex is not START]))
 
     @cached_property
@@ -80,7 +81,6 @@ class Topology:
         )
 
     def loop(self, head: Vertex) -> Loop:
-        """That which begins its rounds there."""
         return self._headed[head]
 
     def ends_round(self, source: Vertex, target: Vertex) -> bool:
@@ -88,13 +88,13 @@ class Topology:
         return loop is not None and source in loop.nodes
 
     def later(self, vertex: Vertex) -> frozenset[Vertex]:
-        """All that can still come after a node, END included, and itself if it is in a loop."""
+        """Return all nodes that can come after a node, including END, and itself in a loop."""
         if vertex not in self._later:
             self._later[vertex] = frozenset(_reached(self._next, self._next.get(vertex, ())))
         return self._later[vertex]
 
     def before(self, vertex: Vertex) -> frozenset[Vertex]:
-        """All from which a way leads to a node within one round of the loops that it is in."""
+        """Return all nodes that lead to a node within one round of its loops."""
         if vertex not in self._before:
             seen: set[Vertex] = set()
             waiting = [vertex]
@@ -111,8 +111,8 @@ class Topology:
         return self._before[vertex]
 
     def awaits(self, one: Position, other: Position) -> bool:
-        """Whether the one branch must wait until the other has come to it, or can no longer. A loop's next round waits
-        for all of this one."""
+        """Return whether one branch must wait while the other can still reach it. The next round of a loop waits for
+        all of this round."""
         (vertex, again), (other_vertex, other_again) = one, other
         loop, other_loop = self._headed.get(vertex), self._headed.get(other_vertex)
         if again and loop is not None and other_vertex in loop.nodes:
@@ -123,8 +123,8 @@ class Topology:
 
     @cached_property
     def parallel(self) -> Mapping[frozenset[Position], Vertex]:
-        """Where two branches of a request may be at one time, and where they parted; one may have to wait for the
-        other."""
+        """Pairs of positions that two branches of a request can have at the same time, with the node where they parted.
+        One may have to wait for the other."""
         found: dict[frozenset[Position], Vertex] = {}
         waiting = [
             ((target, self.ends_round(source, target)), (beside, self.ends_round(source, beside)), source)
@@ -148,7 +148,7 @@ class Topology:
         return found
 
     def reached(self, without: Vertex | None = None) -> set[Vertex]:
-        """START, and all that it leads to on ways that avoid a node."""
+        """Return START and all nodes that it leads to without passing a node."""
         return {START} | _reached(self._next, [START], without)
 
     def leads_to_end(self) -> set[Vertex]:
@@ -195,7 +195,6 @@ def _within(edges: Mapping[Vertex, Iterable[Vertex]], vertices: Collection[Verte
 def _reached(
     edges: Mapping[Vertex, Iterable[Vertex]], starts: Iterable[Vertex], without: Vertex | None = None
 ) -> set[Vertex]:
-    """`starts`, and all that they lead to."""
     waiting = list(starts)
     seen = set(waiting)
     while waiting:
@@ -210,7 +209,6 @@ Edges = Mapping[NodeId | Terminal, Sequence[Edge]]
 
 
 def node_problem(node: Node) -> str | None:
-    """What is wrong with a node by itself."""
     if isinstance(node.id, Terminal) or callable(node.id):
         return f"a node's id must be a name or a number, got {node.id!r}"
     for name in (*_reads_declared(node), *node.writes):
@@ -239,15 +237,13 @@ def edge_problem(edge: Edge, to: Sequence[object]) -> str | None:
 
 
 def reads(node: Node) -> frozenset[str]:
-    """Names without which a node fails, as far as they are known. Raises ValueError for a template that has a wrong
-    field."""
+    """Return the known names that a node needs. Raises ValueError for a template with a wrong field."""
     if isinstance(node, Generation):
         return fields(node.prompt) | frozenset(node.documents)
     return query_fields(node.query) if isinstance(node, Retrieval) else frozenset(node.reads)
 
 
 def with_documents(nodes: Mapping[NodeId, Node]) -> dict[NodeId, Node]:
-    """Generations without `documents` whose template names the output of a retrieval show that."""
     retrieved = {node.output for node in nodes.values() if isinstance(node, Retrieval)}
     return {
         id: replace(node, documents=tuple(sorted(fields(node.prompt) & retrieved)))
@@ -260,7 +256,7 @@ def with_documents(nodes: Mapping[NodeId, Node]) -> dict[NodeId, Node]:
 def problems(
     nodes: Mapping[NodeId, Node], edges: Edges, topology: Topology, inputs: Sequence[str], max_rounds: int | None
 ) -> Iterator[str]:
-    """What is wrong, the most basic first; later checks assume that earlier ones found nothing."""
+    """Yield what is wrong, basic problems first; later checks assume that earlier ones found nothing."""
     yield from _loose_ends(nodes, edges)
     yield from _unreachable(nodes, topology)
     yield from _endless(nodes, edges, topology, max_rounds)
@@ -270,7 +266,7 @@ def problems(
 
 
 def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) -> str:
-    """Raises ValueError if there is none, or several."""
+    """Return the state's name of the answer. Raises ValueError if there is none, or several."""
     written = {name for node in nodes.values() for name in node.writes}
     if answer is not None:
         if answer not in written:
@@ -284,7 +280,6 @@ def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) 
 
 
 def _ends(id: NodeId, nodes: Mapping[NodeId, Node], edges: Edges) -> bool:
-    """Without another generation in between."""
     seen: set[NodeId | Terminal] = {id}
     waiting: list[NodeId | Terminal] = [id]
     while waiting:

@@ -167,15 +167,16 @@ class Prefetch(_Mark):
 
 
 class SpeculateGeneration:
-    """Starts the generation that follows a search on the documents found so far; it is used only if its request equals
-    the final one.
+    """Starts the generation that follows a search with the documents found so far.
 
-    - `bound`: of the generations on the engine, 16 in the paper; the engine's `EngineLoad` bounds those that wait for
-      their first token. Searches whose results are nearest to their query go first.
-    - `odds`: where it has saved time in recent searches of the same edge (False: Algorithm 2, wherever there is room)
-    - `across`: also on what a search ahead of need has found, while the generation before it still runs: two stages
-      ahead, where a prompt shows the documents that an answer leads to and not the answer itself
-    - `recalled_only`: only on what the request's earlier searches recall, before any cluster is scanned (RaLMSpec)
+    It is used only if its request equals the final one.
+
+    - `bound`: of the generations on the engine, 16 in the paper; `EngineLoad` bounds those that wait for their first
+      token. Searches whose results are nearest to their query go first.
+    - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
+    - `across`: also with results of a speculative search, while the generation before it still runs: two stages ahead,
+      for a prompt that shows the documents found for an answer, but not the answer
+    - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
 
     Raises ValueError for a bound below 1.
     """
@@ -194,7 +195,7 @@ class SpeculateGeneration:
         searches = [item for item in wavefront.progressed("search") if self._concerns(item)]
         for search in sorted(searches, key=lambda item: (not item.due, _distance(item, measured))):
             request = search.request
-            # A speculation takes the place of the search's last one.
+            # A speculation replaces the last one of the same search.
             replaced = search.speculated is not None and search.dependents > 0
             if not self._has_room(wavefront, measured, int(replaced)):
                 request.trace.refused += 1
@@ -212,8 +213,8 @@ class SpeculateGeneration:
                     wavefront.speculate(item)
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """The rest of the search, at most the generation, if the documents are right. A wrong prefill may keep the
-        engine busy beyond the search, and holds up every other generation on it meanwhile."""
+        """Return the rest of the search, at most the generation, if the documents are right, less the cost of a wrong
+        prefill: it may keep the engine busy after the search and delays all other generations on it."""
         if not self.odds or item.after is None:
             return math.inf
         odds, part = measured.odds(item.after), item.after.part
@@ -221,7 +222,7 @@ class SpeculateGeneration:
         return math.inf if gain_s is None else gain_s
 
     def across_s(self, search: WorkItem, measured: Measurements) -> float:
-        """Seconds that a generation on what a search ahead of need finds saves on average."""
+        """Return the seconds that a generation on the results of a speculative search saves on average."""
         graph = search.request.graph
         if not self.across or not any(
             isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(search.run.id)
@@ -236,7 +237,7 @@ class SpeculateGeneration:
         return max(0.0, *known_s) if known_s else math.inf
 
     def _has_room(self, wavefront: Wavefront, measured: Measurements, replaced: int) -> bool:
-        """Beside the due generations, those included that are about to be sent."""
+        """Return whether a speculation fits beside the due generations, including those not sent yet."""
         running = wavefront.count("engine") - replaced
         pending = measured.load.pending + wavefront.unsent
         return running < self.bound and wavefront.queue.has_room(running) and pending < measured.load.max_prefill_bs
@@ -248,7 +249,7 @@ class SpeculateGeneration:
 
 
 def _gain_s(odds: SpeculationGain, part: int, measured: Measurements) -> float | None:
-    """None: nothing is known yet."""
+    """Return the expected gain, or None while nothing has been measured."""
     prefill_s, generation_s = measured.prefill_s, measured.generation_s.value
     if prefill_s is None:
         return None
@@ -256,13 +257,13 @@ def _gain_s(odds: SpeculationGain, part: int, measured: Measurements) -> float |
     if right is None or gain_s is None:
         return None
     others = measured.wavefront.count("engine", speculative=False)
-    # The mean was measured with others' prefills in the same iterations.
+    # The mean was measured with other prefills in the same iterations.
     alone_s = prefill_s / (1 + measured.load.pending)
     return gain_s - (1 - right) * others * alone_s
 
 
 def _admit(item: WorkItem, measured: Measurements) -> bool:
-    """In the same cycle the next one has to count it."""
+    """Reserve room now, so that the next speculation of this cycle counts it."""
     item.admission = admission = measured.load.admit()
     if admission is not None:
         item.at_end.append(admission.end)
@@ -276,14 +277,15 @@ def _distance(item: WorkItem, measured: Measurements) -> float:
 
 
 class SpeculateRetrieval:
-    """Embeds the query that follows from a generation's text so far and searches for it in items that due searches
-    leave idle. If the final query is the same, the search goes on as the due one; otherwise what it has found orders
-    the due one's clusters.
+    """Embeds the predicted next query of a generation and searches for it while due searches leave cores idle.
+
+    If the final query is the same, the search continues as the due one; otherwise its results order the clusters of the
+    due one.
 
     - `bound`: of all searches, 32 in the paper
-    - `every`: tokens between two checks at a generation; queries that have drifted least since the last look go first
-    - `embeddings`: of such queries at a time
-    - `generations`: speculated on across the searches (None: a search is worth what it saves by itself)
+    - `every`: tokens of a generation between two predictions; queries that have changed least go first
+    - `embeddings`: of predicted queries at the same time
+    - `generations`: speculated on across the searches (None: a search counts by its own gain)
 
     Raises ValueError for values below 1.
     """
@@ -325,8 +327,9 @@ class SpeculateRetrieval:
                     request.trace.declined += 1
 
     def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
-        """The search and its embedding, at most the rest of the generation, if the query is the final one; otherwise
-        what the order of the clusters saves, less an embedding. Either way, what a generation on its results saves."""
+        """Return the search and its embedding, at most the rest of the generation, if the query is final; otherwise the
+        gain from ordered clusters, less an embedding. In both cases the gain of a generation on its results is added.
+        """
         search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
         if item.after is None or search_s is None:
             return math.inf
@@ -342,7 +345,7 @@ class SpeculateRetrieval:
 
 
 def all_transformations() -> tuple[Transformation, ...]:
-    """In their order: items are added first, so that the others decide about them too."""
+    """Return all, in order: those that add work items first, so that the others see these."""
     generations = SpeculateGeneration()
     return (
         generations,

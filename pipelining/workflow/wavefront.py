@@ -1,4 +1,4 @@
-"""Wavefront: the items of work of all requests that can run now (HedraRAG section 4.5)."""
+"""Work items of all requests that can run now (HedraRAG section 4.5)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class EngineQueue(Generic[T]):
     """Generations that wait while `limit` are on the engine (None: none waits).
 
-    Next is the one with the largest cached / computed length of its prompt; one that `window` later ones have overtaken
-    goes first. Raises ValueError for a limit below 1 or a negative window.
+    The next one has the largest cached / computed length of its prompt, but first one that `window` later ones have
+    overtaken. Raises ValueError for a limit below 1 or a negative window.
     """
 
     def __init__(self, limit: int | None = None, window: int = 32) -> None:
@@ -45,18 +45,18 @@ class EngineQueue(Generic[T]):
 
     @property
     def largest_overtaking(self) -> int:
-        """Later generations that have overtaken one, at most so far."""
+        """Most later generations that have overtaken one so far."""
         return self._waiting.largest_overtaking
 
     def has_room(self, running: int) -> bool:
         return self.limit is None or running < self.limit
 
     def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
-        """Returns a function that takes it out again."""
+        """Add a generation; return a function that removes it."""
         return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
 
     def take(self) -> T:
-        """Raises IndexError if none waits."""
+        """Return the next generation. Raises IndexError if none waits."""
         return self._waiting.take().item
 
 
@@ -67,45 +67,45 @@ _MAX_CHECKS = 16
 
 
 class Request(Protocol):
-    """The request that a item belongs to."""
-
     graph: CompiledGraph
     scope: Hashable
     trace: WorkflowTrace
 
     @property
     def searches(self) -> int:
-        """Those whose results its history holds."""
+        """Number of searches in the request's history."""
 
     def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
-        """Runs that would become due if the item ended with what it has so far. Those are left out that a item ahead
-        of need does already, with the same inputs."""
+        """Return the runs that become due if the item ends with its results so far, without those that a speculative
+        item already does with the same inputs."""
 
     def is_speculated(self, item: WorkItem, /) -> bool:
-        """Whether a speculation on a due generation is on the engine, or has answered it. One that has not been sent no
-        longer will be."""
+        """Return whether a speculation on a due generation is on the engine or has answered it. Drops a speculation
+        that has not been sent."""
 
     def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
-        """Predicts the cached and computed tokens of a generation (None: not known)."""
+        """Return a function that predicts cached and computed tokens of a generation, or None if unknown."""
 
     def start(self, item: WorkItem, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """Work on one run of a node, and what transformations have decided about it. A due item is waited for; another is
-    ahead of need, `after` the one from whose progress it was predicted_runs.
+    """Work on one run of a node, with the decisions of transformations. The request waits for a due item; a speculative
+    item was predicted from the progress of `after`.
 
-    - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
-    - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
+    - `split`: searched in parts that other searches share; `reorder`: in an order from the request's history
+    - `fast`: searched in the index's fast tier where it has the clusters; `prefetch`: clusters are loaded into that
+      tier
     - `ordered`: documents in the cache's order
-    - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need; `released`:
-      it has been answered, and the engine is done with it
-    - `at_end` is called once the item has ended
-    - progress of a search: its latest `stage`, and the ids that are `speculated` on, by `ahead` generations that are on
-      the engine
-    - progress of a generation: `text` and `tokens` so far, `checked_tokens` at up to here in so many `checks`, which a search
-      that was predicted_runs from it keeps; `drift` between the last two queries that followed from it
+    - `admission`: of a speculative generation, among the pending requests of the engine; `released`: it has been
+      answered, and is no longer on the engine
+    - `at_end`: called once the item has ended
+    - progress of a search: the latest `stage`, the ids `speculated` on, and the number of `dependents`, speculative
+      generations on the engine
+    - progress of a generation: `text` and `tokens` so far, the number of predictions from it (`checks`), and the tokens
+      at the last one (`checked_tokens`); a speculative search keeps the `checks` of its prediction. `drift`: distance
+      between the last two predicted queries
     """
 
     request: Request
@@ -144,8 +144,8 @@ class WorkItem:
 
     @property
     def part(self) -> int:
-        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; checks at a generation. A
-        search ahead of need has parts of its own for each look that it came from."""
+        """Progress as a number: eighths of a search, from 1, and 0 for results of earlier searches; `checks` of a
+        generation. A speculative search has other numbers for each check that it was predicted at."""
         part = 0
         if self.stage is not None and self.stage.number:
             part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
@@ -153,7 +153,7 @@ class WorkItem:
 
     @property
     def parts(self) -> range:
-        """All that it will have, as far as known."""
+        """All numbers that `part` can have, as known now."""
         checks = min(self.checks, _MAX_CHECKS)
         if self.worker == "engine":
             return range(checks, checks + 1)
@@ -165,10 +165,10 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """What a scheduling cycle sees: items to start, and items whose progress may give rise to others.
+    """Work items to start, and items whose progress may lead to others, as a scheduling cycle sees them.
 
-    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations
-    wait in `queue`, where the engine has no room for them; all other due items start in the next cycle.
+    `changed` is called when a cycle is needed. The cost of a cycle grows with what has changed, not with all that runs.
+    Due generations wait in `queue` while the engine has no room; other due items start in the next cycle.
     """
 
     def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
@@ -182,11 +182,10 @@ class Wavefront:
 
     @property
     def starting(self) -> Iterator[WorkItem]:
-        """`new` items, and those that this cycle adds ahead of need."""
+        """`new` items, and speculative ones of this cycle."""
         return chain(self.new, self._added)
 
     def add(self, item: WorkItem) -> None:
-        """A item that has become due."""
         self.new.append(item)
         self._running[item.worker] += 1
         self._changed()
@@ -196,7 +195,7 @@ class Wavefront:
         self._changed()
 
     def speculate(self, item: WorkItem) -> None:
-        """Start a item ahead of need, after those that are due."""
+        """Start a speculative item, after the due ones."""
         self._added.append(item)
         self._running[item.worker] += 1
         self._speculative[item.worker] += 1
@@ -204,7 +203,7 @@ class Wavefront:
             item.after.dependents += item.worker == "engine"
 
     def release(self, item: WorkItem) -> None:
-        """A item ahead of need has been answered: it waits for its use, and others may run in its place."""
+        """Make room for others: a speculative item has been answered and is no longer on the engine."""
         if not item.released and not item.ended:
             item.released = True
             self._leave(item)
@@ -219,22 +218,20 @@ class Wavefront:
                 self._leave(item)
 
     def progressed(self, worker: Worker) -> Iterator[WorkItem]:
-        """Pieces with news since the last cycle: due ones, and searches ahead of need."""
+        """Return the items with progress since the last cycle: due ones and speculative searches."""
         return (item for item in self._progressed if item.worker == worker and not item.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
-        """Pieces that run or are about to."""
         ahead = self._speculative[worker]
         return self._running[worker] if speculative is None else ahead if speculative else self._running[worker] - ahead
 
     @property
     def unsent(self) -> int:
-        """Due generations that have not started."""
         return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
     def take(self) -> list[WorkItem]:
-        """What this cycle starts: due items first. Of the generations that wait it is one, so that the next choice
-        sees what this one puts into the cache."""
+        """Return the items to start in this cycle, due ones first. At most one waiting generation starts, so that the
+        next choice sees its effect on the cache."""
         items = [item for item in self.starting if not item.ended and not self._waits(item)]
         self.new, self._added = [], []
         self._progressed.clear()
@@ -244,7 +241,8 @@ class Wavefront:
 
     @property
     def next_may_start(self) -> bool:
-        """A due generation waits, and the engine has room: a cycle is needed once what was taken has started."""
+        """Whether a due generation waits and the engine has room. A cycle is then needed after the taken items have
+        started."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
     def _leave(self, item: WorkItem) -> None:
@@ -266,14 +264,14 @@ _MAX_EDGES = 1024
 
 
 class Measurements:
-    """Learnt from all requests; a mean is None before the first value.
+    """Measurements of all requests; a mean is None before the first value.
 
     - `load` of the engine; `wavefront`: its counts
-    - seconds of a whole `search_s`, `embed_s`, `generation_s`
+    - `search_s`, `embed_s`, `generation_s`: seconds of a whole one
     - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
       searches of its request
-    - `cached_share` of the prompt tokens of generations that show documents
-    - `search`: as given to the server; `speculative_embeddings`: queries that are embedded ahead of need
+    - `cached_share`: of the prompt tokens of generations that show documents
+    - `search`: the server's; `speculative_embeddings`: predicted queries that are being embedded
     """
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any) -> None:
@@ -291,12 +289,12 @@ class Measurements:
 
     @property
     def cuts(self) -> bool:
-        """Whether searches advance in items that others share."""
+        """Whether searches are cut into parts that others share."""
         return hasattr(self.search, "submit")
 
     @property
     def tier_gains(self) -> TierGains | None:
-        """Of a search by the index's fast tier (None: it has none)."""
+        """Gains of a search by the index's fast tier, or None without a tier."""
         gains: TierGains | None = getattr(self.search, "tier_gains", None)
         return gains
 
@@ -305,7 +303,7 @@ class Measurements:
         return self.load.prefill_s
 
     def odds(self, source: WorkItem) -> SpeculationGain:
-        """Of speculations on what a node has so far, due or ahead of need."""
+        """Return the odds of speculations on the results of this node so far; a speculative item has its own."""
         origin = None if source.after is None else source.after.run.id
         edge = (source.request.graph.name, source.run.id, origin)
         odds = self._odds.get(edge)
@@ -319,7 +317,6 @@ class Measurements:
 
     @property
     def hint(self) -> float:
-        """Share of a search that its request's earlier ones save it, as far as known."""
         if self.settled.value is None or self.settled_near.value is None:
             return 0.1
         return self.settled.value - self.settled_near.value
