@@ -74,7 +74,7 @@ class WarmUp(Generic[Q]):
         task = asyncio.create_task(self._prefill(question))
         warming = self._warming[scope] = Warming(task)
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._forget(scope, done))
+        task.add_done_callback(lambda done: self._remove(scope, done))
         return warming
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class WarmUp(Generic[Q]):
         except Exception as error:
             _logger.debug("a warm-up failed: %s", type(error).__name__)
 
-    def _forget(self, scope: Hashable, task: asyncio.Task[None]) -> None:
+    def _remove(self, scope: Hashable, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         warming = self._warming.get(scope)
         if warming is not None and warming._task is task:

@@ -1,4 +1,4 @@
-"""The best results of many queries, merged from parts in any order."""
+"""Best results of queries, merged from parts in any order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 @dataclass(frozen=True, slots=True)
 class ScannedPart:
-    """What one call found for each of `rows`. `keys`: distances, negative for similarities. `locations`: `ids` are locations,
-    cluster << 32 | offset."""
+    """Results of one call for each of `rows`. `keys`: distances, negative for similarities. `locations`: whether `ids`
+    are locations, cluster << 32 | offset."""
 
     rows: NDArray[np.intp]
     keys: NDArray[np.float32]
@@ -31,10 +31,10 @@ class ScannedPart:
 
 @dataclass(frozen=True, slots=True)
 class BestResults:
-    """Of each query the best so far, best first; as many are kept as there are columns. Arrays are never changed.
+    """The best results of each query so far, best first, one in each column. Arrays are never changed.
 
-    Keeping one more than asked for tells whether the last place is tied: then only the scan in FAISS's order says which
-    of the equals FAISS keeps.
+    One more result is kept than requested, to tell whether the last one is tied: then only a scan in FAISS's order
+    tells which of the equals FAISS keeps.
     """
 
     keys: NDArray[np.float32]
@@ -48,7 +48,7 @@ class BestResults:
 
     @classmethod
     def stack(cls, parts: Sequence[BestResults]) -> BestResults:
-        """One below the other, filled up to the most columns."""
+        """Return the rows of all parts, padded to the same number of columns."""
         if len(parts) == 1:
             return parts[0]
         stacked = cls.none(sum(len(part.keys) for part in parts), max(part.keys.shape[1] for part in parts))
@@ -66,16 +66,16 @@ class BestResults:
         return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.locations[start:stop, :kept])
 
     def better(self, part: ScannedPart) -> NDArray[np.bool_]:
-        """Which of a part's results belong to the best."""
+        """Return which results of a part belong to the best."""
         found: NDArray[np.bool_] = part.keys < self.keys[part.rows, -1:]
         return found
 
     def tied(self, k: int) -> NDArray[np.intp]:
-        """Queries whose k-th result is as good as the next."""
+        """Return the queries whose k-th result equals the next."""
         return np.flatnonzero((self.keys[:, k - 1] == self.keys[:, k]) & (self.ids[:, k] != -1))
 
     def merge(self, rows: NDArray[np.intp], new: BestResults, *, similarity: bool) -> BestResults:
-        """With the results `new`, each one a row, of the queries `rows`. Equals are ordered by id, as FAISS does."""
+        """Return these results merged with `new`, one for each of `rows`. Equals are ordered by id, as in FAISS."""
         kept = self.keys.shape[1]
         touched = np.unique(rows)
         place = np.searchsorted(touched, rows)
@@ -99,7 +99,7 @@ _OFFSET = (1 << 32) - 1
 
 
 class TieCandidates(NamedTuple):
-    """Results of one query that are as good as its k-th or better. `turns`: when FAISS's scan comes to each."""
+    """Results of one query that are at least as good as its k-th. `turns`: their order in FAISS's scan."""
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
@@ -114,8 +114,8 @@ def find_candidates(
     edges: NDArray[np.float32],
     kept: int,
 ) -> list[TieCandidates]:
-    """All candidates of each query in its row of `clusters` (-1: none), whose columns are in the order of FAISS's scan.
-    `edges`: the k-th key of each; `kept`: results to begin with."""
+    """Return all candidates of each query in its row of `clusters` (-1: no cluster), whose columns are in the order of
+    FAISS's scan. `edges`: the k-th key of each query; `kept`: results of the first scan."""
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):
@@ -134,10 +134,10 @@ def find_candidates(
 
 
 def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> SearchResult:
-    """The k results that FAISS keeps, best first.
+    """Return the k results that FAISS keeps, best first.
 
-    Its heap takes what is better than its worst, in place of the worst one with the largest id (for similarities the
-    smallest). Whatever is worse than the k-th has gone by then, so that these candidates alone decide.
+    Its heap replaces the worst result, and of equal ones that with the largest id (for similarities the smallest), by a
+    better one. All results worse than the k-th are replaced in the end, so these candidates alone decide.
     """
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1

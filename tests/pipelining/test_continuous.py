@@ -732,7 +732,7 @@ class TestHistory:
         search.submit(queries[0], 5, history=history).result()
         assert history.similar(queries[0]) is not None
         assert history.similar(-queries[0]) is None
-        history.forget()
+        history.clear()
         assert history.similar(queries[0]) is None
 
     def test_keeps_the_last_searches_only(self, flat: Any, queries: Any) -> None:
