@@ -1,4 +1,4 @@
-"""Staged HNSW search: repeated with a growing candidate list."""
+"""Staged HNSW search, repeated with a growing candidate list."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StagedHNSW:
     - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `ef_search`: of the last stage (default: the index's own)
     - `stages`: each has four times the efSearch of the one before
-    - `schedule`: growing efSearch of each stage instead
+    - `schedule`: the growing efSearch of all stages instead
 
-    FAISS searches with at least k candidates: stages below that become one. It cannot resume a traversal, as RAGCache
-    does; starting over costs at most 1/4 + 1/16 of the last stage for three stages. Raises TypeError for another index,
-    ValueError for a schedule that does not grow.
+    FAISS uses at least k candidates: stages with fewer become one. It cannot resume a traversal, as RAGCache does; to
+    start over costs at most 1/4 + 1/16 of the last of three stages. Raises TypeError for another index, and ValueError
+    for a schedule that does not grow.
     """
 
     def __init__(
