@@ -71,7 +71,6 @@ class CacheAwareQueue(Generic[T]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate in order of arrival."""
         return (ticket.item for ticket in self._waiting.values())
 
     def enter(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> Ticket[T]:
@@ -83,7 +82,7 @@ class CacheAwareQueue(Generic[T]):
         self._waiting.pop(ticket._number, None)
 
     def peek(self) -> Ticket[T]:
-        """Return the next item without removing it. Raises IndexError if the queue is empty."""
+        """Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
         candidates = self._candidates()
@@ -95,8 +94,7 @@ class CacheAwareQueue(Generic[T]):
         return max(candidates, key=attrgetter("_priority"))
 
     def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
-        """Remove and return the next item. `chosen`: the result of `peek` just before. Raises IndexError if the queue
-        is empty."""
+        """Take the next item. `chosen`: the result of `peek` just before. Raises IndexError if the queue is empty."""
         chosen = self.peek() if chosen is None else chosen
         candidates = self._candidates()
         for ticket in candidates:
@@ -185,7 +183,6 @@ class ConcurrencyLimiter(Generic[T]):
 
     @property
     def has_room(self) -> bool:
-        """Whether a request would be admitted at once."""
         return self.in_flight < self.limit and not self.queue and not self._patient
 
     async def _wait(self, arrival: _Arrival[T], *, patient: bool) -> None:

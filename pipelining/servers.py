@@ -27,7 +27,6 @@ class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
 
     @property
     def text(self) -> str:
-        """All text so far."""
         return "".join(self._texts)
 
     @abstractmethod
@@ -95,7 +94,6 @@ def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their ends, see `wait_for_end`."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()

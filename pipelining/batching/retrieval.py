@@ -117,7 +117,6 @@ class PartitionedRetrieval(Generic[Q, D]):
 
     @property
     def partitions(self) -> int:
-        """Partitions in memory."""
         return len(self.index.held)
 
     def resize(self, partitions: int) -> None:

@@ -125,7 +125,7 @@ class Worker(ABC, Generic[Q, D]):
 
     @abstractmethod
     async def _serve(self) -> bool:
-        """Start requests that may run now. Return False to wait for a change."""
+        """Return False to wait for a change."""
 
     @abstractmethod
     async def _end_running(self) -> None:

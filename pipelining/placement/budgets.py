@@ -139,7 +139,6 @@ class Budgets:
     def changed(
         self, *, device_bytes: int | None = None, host_bytes: int | None = None, disk_bytes: int | None = None
     ) -> Self:
-        """Return the budgets with other sizes."""
         return type(self)(
             self.device_bytes if device_bytes is None else device_bytes,
             self.host_bytes if host_bytes is None else host_bytes,

@@ -76,7 +76,6 @@ class Footprint:
     index: IndexSizes
 
     def parts(self, placement: Placement) -> Iterator[tuple[str, Spread]]:
-        """Yield each part by name, also those without a byte."""
         model, index, slot = self.model, self.index, self.model.slot
         yield "weights outside the layers", Spread(device=model.outside)
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)

@@ -24,7 +24,7 @@ def explanation(
     latency_s: float,
     larger: Sequence[tuple[str, int, float]],
 ) -> str:
-    """Return a readable explanation. `larger`: (name, bytes, latency) of larger budgets."""
+    """`larger`: (name, bytes, latency) of larger budgets."""
     generation_s = costs.generation_s(placement.batch, placement.weights, placement.step_tokens)
     retrieval_s = costs.retrieval_s(placement.partitions)
     weights, partitions = placement.weights, len(costs.index.partitions)
@@ -135,22 +135,19 @@ class PlannedPlacement(Placement):
 
     @property
     def generation_s(self) -> float:
-        """Seconds of a batch."""
         return self.costs.generation_s(self.batch, self.weights, self.step_tokens)
 
     @property
     def retrieval_s(self) -> float:
-        """Seconds of a batch."""
         return self.costs.retrieval_s(self.partitions)
 
     @property
     def latency_s(self) -> float:
-        """Mean latency of the backlog, see `mean_latency_s`."""
         return _latency_s(self, self.costs, self.backlog)
 
     @property
     def engine_settings(self) -> Mapping[str, int]:
-        """Settings of a `TieredEngine` with this placement."""
+        """Settings of a `TieredEngine`."""
         model, total = self.costs.model, self.footprint.total(self)
         staging = model.staging if self.streamed else 0
         settings = {
@@ -167,7 +164,6 @@ class PlannedPlacement(Placement):
         return explanation(self, self.budgets, self.costs, self.backlog, self.latency_s, list(self._with_more()))
 
     def _with_more(self) -> Iterator[tuple[str, int, float]]:
-        """Yield larger budgets, one at a time, with the latency of each."""
         budgets = self.budgets
         names = ["host_bytes"] if budgets.unified else ["device_bytes", "host_bytes"]
         for name in names:

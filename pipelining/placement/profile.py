@@ -156,7 +156,7 @@ class PlacementProfile(BaseModel):
 
     @classmethod
     def from_file(cls, path: Path | str) -> Self:
-        """Read a profile. Raises OSError, and ValueError for another file."""
+        """Raises OSError, and ValueError for another file."""
         text = Path(path).read_bytes()
         try:
             content = decode(text)

@@ -139,7 +139,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     @property
     def similarity(self) -> bool:
-        """Whether larger distances are nearer."""
         return self._index.similarity
 
     @property
@@ -152,11 +151,10 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     @property
     def in_flight(self) -> int:
-        """Number of searches that have not ended."""
         return len(self._running) + len(self._unprepared) + len(self._joining)
 
     def advance(self) -> bool:
-        """Scan one piece. Return False if no search was left. An error of FAISS ends the search that caused it."""
+        """Scan one piece; return False if no search is left. An error of FAISS ends its search."""
         with self._advancing, one_thread():
             started_s = self._clock()
             coarse_s = self._let_in()

@@ -48,7 +48,6 @@ class BestResults:
 
     @classmethod
     def stack(cls, parts: Sequence[BestResults]) -> BestResults:
-        """Return the rows of all parts, padded to the same number of columns."""
         if len(parts) == 1:
             return parts[0]
         stacked = cls.none(sum(len(part.keys) for part in parts), max(part.keys.shape[1] for part in parts))
@@ -66,7 +65,6 @@ class BestResults:
         return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.locations[start:stop, :kept])
 
     def better(self, part: ScannedPart) -> NDArray[np.bool_]:
-        """Return which results of a part belong to the best."""
         found: NDArray[np.bool_] = part.keys < self.keys[part.rows, -1:]
         return found
 

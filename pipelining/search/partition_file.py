@@ -175,7 +175,6 @@ def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return FAISS's message without the position in its source."""
     return re.sub(r"^Error in .*? at \S+:\d+: ", "", str(error)).partition("\n")[0][:200]
 
 

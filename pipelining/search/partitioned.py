@@ -94,12 +94,10 @@ class PartitionedSearch:
 
     @property
     def resident(self) -> int:
-        """The most partitions in memory."""
         return self._resident
 
     @property
     def held(self) -> Sequence[int]:
-        """Partitions in memory now."""
         return sorted(self._held)
 
     @property
@@ -108,7 +106,6 @@ class PartitionedSearch:
 
     @property
     def similarity(self) -> bool:
-        """Whether larger distances are nearer."""
         return self._file.index.similarity
 
     def search(self, queries: Any, k: int) -> PartitionedPass:
@@ -233,7 +230,6 @@ class PartitionedSearch:
         np.add.at(self._uses, file.home[visits.clusters], visits.codes)
 
     def _keep(self, partition: int, lists: PartitionLists) -> bool:
-        """Return whether a partition stays in memory."""
         if partition in self._held or not self._resident:
             return partition in self._held
         if len(self._held) >= self._resident:
@@ -299,11 +295,10 @@ class PartitionedPass(Iterator[Stage]):
         self._over = False
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Continue with these queries only; rows are renumbered."""
+        """Rows are renumbered."""
         self._rows = self.rows.part(chosen)
 
     def close(self) -> None:
-        """Free partitions that were read ahead."""
         self._over = True
         self._walk.drop()
 
@@ -330,7 +325,6 @@ class _Walk:
         return ordered
 
     def begin(self, partition: int) -> None:
-        """Start to read a partition."""
         if self._search._reader is None or self._partition == partition:
             return
         self.drop()
@@ -340,7 +334,7 @@ class _Walk:
             self._partition = partition
 
     def take(self, partition: int) -> PartitionLists:
-        """Return a partition. Raises what reading raised; the next call reads again."""
+        """Raises what reading raised; the next call reads again."""
         if self._partition != partition or self._reading is None:
             self.drop()
             return self._search._read(partition)

@@ -90,17 +90,14 @@ class PassRows:
 
     @property
     def ended(self) -> NDArray[np.bool_]:
-        """Whether the results of each query are final."""
         ended: NDArray[np.bool_] = np.logical_not(self.due.any(axis=1))
         return ended
 
     @property
     def needed(self) -> NDArray[np.intp]:
-        """Partitions that some query still needs."""
         return np.flatnonzero(self.due.any(axis=0))
 
     def visits(self, partitions: NDArray[np.bool_], sizes: NDArray[np.int64]) -> Visits:
-        """Return the first scans of these partitions."""
         rows, columns = np.nonzero(self._due_clusters(partitions) & np.isnan(self.edges)[:, None])
         clusters = self.clusters[rows, columns]
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])

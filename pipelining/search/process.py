@@ -98,16 +98,13 @@ class SearchProcess(SharedSearch["_Request"]):
 
     @property
     def in_flight(self) -> int:
-        """Number of searches that have not ended."""
         return len(self._pending)
 
     @property
     def pid(self) -> int | None:
-        """Id of the search process."""
         return self._worker.process.pid
 
     def close(self) -> None:
-        """Cancel all searches and end the process."""
         self._at_exit.cancel()
         with self._lock:
             self._broken = self._broken or RuntimeError("this search is closed")

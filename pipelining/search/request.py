@@ -129,7 +129,7 @@ class SearchRequest:
         """Check the arguments. `nprobe` is used if `params`, a faiss.SearchParametersIVF, is None. Raises TypeError for
         parameters of another class, and ValueError for other invalid arguments."""
         outer = index.core.outer
-        # The caller may change its array during the search.
+        # The caller may change its array.
         k, rows = read_k(k), read_queries(queries, outer.d).copy()
         if k > outer.ntotal:
             raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
@@ -141,7 +141,7 @@ class SearchRequest:
 
 
 def one_row(query: Any) -> NDArray[Any]:
-    """Return a query as an array of one row. Raises ValueError for several queries."""
+    """Raises ValueError for several queries."""
     row = np.asarray(query)
     if row.ndim == 2 and len(row) != 1:
         raise ValueError(f"submit takes one query, got {len(row)}: use search")

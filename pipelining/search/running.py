@@ -55,7 +55,6 @@ class RunningSearch:
         return self.done - self._changed_at
 
     def prepare(self, index: ClusterIndex, sizes: NDArray[np.int64]) -> None:
-        """Find the clusters to scan, in order."""
         self.queries = index.core.transform_queries(self.queries)
         self.total = self._request.nprobe
         self._nearest = index.nearest_clusters(self.queries, self.total, self._request.slices)
@@ -94,7 +93,6 @@ class RunningSearch:
         return ended
 
     def finish(self, index: ClusterIndex) -> None:
-        """Publish the final stage."""
         distances, ids = self._results(self.best, index.similarity)
         if self.done == self.total and len(rows := self.best.tied(self.k)):
             coarse, clusters = self._nearest
@@ -164,7 +162,6 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> Visits:
-        """Return the visits of searches, each up to a cluster."""
         rows, clusters, coarse, row = [], [], [], 0
         for search, stop in piece:
             queries, width = len(search.queries), stop - search.done

@@ -157,8 +157,6 @@ S = TypeVar("S")
 
 
 class SubmitOptions(NamedTuple):
-    """See `SharedSearch.submit`."""
-
     due: bool = True
     whole: bool = False
     fast: bool = True

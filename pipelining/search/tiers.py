@@ -219,7 +219,6 @@ class IndexTiers:
             self._exchange()
 
     def fail(self, error: Exception) -> None:
-        """Continue on the cores alone."""
         if not self._failed:
             self._failed = True
             _logger.warning("the fast tier of the index is given up: %s", type(error).__name__)

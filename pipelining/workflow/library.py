@@ -15,7 +15,6 @@ _ANSWER = "Answer the question using {docs}: {query}"
 
 
 def one_shot(*, topk: int = 5, prompt: str = _ANSWER, max_tokens: int = 256) -> RAGraph:
-    """Search, then answer."""
     graph = RAGraph("one_shot")
     graph.add_retrieval("search", query="query", topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)

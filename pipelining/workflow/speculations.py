@@ -57,7 +57,6 @@ class SpeculativeGeneration(Generic[D, R]):
 
     @property
     def idle(self) -> bool:
-        """Whether no speculation has begun."""
         return self._task is None
 
     @property
@@ -180,7 +179,7 @@ class Speculations(Generic[D, R]):
             return []
 
     def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
-        """Begin a speculative item predicted from `source`. Raises what the prompt's or query's function raises."""
+        """Raises what the prompt's or query's function raises."""
         key, node = _run_key(item.run), item.node
         self._sources[key] = source
         if isinstance(node, Generation):

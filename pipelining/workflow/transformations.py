@@ -249,7 +249,6 @@ class SpeculateGeneration:
 
 
 def _gain_s(odds: SpeculationGain, part: int, measured: Measurements) -> float | None:
-    """Return the expected gain, or None while nothing has been measured."""
     prefill_s, generation_s = measured.prefill_s, measured.generation_s.value
     if prefill_s is None:
         return None

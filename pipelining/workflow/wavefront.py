@@ -45,7 +45,6 @@ class EngineQueue(Generic[T]):
 
     @property
     def largest_overtaking(self) -> int:
-        """Most later generations that have overtaken one so far."""
         return self._waiting.largest_overtaking
 
     def has_room(self, running: int) -> bool:
@@ -56,7 +55,7 @@ class EngineQueue(Generic[T]):
         return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
 
     def take(self) -> T:
-        """Return the next generation. Raises IndexError if none waits."""
+        """Raises IndexError if none waits."""
         return self._waiting.take().item
 
 
@@ -294,7 +293,6 @@ class Measurements:
 
     @property
     def tier_gains(self) -> TierGains | None:
-        """Gains of a search by the index's fast tier, or None without a tier."""
         gains: TierGains | None = getattr(self.search, "tier_gains", None)
         return gains
 
