@@ -51,11 +51,11 @@ def best_batch(
     for no requests, no sizes, and values out of range.
     """
     if waiting < 1:
-        raise ValueError(f"a batch takes at least one waiting request, got {waiting}")
+        raise ValueError(f"waiting is {waiting}: a batch needs at least one waiting request")
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"sizes must be at least 1, and there must be one, got {list(sizes)}")
+        raise ValueError(f"sizes is {list(sizes)}: give one size or more, each at least 1")
     if not all(0 <= at_s < math.inf for at_s in arrivals_s):
-        raise ValueError("arrivals_s must be seconds from now")
+        raise ValueError("arrivals_s must be finite seconds from now, 0 or more")
     backlog = _Backlog(waiting + len(arrivals_s), seconds, sorted(set(sizes), reverse=True))
     arrivals = sorted(arrivals_s)
     return min(backlog.choices(waiting), key=lambda first: backlog.sum_s(waiting, first, arrivals))
@@ -151,7 +151,7 @@ class BacklogAware:
         if sizes is None:
             sizes = (*(1 << power for power in range(most.bit_length())), most)
         elif not sizes or min(sizes) < 1:
-            raise ValueError(f"sizes must be at least 1, and there must be one, got {list(sizes)}")
+            raise ValueError(f"sizes is {list(sizes)}: give one size or more, each at least 1")
         self.seconds = PowerLaw(*_PRIOR) if seconds is None else seconds
         self.most = max(sizes)
         self._sizes = sorted(set(sizes))

@@ -153,10 +153,10 @@ class BatchedRequest(Generic[Q, D]):
             return
         if len(text := "".join(self._text)) <= len(self._streamed):
             if not self._streamed.startswith(text):
-                raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated again")
+                raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
             return
         if not text.startswith(self._streamed):
-            raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated again")
+            raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
         self.chunks.put_nowait(text[len(self._streamed) :])
         self._streamed = text
 
@@ -165,9 +165,7 @@ class BatchedRequest(Generic[Q, D]):
             return
         text = "".join(self._text)
         if len(text) < len(self._streamed):
-            self.fail(
-                AnswerChangedError("the answer failed in the middle, and was shorter when generated again"), now_s
-            )
+            self.fail(AnswerChangedError("a partly streamed answer failed, and is shorter when it is repeated"), now_s)
             return
         usage = self._usage
         self.trace.outcome, self.trace.ended_s = "answered", now_s
@@ -181,7 +179,7 @@ class BatchedRequest(Generic[Q, D]):
             return
         if isinstance(error, StopIteration):
             # A future cannot hold it.
-            error = RuntimeError("a generator of the retrieval or the engine ended within another")
+            error = RuntimeError("the retrieval or the engine raised StopIteration")
         self.trace.outcome, self.trace.ended_s = "failed", now_s
         self.ended.set_exception(error)
         # A cancelled caller does not read the error, about which asyncio would warn.

@@ -98,7 +98,7 @@ class DecoupledServer(Generic[Q, D, R]):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if kv_limit is not None and (kv is None or kv_limit < 1):
-            raise ValueError(f"kv_limit={kv_limit}: it must be at least 1, and takes kv, which counts tokens (TrieKV)")
+            raise ValueError(f"kv_limit is {kv_limit}: give at least 1, and kv, which counts tokens (TrieKV)")
         self.max_requests = max_requests
         self.trace: deque[BatchEvent] = deque(maxlen=events)
         self._engine = engine
@@ -236,7 +236,9 @@ class DecoupledServer(Generic[Q, D, R]):
         """Return a slot in the server; a `patient` request waits for it."""
         self._check_open()
         if not patient and not self._limiter.has_room:
-            raise QueueFullError(f"{len(self._requests)} requests are in the server already (max_requests)")
+            raise QueueFullError(
+                f"{len(self._requests)} requests are in the server: raise max_requests, or retry later"
+            )
         return self._limiter.slot(None)
 
     def _check_open(self) -> None:

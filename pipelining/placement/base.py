@@ -52,7 +52,7 @@ class Placement:
     def __post_init__(self) -> None:
         amounts = (*_amounts(self.weights), *_amounts(self.kv), self.partitions, self.slots)
         if min(amounts) < 0:
-            raise ValueError("a placement has no negative amounts")
+            raise ValueError("a placement has a negative amount: give 0 or more")
         if self.batch < 1 or self.step_tokens < self.batch:
             raise ValueError(
                 f"a batch of {self.batch} requests in steps of {self.step_tokens} tokens: each request takes one token "

@@ -80,14 +80,14 @@ class Footprint:
         yield "weights outside the layers", Spread(device=model.outside)
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
         yield (
-            "layers that pass through",
+            "buffers of streamed layers",
             Spread(placement.slots * slot, model.staging if placement.streamed else 0),
         )
         yield "KV", placement.kv
         yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens))
         yield "index without partitions", Spread(host=index.fixed)
         yield "partitions", Spread(host=index.resident(placement.partitions))
-        yield "partitions that pass through", Spread(host=index.reading(placement.partitions))
+        yield "partitions in transit", Spread(host=index.reading(placement.partitions))
 
     def total(self, placement: Placement) -> Spread:
         spreads = [spread for _, spread in self.parts(placement)]

@@ -40,7 +40,7 @@ def explanation(
         "",
         *_table(placement, budgets, costs),
         "",
-        f"Expected: {backlog} waiting requests are answered after {_seconds(latency_s)} in the mean; a batch takes "
+        f"Expected: {backlog} waiting requests are answered after {_seconds(latency_s)} on average; a batch takes "
         f"{_seconds(retrieval_s)} of retrieval beside {_seconds(generation_s)} of generation.",
     ]
     if costs.estimated:
@@ -69,8 +69,8 @@ def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, pa
     if placement.weights.disk:
         return f"the disk, from which generation reads {placement.weights.disk} layers in each step"
     if placement.weights.host:
-        return f"the way from host memory, on which {placement.weights.host} layers come to the device in each step"
-    return "the device's computation: all layers are there"
+        return f"the bus from host memory, over which {placement.weights.host} layers are copied in each step"
+    return "the device's computation: all layers are on it"
 
 
 def _table(placement: Placement, budgets: Budgets, costs: PlacementCosts) -> list[str]:
@@ -303,8 +303,8 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
         f"of {batch} ({tokens} tokens) {kv}, a step of {step} tokens {workspace}"
     )
     in_host = (
-        f"the index takes {index.fixed} bytes beside its partitions, partitions that pass through memory "
-        f"{index.reading(0)}, layers that do {host - index.fixed - index.reading(0)}"
+        f"the index takes {index.fixed} bytes beside its partitions, partitions in transit "
+        f"{index.reading(0)}, layers in transit {host - index.fixed - index.reading(0)}"
     )
     shorter = "or shorter prompts and answers"
     if budgets.unified and budgets.device_bytes >= device:

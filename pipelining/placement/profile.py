@@ -92,7 +92,7 @@ class PlacementProfile(BaseModel):
             if each.device_layers > whole or each.host_layers not in (0, whole - each.device_layers):
                 raise ValueError(
                     f"a sample has {each.device_layers} of {whole} layers on the device and {each.host_layers} in host "
-                    "memory: the others are all there, or all on the disk"
+                    "memory: the others must be all in host memory, or all on the disk"
                 )
             batches.setdefault((each.device_layers, each.host_layers), set()).add(each.batch)
         if all(device == whole for device, _ in batches) or len({device for device, _ in batches}) < min(2, whole):

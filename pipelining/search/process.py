@@ -116,7 +116,7 @@ class SearchProcess(SharedSearch["_Request"]):
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> _Request:
         k, rows = read_k(k), read_queries(queries, self._dimensions)
         if k > self._vectors:
-            raise ValueError(f"k={k}, but the index has {self._vectors} vectors: ask for at most as many")
+            raise ValueError(f"k={k}, but the index has {self._vectors} vectors: give a smaller k")
         nprobe, selector = read_parameters(params)
         check_history(selector, history)
         packed = None if selector is None else pack(selector_of(params))
@@ -131,7 +131,7 @@ class SearchProcess(SharedSearch["_Request"]):
                 raise self._broken
             # Messages about cancelled searches may still be unsent if the process hangs.
             if len(self._pending) >= self._max_searches or self._worker.unsent > 2 * self._max_searches:
-                raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or ask later")
+                raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or retry later")
             self._pending[number] = handle
             if history is not None:
                 self._histories[number] = history

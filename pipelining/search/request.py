@@ -132,7 +132,7 @@ class SearchRequest:
         # The caller may change its array.
         k, rows = read_k(k), read_queries(queries, outer.d).copy()
         if k > outer.ntotal:
-            raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
+            raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: give a smaller k")
         index.check_settings()
         own_nprobe, selector = read_parameters(params)
         check_history(selector, history)
@@ -151,7 +151,7 @@ def one_row(query: Any) -> NDArray[Any]:
 def check_history(selector: Any, history: History | None) -> None:
     """Raises ValueError if both are given."""
     if selector is not None and history is not None:
-        raise ValueError("a search with a selector has no history: its ids may be others' secrets")
+        raise ValueError("a search with a selector has no history: ids of the history may be secret")
 
 
 def read_parameters(params: Any) -> tuple[int | None, Any]:

@@ -221,7 +221,7 @@ class IndexTiers:
     def fail(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            _logger.warning("the fast tier of the index is given up: %s", type(error).__name__)
+            _logger.warning("the fast tier of the index failed and is not used any more: %s", type(error).__name__)
         self._to_load.clear()
         held = np.flatnonzero(self._held).tolist()
         self._held[:] = False

@@ -155,11 +155,11 @@ def _check_type(ivf: Any, searcher: str) -> None:
     if name in _EXACT and not (name == "IndexIVFRaBitQ" and ivf.rabitq.nb_bits > 1):
         return
     if name == "IndexIVFRaBitQ":
-        advice = "with more than one bit it passes over codes by the best so far; use RaBitQ with one bit"
+        advice = "with more than one bit it skips codes by the best results so far; use RaBitQ with one bit"
     elif not isinstance(ivf, load_faiss().IndexIVF):
         advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
     elif "FastScan" in name:
-        advice = "it keeps others of its many ties; use the index without fast scan"
+        advice = "it keeps other ones of its many ties; use the index without fast scan"
     else:
         advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
     raise TypeError(f"{searcher} cannot search {name} in stages exactly: {advice}, or search it without stages")

@@ -48,7 +48,9 @@ class StagedHNSW:
             if not self._schedule or any(before >= after for before, after in pairwise((0, *self._schedule))):
                 raise ValueError(f"schedule must hold growing efSearch of at least 1, got {self._schedule}")
             if ef_search not in (None, self._schedule[-1]):
-                raise ValueError(f"ef_search={ef_search}, but the last of schedule={self._schedule} is another")
+                raise ValueError(
+                    f"ef_search={ef_search}, but the last of schedule={self._schedule} is {self._schedule[-1]}"
+                )
         if ef_search is not None and ef_search < 1:
             raise ValueError(f"ef_search must be at least 1, got {ef_search}")
         if stages < 1:

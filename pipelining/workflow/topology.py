@@ -359,7 +359,7 @@ def _entered_twice(nodes: Mapping[NodeId, Node], topology: Topology) -> Iterator
             if entered <= loop.heads:
                 yield (
                     f"branches that part after {source!r} enter the loop of {_listed(_in_order(nodes, loop.nodes))} at "
-                    f"{_listed(_in_order(nodes, entered))}, and which of these is to wait for the other is not clear: "
+                    f"{_listed(_in_order(nodes, entered))}, and it is not clear which of them waits for the other: "
                     "lead them to one node first, or repeat a node under another id"
                 )
 
