@@ -79,7 +79,7 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
         "--fusion",
         type=Shares(),
         metavar="SHARE,...",
-        help="Answer in each order also with KV computed for each document alone, of which these shares are "
+        help="Answer in each order also with KV computed for each document alone, with these shares "
         "recomputed, such as 0,.05,.15 (see docs/fusion.md); requires --engine torch. Without --policy only in "
         "retrieval order.",
     ),
