@@ -27,26 +27,26 @@ def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> l
     Pure steps in between are called. Raises what a step or an edge raises, and KeyError if one run does not lead to the
     next.
     """
-    ahead = tokens.copy()
+    expected = tokens.copy()
     runs: list[NodeRun] = []
     for run, values in ended:
-        ahead.finish(run, values)
-        runs = _started(ahead)
+        expected.finish(run, values)
+        runs = _started(expected)
     return runs
 
 
-def _started(ahead: Tokens) -> list[NodeRun]:
+def _started(expected: Tokens) -> list[NodeRun]:
     runs: list[NodeRun] = []
     for _ in range(_MAX_STEPS):
         steps: list[NodeRun] = []
-        for started in ahead.take():
+        for started in expected.take():
             (steps if isinstance(started.node, Step) else runs).append(started)
         if not steps:
             break
         for step in steps:
             written = _call_pure(step)
             if written is not None:
-                ahead.finish(step, written)
+                expected.finish(step, written)
     return runs
 
 
@@ -95,7 +95,7 @@ class SpeculativeSearch:
         self._watching: asyncio.Task[None] | None = None
         self.task = spawn(self._begin())
 
-    async def taken(self, query: str) -> Handle | None:
+    async def use(self, query: str) -> Handle | None:
         """Return the search as the due one, or None if the query is another or it has failed. Either way it needs no
         `cancel`."""
         if query != self.query:

@@ -224,25 +224,25 @@ class WorkflowRun(Generic[D, R]):
         return stage
 
     async def _generate(self, item: WorkItem, node: Generation) -> Mapping[str, Any]:
-        ahead = self._speculations.generation(item.run)
+        speculative = self._speculations.generation(item.run)
         try:
-            usage = await self._answer(item, node, ahead)
+            usage = await self._answer(item, node, speculative)
         finally:
-            if not ahead.idle:
-                self._leave([ahead], "rolled back")
+            if not speculative.idle:
+                self._leave([speculative], "rolled back")
         self._note_usage(item, usage)
         return answered(node, "".join(item.text), item.run.state)
 
-    async def _answer(self, item: WorkItem, node: Generation, ahead: SpeculativeGeneration[D, R]) -> Usage | None:
+    async def _answer(self, item: WorkItem, node: Generation, speculative: SpeculativeGeneration[D, R]) -> Usage | None:
         emit = self._emit if self._emit is not None and self._is_answer(item, node) else None
         usage: Usage | None = None
         started_s = self._elapsed_s()
         question, documents = question_for(item, node, self.scope), documents_of(node, item.run.state)
-        async with aclosing(ahead.attempt.answer(question, documents)) as chunks:
+        async with aclosing(speculative.attempt.answer(question, documents)) as chunks:
             async for chunk in chunks:
                 if item.trace.first_token_s is None:
                     item.trace.first_token_s = self._elapsed_s()
-                    ahead.used(right=ahead.right)
+                    speculative.used(right=speculative.right)
                 usage = chunk.usage or usage
                 if not chunk.text:
                     continue
@@ -252,7 +252,7 @@ class WorkflowRun(Generic[D, R]):
                     emit(chunk.text)
                 if item.tokens // _CHECK_EVERY > before // _CHECK_EVERY:
                     self._workers.wavefront.progress(item)
-        if not ahead.right:
+        if not speculative.right:
             self._workers.measured.generation_s.add(self._elapsed_s() - started_s)
         return usage
 

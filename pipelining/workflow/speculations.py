@@ -47,7 +47,7 @@ class SpeculativeGeneration(Generic[D, R]):
         self._begun = begun
         self._ended = ended
         self._off_engine = off_engine
-        self._piece: WorkItem | None = None
+        self._current: WorkItem | None = None
         self._next: WorkItem | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -65,7 +65,7 @@ class SpeculativeGeneration(Generic[D, R]):
 
     def is_speculated(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
         """Return whether a speculation is on the engine, or has answered this request."""
-        item = self._piece
+        item = self._current
         return item is not None and (not item.released or self.attempt.speculates_on(question, documents))
 
     def begin(self, item: WorkItem, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
@@ -107,9 +107,9 @@ class SpeculativeGeneration(Generic[D, R]):
                 item.after.speculated = None
 
     def _replace(self, item: WorkItem | None, outcome: Outcome) -> None:
-        if self._piece is not None:
-            self._ended(self._piece, outcome)
-        self._piece = item
+        if self._current is not None:
+            self._ended(self._current, outcome)
+        self._current = item
 
 
 RunKey = tuple[NodeId, int]
@@ -198,10 +198,12 @@ class Speculations(Generic[D, R]):
                 self._ended(before.item, "rolled back")
             past = None if not item.reorder else history() if before is None else before.history
             workers = self._workers
-            ahead = SpeculativeSearch(item, node, query, past, before, workers.searcher, workers.measured, self._spawn)
-            self._searches[key] = ahead
+            speculative = SpeculativeSearch(
+                item, node, query, past, before, workers.searcher, workers.measured, self._spawn
+            )
+            self._searches[key] = speculative
             if before is not None:
-                self._follow(before.item, item)
+                self._reassign(before.item, item)
             self._begun(item)
 
     def is_speculated(self, item: WorkItem) -> bool:
@@ -230,19 +232,19 @@ class Speculations(Generic[D, R]):
         """Return the speculative search for this query, or None, and its history. The item is due."""
         key = _run_key(item.run)
         self._learn(key, query)
-        ahead, _ = self._searches.pop(key, None), self._sources.pop(key, None)
-        if ahead is None:
+        speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
+        if speculative is None:
             return None, None
-        self._follow(ahead.item, item)
+        self._reassign(speculative.item, item)
         try:
-            handle = await ahead.taken(query)
+            handle = await speculative.use(query)
         except BaseException:
-            ahead.cancel()
-            self._ended(ahead.item, "cancelled")
+            speculative.cancel()
+            self._ended(speculative.item, "cancelled")
             raise
-        ahead.item.trace.clusters = ahead.clusters
-        self._ended(ahead.item, "rolled back" if handle is None else "used")
-        return handle, ahead.history
+        speculative.item.trace.clusters = speculative.clusters
+        self._ended(speculative.item, "rolled back" if handle is None else "used")
+        return handle, speculative.history
 
     def left(self, tokens: Tokens) -> list[SpeculativeGeneration[D, R]]:
         """Drop speculations on branches that were not taken. Return generations, for which the caller must call
@@ -287,7 +289,7 @@ class Speculations(Generic[D, R]):
             return answered(node, "".join(item.text), item.run.state)
         if isinstance(node, Retrieval) and item.stage is not None:
             return found(node, self._workers.searcher.documents(item.stage))
-        raise TypeError(f"nothing can be predicted_runs from a {type(node).__name__}")
+        raise TypeError(f"nothing can be predicted from a {type(node).__name__}")
 
     def _is_new(self, item: WorkItem, run: NodeRun) -> bool:
         key, node = _run_key(run), run.node
@@ -302,7 +304,7 @@ class Speculations(Generic[D, R]):
             self._predicted_queries.setdefault(key, {})[item.part] = query, self._elapsed_s()
         return bool(query.strip()) and (key not in self._searches or self._searches[key].query != query)
 
-    def _follow(self, old: WorkItem, new: WorkItem) -> None:
+    def _reassign(self, old: WorkItem, new: WorkItem) -> None:
         for key, source in self._sources.items():
             if source is old:
                 self._sources[key] = new
@@ -334,8 +336,8 @@ class Speculations(Generic[D, R]):
         odds.learn(seen, [ANY_PART] * len(seen))
 
     def _learn(self, key: RunKey, query: str) -> None:
-        checks, source = self._predicted_queries.pop(key, None), self._sources.get(key)
-        if checks and source is not None:
+        predicted, source = self._predicted_queries.pop(key, None), self._sources.get(key)
+        if predicted and source is not None:
             now_s = self._elapsed_s()
-            seen = [(predicted_runs == query, now_s - at_s) for predicted_runs, at_s in checks.values()]
-            self._workers.measured.odds(source).learn(seen, checks)
+            seen = [(guess == query, now_s - at_s) for guess, at_s in predicted.values()]
+            self._workers.measured.odds(source).learn(seen, predicted)

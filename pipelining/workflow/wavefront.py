@@ -221,8 +221,8 @@ class Wavefront:
         return (item for item in self._progressed if item.worker == worker and not item.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
-        ahead = self._speculative[worker]
-        return self._running[worker] if speculative is None else ahead if speculative else self._running[worker] - ahead
+        running, added = self._running[worker], self._speculative[worker]
+        return running if speculative is None else added if speculative else running - added
 
     @property
     def unsent(self) -> int:
@@ -315,6 +315,7 @@ class Measurements:
 
     @property
     def hint(self) -> float:
+        """Share of a search that earlier searches of its request save."""
         if self.settled.value is None or self.settled_near.value is None:
             return 0.1
         return self.settled.value - self.settled_near.value
