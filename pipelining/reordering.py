@@ -53,9 +53,9 @@ class CacheAwareQueue(Generic[T]):
         queue.enter("question", lambda: CachedLengths(96, 40))
         queue.take().item
 
-    An item that `window` later ones have overtaken goes next, so the queue is first come, first served to within the
-    window, between tenants as well. `take` reads the lengths of the oldest `window` + 1 items only. Items without
-    lengths, or whose lengths raise, count as not cached. Raises ValueError for a negative window.
+    An item that `window` later ones have overtaken goes next, which bounds waiting for every tenant. `take` reads the
+    lengths of the oldest `window` + 1 items only. Items without lengths, or whose lengths raise, count as not cached.
+    Raises ValueError for a negative window.
     """
 
     def __init__(self, window: int = 32) -> None:

@@ -31,9 +31,8 @@ class BestReplica(Generic[K]):
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
     The load is `busy` for each request in flight above the least busy replica, plus `worked` times the share by which
-    recently computed tokens exceed the mean, both with some prompts added. So idle replicas fill their caches, too.
-    Among equals the least busy, then the one that has computed least. The weight of a request halves after `half_life`
-    further ones per replica. A replica that is no longer given is dropped once its work has no weight. Not thread-safe.
+    recently computed tokens exceed the mean, both with some prompts added. So idle replicas fill their caches, too. The
+    weight of a request halves after `half_life` further ones per replica. Not thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:

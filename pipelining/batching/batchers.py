@@ -46,9 +46,8 @@ def best_batch(
 
     The paper compares equal batches (Eq. 6). Here later batches may have other sizes and the last one takes the rest;
     called before each batch, this gives the lowest sum of latencies. With `arrivals_s` each size is tried for the next
-    batch, followed by the best sizes for the requests that wait then. Among equals the largest size. Past waiting times
-    change nothing: they are a constant of the sum. Takes time proportional to backlog times sizes. Raises ValueError
-    for no requests, no sizes, and values out of range.
+    batch, followed by the best sizes for the requests that wait then. Among equals the largest size. Takes time
+    proportional to backlog times sizes. Raises ValueError for no requests, no sizes, and values out of range.
     """
     if waiting < 1:
         raise ValueError(f"waiting is {waiting}: a batch needs at least one waiting request")

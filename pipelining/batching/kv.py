@@ -23,9 +23,8 @@ _BUDGET = 256
 class _RunningTrie:
     """The documents of each request as a path of a trie; `tokens`: of all nodes.
 
-    A request that joins alone extends the path that shares most tokens with it; its other documents are sorted by the
-    number of running requests that have them. Several requests are planned together with all running ones
-    (`trie.plan`), and from time to time all are planned again.
+    A request that joins alone extends the path that shares most tokens with it. Several requests, and from time to time
+    all, are planned again (`trie.plan`).
     """
 
     def __init__(self) -> None:
@@ -120,8 +119,7 @@ class TrieKV(Generic[Q, D]):
     - `own_tokens`: question and answer of a request; `prefix_tokens`: the system prompt
     - `scope`: requests of different scopes share nothing
 
-    A batch is planned (`trie.plan`); a request that joins alone is added to the existing trie. Requests are identified
-    by the objects of their question and documents, which are read once while they run.
+    Requests are identified by the objects of their question and documents, which are read once while they run.
     """
 
     def __init__(

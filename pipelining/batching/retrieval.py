@@ -95,9 +95,8 @@ class PartitionedRetrieval(Generic[Q, D]):
     - `embed` returns the vectors of several questions, an array of shape (questions, dimensions)
     - `document` returns the document of an index id
 
-    Both functions and each stage run in a thread. A question with all clusters in resident partitions is answered after
-    the first stage. After an error each question continues with the partitions that it still needs, in any later batch.
-    Raises ValueError for a `top_k` below 1.
+    Both functions and each stage run in a thread. After an error each question continues with the partitions that it
+    still needs, in any later batch. Raises ValueError for a `top_k` below 1.
     """
 
     def __init__(

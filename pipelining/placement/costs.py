@@ -48,8 +48,7 @@ def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: C
     """Return the mean seconds until `backlog` waiting requests are answered, in batches of `batch`; the last batch
     takes the rest.
 
-    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll. With many
-    batches it grows by max(t_retrieval, t_generation) for each, which section 4.4 balances.
+    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll.
     """
     retrieved_s = answered_s = sum_s = 0.0
     left, size, seconds = backlog, min(batch, backlog), generation_s(min(batch, backlog))

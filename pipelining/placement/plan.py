@@ -181,11 +181,9 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     - `backlog`: default is the largest measured batch
 
     A batch takes KV and workspace from the device; the rest is for layers. In host memory each resident partition
-    replaces layers. For each batch, partitions are added one by one, from none to all, and displaced layers move down a
-    tier. The paper stops where retrieval and generation take equally long (4.4), since each of its steps is a
-    measurement. Here each is a lookup in the profile, so all are tried: times that are not convex, and backlogs of a
-    single batch, have their optimum elsewhere. Remaining memory is for KV of documents. Raises PlacementError, and
-    ValueError for no backlog.
+    replaces layers. For each batch, all numbers of resident partitions are tried. The paper stops where retrieval and
+    generation take equally long (4.4), but times that are not convex, and backlogs of a single batch, have their
+    optimum elsewhere. Remaining memory is for KV of documents. Raises PlacementError, and ValueError for no backlog.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:

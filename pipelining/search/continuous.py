@@ -78,17 +78,16 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `nprobe`: clusters of each search (default: the index's own)
-    - `cores`: to scan a piece, with even shares of its clusters (default: FAISS's threads)
+    - `cores`: to scan a piece (default: FAISS's threads)
     - `order`: "oldest" search first, or "shortest" remaining search first, for a lower mean if lengths differ
     - `budget`: duration of a piece
     - `patience`: end a search after this many clusters without a change of its k best: faster, not exact
     - `tiers`: keeps the most used clusters in a faster tier, whose distances may differ by rounding
-    - `thread`: scan in a thread of its own; otherwise in callers that wait for a stage or call `advance`
+    - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
 
     Without `patience` and `tiers` the last stage equals `index.search` including ties, independently of other searches.
-    Stages are numbered by clusters scanned; a caller skips those that it does not take in time. The index must not
-    change during a search. Raises TypeError for an index whose parts do not add up to its search, and ValueError for an
-    untrained index and for invalid settings.
+    The index must not change during a search. Raises TypeError for an index whose parts do not add up to its search,
+    and ValueError for an untrained index and for invalid settings.
     """
 
     def __init__(

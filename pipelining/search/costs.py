@@ -69,12 +69,10 @@ class Budget:
         gain(mb) = (search - mb) / 2 - search / mb * overhead
 
     - `overhead_s`: of a piece without its scan (β); None: the measured mean
-    - search: its time on all cores, since a piece's clusters are shared among them
-    - grows with the searches that wait for a core, by 1 + waiting / cores
+    - search: its time on all cores
     - overhead is at most 2 % of the time: pieces delay later searches, so among equal ones they only show results
       earlier
-    - while searches wait, each of several cores gets 16 clusters: fewer cannot be shared evenly
-    - searches shorter than two pieces are not cut, others into equal pieces
+    - while searches wait, each core gets 16 clusters: fewer cannot be shared evenly
 
     Raises ValueError for an overhead that is not positive and finite.
     """

@@ -73,9 +73,8 @@ def split_memory(
     - `rates`: generations and retrievals a second, (rps_G, rps_R), from the workflow's stages
 
     As printed, T_R does not depend on the split, so that T_G takes everything; and generations are compared with
-    retrievals, although a workflow may need different numbers of them. Here each is a share of its own rate. Among
-    equals, most KV. Exact for any measured curve: the maximum is at a measured size or where two lines cross. Raises
-    ValueError for no memory, or rates that are not positive.
+    retrievals, although a workflow may need different numbers of them. Here each is a share of its own rate. Exact for
+    any measured curve; among equals, most KV. Raises ValueError for no memory, or rates that are not positive.
     """
     if total_bytes < 1:
         raise ValueError(f"total_bytes must be at least 1, got {total_bytes}")

@@ -33,10 +33,9 @@ class PartitionLists:
 class PartitionFile:
     """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
 
-    FAISS maps such files into memory, where a page that cannot be read ends the process. Here FAISS reads only
-    centroids, sizes and offsets; the lists are read as a file, so that a failing disk raises OSError. Partition p has
-    the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster, and its last element,
-    for cluster -1, is `count`.
+    Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
+    Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster, and its
+    last element, for cluster -1, is `count`.
 
     `drop_pages`: drop pages from the operating system's cache once they are read, so that the index takes only the
     memory of its partitions. Raises TypeError for an argument that is not a path or an index whose parts do not add up

@@ -39,8 +39,8 @@ class PartitionedSearch:
 
     - `path`: an IVF index written by FAISS, with inverted lists in the same file or their own (OnDiskInvertedLists)
     - `partitions`: ranges of clusters of about equal bytes
-    - `resident`: number of most used partitions that stay in memory; they are loaded as searches read them
-    - `nprobe`: clusters of each search (default: the index's own); partitions without these are not read
+    - `resident`: number of most used partitions that stay in memory
+    - `nprobe`: clusters of each search (default: the index's own)
     - `cores`: to scan (default: FAISS's threads)
     - `read_ahead`: read the next partition in a thread during a scan; memory then has two beside the resident ones
     - `drop_pages`: drop pages from the operating system's cache once they are read

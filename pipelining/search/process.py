@@ -50,7 +50,6 @@ class SearchProcess(SharedSearch["_Request"]):
     - Selectors are sent by their ids: faiss.IDSelectorArray, Range, Bitmap, All, and Not, And, Or, XOr of them.
       IDSelectorBatch does not return its ids and raises ValueError.
 
-    `similarity`: whether larger distances are nearer. `tier_gains`: see `ContinuousIVF`, as of the latest answer.
     Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read, and TypeError for `tiers` that
     cannot be sent.
     """

@@ -29,9 +29,8 @@ class StagedHNSW:
     - `stages`: each has four times the efSearch of the one before
     - `schedule`: the growing efSearch of all stages instead
 
-    FAISS uses at least k candidates: stages with fewer become one. It cannot resume a traversal, as RAGCache does; to
-    start over costs at most 1/4 + 1/16 of the last of three stages. Raises TypeError for another index, and ValueError
-    for a schedule that does not grow.
+    FAISS uses at least k candidates: stages with fewer become one. It cannot resume a traversal, as RAGCache does: each
+    stage starts over. Raises TypeError for another index, and ValueError for a schedule that does not grow.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ class Tokens:
 
     A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
     become one, and their states are joined. A token that returns to the head of a loop waits until all others have left
-    the loop or are at its head, too: then the next round begins. So a node outside of loops runs at most once, results
-    do not depend on the order or duration of runs, and a slow branch delays only the nodes that need it.
+    the loop or are at its head, too: then the next round begins. So results do not depend on the order or duration of
+    runs.
     """
 
     def __init__(self, graph: CompiledGraph, state: State) -> None:

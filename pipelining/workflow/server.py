@@ -76,8 +76,8 @@ class WorkflowServer(Generic[D, R]):
       if `prompts` has `lengths`; at most `window` later ones may overtake it
     - `observer`: called with the trace of each request that has ended
 
-    Answers equal those of `interpret` with the same prompts: a speculation is used only if its request is the final
-    one. A node that fails ends its own request only. Raises ValueError for limits below 1.
+    Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only. Raises
+    ValueError for limits below 1.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Topology:
 
     The head of a loop is the node at which the loop is entered. If there are several, the head is the one that leads to
     all others under any condition; if there is none, all are heads, and `parallel` tells whether two can be entered at
-    once. Loops inside a loop are the loops of its nodes without the heads.
+    once.
     """
 
     def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
