@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ragorder.pipelining.servers import call
 
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedSearch
@@ -34,13 +35,7 @@ def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]
     """Return a retrieval with one stage; a function that is not a coroutine runs in a thread."""
 
     async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
-        if inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(getattr(retrieve, "__call__", None)):  # noqa: B004
-            found: Any = await cast("Callable[[Q], Awaitable[Sequence[D]]]", retrieve)(question)
-        else:
-            found = await asyncio.to_thread(retrieve, question)
-            if inspect.isawaitable(found):
-                found = await found
-        yield Provisional(found, final=True)
+        yield Provisional(await call(retrieve, question), final=True)
 
     return search
 

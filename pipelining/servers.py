@@ -1,14 +1,15 @@
-"""Answer streams, batches and cancellation of servers."""
+"""Answer streams, batches, calls and cancellation of servers."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["AnswerStream", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
+__all__ = ["AnswerStream", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
 
 A = TypeVar("A")
 P = TypeVar("P")
@@ -91,6 +92,14 @@ def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
     if not isinstance(error, Exception):
         raise error
     return error
+
+
+async def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function: a coroutine function runs on the event loop, any other in a thread."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(*args)
+    result = await asyncio.to_thread(function, *args)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

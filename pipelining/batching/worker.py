@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,6 +13,7 @@ from ragorder.pipelining.batching.batchers import Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
+from ragorder.pipelining.servers import call
 
 __all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
@@ -150,12 +150,7 @@ class Worker(ABC, Generic[Q, D]):
             if future.done():
                 continue
             try:
-                if inspect.iscoroutinefunction(hook):
-                    result = await hook()
-                else:
-                    result = await asyncio.to_thread(hook)
-                    if inspect.isawaitable(result):
-                        result = await result
+                result = await call(hook)
             except asyncio.CancelledError:
                 closed = is_being_cancelled()
                 if not future.done():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from string import Formatter
 from typing import Any
 
+from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
 __all__ = [
@@ -35,12 +34,7 @@ async def call_step(node: Step, state: State) -> Mapping[str, Any]:
     """Raises what the function raises, and UnusableValueError for other values than those in `writes`."""
     for name in node.reads:
         state[name]
-    if inspect.iscoroutinefunction(node.function):
-        values: Any = await node.function(state)
-    else:
-        values = await asyncio.to_thread(node.function, state)
-        if inspect.isawaitable(values):
-            values = await values
+    values = await call(node.function, state)
     if not isinstance(values, Mapping):
         raise UnusableValueError(f"a step must return a mapping of names to values, got {type(values).__name__}")
     if unknown := [name for name in values if name not in node.writes]:

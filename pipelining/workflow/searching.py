@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import RefusedSearchError, UnusableValueError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Searcher(Generic[D]):
         self._checks = self._shared and _is_ours(search)
 
     async def vector(self, query: str) -> Any:
-        return await _called(self._embed, query)
+        return await call(self._embed, query)
 
     def submit(
         self,
@@ -124,7 +124,7 @@ class _WholeSearch:
 
         from ragorder.pipelining.staged import Stage
 
-        ids: Sequence[int] = await _called(self._search, self._vector, self._k)
+        ids: Sequence[int] = await call(self._search, self._vector, self._k)
         found = np.atleast_1d(ids)
         if found.size and (found.dtype.kind not in "iu" or found.size != found.shape[-1]):
             raise UnusableValueError(
@@ -139,10 +139,3 @@ def _is_ours(search: Any) -> bool:
     from ragorder.pipelining.search.shared import SharedSearch
 
     return isinstance(search, SharedSearch)
-
-
-async def _called(function: Callable[..., Any], *args: Any) -> Any:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return await function(*args)
-    result = await asyncio.to_thread(function, *args)
-    return await result if inspect.isawaitable(result) else result
