@@ -91,7 +91,6 @@ class Degradation:
         return size if self.limit is None else max(1, min(size, self.limit))
 
     def succeeded(self, size: int) -> None:
-        """Count an answer of a batch of `size` requests."""
         if self.limit is None or size < self.limit:
             return
         self._answered += 1

@@ -57,7 +57,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         return [*own, *super().upcoming(count - len(own))]
 
     async def end(self, request: BatchedRequest[Q, D]) -> None:
-        """Abort a request's generation; return when the engine is done with it."""
+        """Abort a request's generation and wait for the engine."""
         task = self._tasks.get(request)
         if task is not None:
             await end_all((task,))
@@ -138,8 +138,6 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
 
 
 class _Outcome(NamedTuple):
-    """The end of a generation, and whether the request goes back into its queue."""
-
     error: BaseException | None = None
     retries: bool = False
 

@@ -137,7 +137,6 @@ class BatchedRequest(Generic[Q, D]):
         self.most, self.alone, self.reliefs = _NO_LIMIT, 0, 0
 
     def begin_answer(self) -> None:
-        """Start the answer, again after a failure."""
         self.sent = True
         self._text.clear()
         self._usage = None

@@ -45,7 +45,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         self._occupancy: Occupancy[BatchedRequest[Q, D]] = Occupancy(self._clock)
 
     def expected_s(self) -> Sequence[float]:
-        """Return the seconds until running requests are expected to have their documents."""
+        """Return the seconds until running requests expect their documents."""
         mean_s = self._search_s.value
         if mean_s is None:
             return ()
@@ -81,7 +81,6 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         return held if isinstance(held, int) else None
 
     def _next_requests(self) -> list[BatchedRequest[Q, D]]:
-        """Take the requests that may run now, in addition to the running ones."""
         if not self._queue:
             return []
         size = min([self._choose(self._room()), *(each.most for each in self.running)])
@@ -212,5 +211,4 @@ class _Batch(Generic[Q, D]):
         del self.left[position], self._before[position]
 
     def checkpoints(self) -> Sequence[tuple[BatchedRequest[Q, D], Any]]:
-        """Return the remaining requests, each with its checkpoint before this batch."""
         return [(request, self._before[position]) for position, request in self.left.items()]

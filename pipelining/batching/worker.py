@@ -174,7 +174,6 @@ class Worker(ABC, Generic[Q, D]):
         return self._size
 
     def _wanted(self) -> int:
-        """Return the policy's choice, at most `most`."""
         try:
             wanted = max(1, self._policy_size())
         except Exception as error:

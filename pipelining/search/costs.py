@@ -17,8 +17,8 @@ _WARM = 16
 class ClusterCosts:
     """Seconds to scan `codes` vectors in one call on one core: call_s + code_s x codes.
 
-    Least squares; each call takes 1/128 off the weight of earlier ones. If all calls have one size, call_s is 0. A call
-    that the operating system interrupted counts at most four times the expected time.
+    Least squares; each call takes 1/128 off the weight of earlier ones. An interrupted call counts at most four times
+    the expected time.
     """
 
     def __init__(self, code_s: float, call_s: float = 5e-5) -> None:
@@ -90,7 +90,6 @@ class Budget:
         return self._measured.value or _FIRST_OVERHEAD_S
 
     def learn(self, overhead_s: float) -> None:
-        """Learn the overhead of a piece; an interrupted one counts at most four times the expected overhead."""
         expected = self._measured.value
         self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 

@@ -34,12 +34,12 @@ class PartitionFile:
     """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
 
     Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
-    Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster, and its
-    last element, for cluster -1, is `count`.
+    Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster (`count`
+    for cluster -1).
 
-    `drop_pages`: drop pages from the operating system's cache once they are read, so that the index takes only the
-    memory of its partitions. Raises TypeError for an argument that is not a path or an index whose parts do not add up
-    to its search, ValueError for another file and for an invalid `count`, and OSError for a file that cannot be read.
+    `drop_pages`: drop pages from the operating system's cache once they are read. Raises TypeError for an argument that
+    is not a path or an index whose parts do not add up to its search, ValueError for another file and for an invalid
+    `count`, and OSError for a file that cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:
@@ -78,7 +78,7 @@ class PartitionFile:
         self.show({})
 
     def read(self, partition: int) -> PartitionLists:
-        """Read a partition. Raises OSError for a file that cannot be read or is cut off, and MemoryError."""
+        """Raises MemoryError, and OSError for a file that cannot be read or is cut off."""
         faiss = load_faiss()
         first, last = int(self.bounds[partition]), int(self.bounds[partition + 1])
         lists, total = faiss.ArrayInvertedLists(last - first, self.code_size), 0
@@ -161,7 +161,6 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
 
 
 def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
-    """Return the file with the lists: the index file, a file of their own, or one that was moved with the index."""
     lists = Path(filename or path)
     if lists.exists():
         return lists

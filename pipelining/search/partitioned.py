@@ -271,7 +271,7 @@ class PartitionedPass(Iterator[Stage]):
 
     @property
     def joinable(self) -> bool:
-        """Whether a partition has been read since queries last joined; otherwise the pass would not advance."""
+        """Whether a partition has been read since queries last joined."""
         return self._walk.moved
 
     def __next__(self) -> Stage:
@@ -320,7 +320,6 @@ class _Walk:
         self._reading: Future[PartitionLists] | None = None
 
     def order(self, needed: NDArray[np.intp]) -> list[int]:
-        """Return partitions in order from the current one, and around."""
         ordered: list[int] = [*needed[needed >= self._place].tolist(), *needed[needed < self._place].tolist()]
         return ordered
 

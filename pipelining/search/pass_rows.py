@@ -24,8 +24,7 @@ class PassRows:
     """Each query's clusters, nearest first, and `due[row, partition]`: partitions that must still be scanned for it.
 
     `edges`: NaN, or the key of a tied last result. For a tie the partitions are scanned again, and the `candidates`
-    that are as good decide which of them FAISS keeps. Rows are independent: those of several searches with the same `k`
-    can be joined at any point of their passes.
+    decide which of the equals FAISS keeps. Rows of several searches with the same `k` can be joined at any point.
     """
 
     k: int
@@ -103,8 +102,8 @@ class PassRows:
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])
 
     def scanned(self, partitions: NDArray[np.bool_], best: BestResults, found: dict[int, TieCandidates]) -> None:
-        """Store results of scans: `best` after the first scans of these partitions, and candidates `found` by second
-        scans, by row. Must not fail, so that a pass can continue after an error."""
+        """Store `best` after first scans of these partitions, and candidates `found` by second scans, by row. Must not
+        fail, so that a pass can continue after an error."""
         self.best = best
         for row, candidates in found.items():
             self.candidates[row].append(candidates)

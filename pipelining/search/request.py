@@ -38,7 +38,6 @@ class PastSearch:
         return np.argsort(np.where(found, 0, np.where(scanned, 1, 2)), kind="stable")
 
     def key(self, query: NDArray[np.float32]) -> float | None:
-        """Return the key between the two queries, or None in an unknown metric."""
         if self.metric is None:
             return None
         return float(_keys(query, self.query[None], self.metric)[0])
@@ -77,7 +76,6 @@ class History:
         return len(self._past)
 
     def branch(self) -> History:
-        """Return a copy for a course that the request may not take."""
         branch = History(self.kept, self._past.maxlen or 1)
         branch._past.extend(self._past.copy())
         return branch

@@ -189,7 +189,7 @@ class Visits(NamedTuple):
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
 
     def _deal_by_size(self, shares: int) -> list[Visits]:
-        """Assign the largest first, each to the least busy core: with few clusters one more would be a long wait."""
+        """Assign the largest first, each to the least busy core."""
         order = np.argsort(-self.codes, kind="stable")
         busy = [(0, core) for core in range(shares)]
         cores = []

@@ -26,8 +26,6 @@ _HAND_S = 3e-5
 
 
 class _Rows(NamedTuple):
-    """The queries of a piece, arguments of each call, and whether each may use the fast tier."""
-
     queries: NDArray[np.float32]
     kept: int
     locations: bool
@@ -61,7 +59,6 @@ class PieceScanner:
             self._helpers = ThreadPoolExecutor(cores - 1, "ragorder-scan", lambda: load_faiss().omp_set_num_threads(1))
 
     def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
-        """Return the best results of each search after its clusters up to the given one."""
         if (whole := self._whole_alone(piece)) is not None:
             return [whole]
         searches = [search for search, _ in piece]
@@ -220,7 +217,6 @@ def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep FAISS on the calling thread."""
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)

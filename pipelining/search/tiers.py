@@ -62,8 +62,6 @@ class TierGains(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FastShare:
-    """Visits to clusters in the tier, `chosen` of a piece's."""
-
     visits: Visits
     chosen: NDArray[np.bool_]
     part: Future[tuple[ScannedPart, float]]
@@ -188,7 +186,7 @@ class IndexTiers:
         return FastShare(share, chosen, self._threads.submit(self._scan, share, queries, k))
 
     def prefetch(self, clusters: NDArray[np.int64]) -> None:
-        """Load clusters that a search will visit, nearest first, instead of less used ones. Between two pieces."""
+        """Load clusters that a search will visit, nearest first. Between two pieces."""
         if self._failed:
             return
         wanted = clusters[(clusters >= 0) & ~self._held[clusters]]

@@ -70,7 +70,7 @@ class Topology:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """All loops, outer ones before the loops inside them."""
+        """Outer loops first."""
         return tuple(self._loops_within([vertex for vertex in self._edges if vertex is not START]))
 
     @cached_property
@@ -148,7 +148,7 @@ class Topology:
         return found
 
     def reached(self, without: Vertex | None = None) -> set[Vertex]:
-        """Return START and all nodes that it leads to without passing a node."""
+        """Return the nodes on paths from START that avoid a node."""
         return {START} | _reached(self._next, [START], without)
 
     def leads_to_end(self) -> set[Vertex]:

@@ -51,7 +51,7 @@ class EngineQueue(Generic[T]):
         return self.limit is None or running < self.limit
 
     def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
-        """Add a generation; return a function that removes it."""
+        """Return a function that removes the generation."""
         return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
 
     def take(self) -> T:
@@ -90,21 +90,15 @@ class Request(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """Work on one run of a node, with the decisions of transformations. The request waits for a due item; a speculative
-    item was predicted from the progress of `after`.
+    """Work on one run of a node. The request waits for a due item; a speculative item was predicted from the progress
+    of `after`.
 
-    - `split`: searched in parts that other searches share; `reorder`: in an order from the request's history
-    - `fast`: searched in the index's fast tier where it has the clusters; `prefetch`: clusters are loaded into that
-      tier
-    - `ordered`: documents in the cache's order
-    - `admission`: of a speculative generation, among the pending requests of the engine; `released`: it has been
-      answered, and is no longer on the engine
-    - `at_end`: called once the item has ended
-    - progress of a search: the latest `stage`, the ids `speculated` on, and the number of `dependents`, speculative
-      generations on the engine
-    - progress of a generation: `text` and `tokens` so far, the number of predictions from it (`checks`), and the tokens
-      at the last one (`checked_tokens`); a speculative search keeps the `checks` of its prediction. `drift`: distance
-      between the last two predicted queries
+    - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
+    - `admission`: of a speculative generation; `released`: it has been answered, and is no longer on the engine
+    - of a search: the latest `stage`, the ids `speculated` on, and the number of `dependents`, speculative generations
+      on the engine
+    - of a generation: `text` and `tokens` so far, the number of predictions from it (`checks`), and the tokens at the
+      last one (`checked_tokens`); `drift`: distance between the last two predicted queries
     """
 
     request: Request
@@ -164,9 +158,9 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """Work items to start, and items whose progress may lead to others, as a scheduling cycle sees them.
+    """Work items to start, and items whose progress may lead to others.
 
-    `changed` is called when a cycle is needed. The cost of a cycle grows with what has changed, not with all that runs.
+    `changed` is called when a scheduling cycle is needed. Its cost grows with what has changed, not with all that runs.
     Due generations wait in `queue` while the engine has no room; other due items start in the next cycle.
     """
 
@@ -181,7 +175,6 @@ class Wavefront:
 
     @property
     def starting(self) -> Iterator[WorkItem]:
-        """`new` items, and speculative ones of this cycle."""
         return chain(self.new, self._added)
 
     def add(self, item: WorkItem) -> None:
@@ -194,7 +187,6 @@ class Wavefront:
         self._changed()
 
     def speculate(self, item: WorkItem) -> None:
-        """Start a speculative item, after the due ones."""
         self._added.append(item)
         self._running[item.worker] += 1
         self._speculative[item.worker] += 1
@@ -240,8 +232,7 @@ class Wavefront:
 
     @property
     def next_may_start(self) -> bool:
-        """Whether a due generation waits and the engine has room. A cycle is then needed after the taken items have
-        started."""
+        """Whether the next waiting generation could start now."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
     def _leave(self, item: WorkItem) -> None:
