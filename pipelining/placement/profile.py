@@ -42,7 +42,7 @@ class GenerationSample(_Sample):
     host_layers: int = Field(ge=0)
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def setting(self) -> tuple[object, ...]:
         return self.kind, self.batch, self.device_layers, self.host_layers
 
 
@@ -53,7 +53,7 @@ class RetrievalSample(_Sample):
     partitions: int = Field(ge=0)
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def setting(self) -> tuple[object, ...]:
         return self.kind, self.partitions
 
 
@@ -139,7 +139,7 @@ class PlacementProfile(BaseModel):
         times: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for each in self.generation:
             times.setdefault((each.device_layers, each.host_layers), []).append((each.batch, each.seconds))
-        laws = {place: PowerLaw.fit(samples) for place, samples in sorted(times.items())}
+        laws = {layers: PowerLaw.fit(samples) for layers, samples in sorted(times.items())}
         whole = len(self.model.layers)
         from_host = [(device, law) for (device, host), law in laws.items() if device + host == whole]
         from_disk = [(device, law) for (device, host), law in laws.items() if not host]

@@ -76,8 +76,8 @@ class BestResults:
         """Return these results merged with `new`, one for each of `rows`. Equals are ordered by id, as in FAISS."""
         kept = self.keys.shape[1]
         touched = np.unique(rows)
-        place = np.searchsorted(touched, rows)
-        owner = np.concatenate((np.repeat(np.arange(len(touched)), kept), place))
+        row = np.searchsorted(touched, rows)
+        owner = np.concatenate((np.repeat(np.arange(len(touched)), kept), row))
         keys = np.concatenate((self.keys[touched].ravel(), new.keys.ravel()))
         ids = np.concatenate((self.ids[touched].ravel(), new.ids.ravel()))
         locations = np.concatenate((self.locations[touched].ravel(), new.locations.ravel()))
@@ -140,8 +140,8 @@ def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> Searc
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1
     heap: list[tuple[float, int]] = []
-    for place in np.argsort(turns, kind="stable").tolist():
-        key, id = float(keys[place]), int(ids[place])
+    for candidate in np.argsort(turns, kind="stable").tolist():
+        key, id = float(keys[candidate]), int(ids[candidate])
         if len(heap) < k:
             heappush(heap, (-key, sign * id))
         elif key < -heap[0][0]:

@@ -315,12 +315,12 @@ class _Walk:
     def __init__(self, search: PartitionedSearch) -> None:
         self.moved = True
         self._search = search
-        self._place = 0
+        self._next = 0
         self._partition = -1
         self._reading: Future[PartitionLists] | None = None
 
     def order(self, needed: NDArray[np.intp]) -> list[int]:
-        ordered: list[int] = [*needed[needed >= self._place].tolist(), *needed[needed < self._place].tolist()]
+        ordered: list[int] = [*needed[needed >= self._next].tolist(), *needed[needed < self._next].tolist()]
         return ordered
 
     def begin(self, partition: int) -> None:
@@ -345,9 +345,9 @@ class _Walk:
         self.moved |= read is not None
         if others:
             # It is being read: queries that join begin with it.
-            self._place = others[0]
+            self._next = others[0]
         elif read is not None:
-            self._place = read + 1
+            self._next = read + 1
 
     def drop(self) -> None:
         reading, self._reading, self._partition = self._reading, None, -1

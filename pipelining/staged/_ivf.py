@@ -119,7 +119,7 @@ class ClusterIndex:
 
     def ids_at(self, locations: NDArray[np.int64]) -> NDArray[np.int64]:
         lists = self.ivf.invlists
-        ids = (lists.get_single_id(place >> 32, place & _OFFSET) for place in locations.tolist())
+        ids = (lists.get_single_id(location >> 32, location & _OFFSET) for location in locations.tolist())
         return np.fromiter(ids, np.int64, len(locations))
 
     def cluster_vectors(self, cluster: int) -> NDArray[np.float32]:
@@ -137,8 +137,8 @@ class ClusterIndex:
         """Return vectors as the index encodes them, or None if it cannot decode."""
         vectors = np.empty((len(locations), self.ivf.d), np.float32)
         try:
-            for vector, place in zip(vectors, locations.tolist(), strict=True):
-                self.ivf.reconstruct_from_offset(place >> 32, place & _OFFSET, self._faiss.swig_ptr(vector))
+            for vector, location in zip(vectors, locations.tolist(), strict=True):
+                self.ivf.reconstruct_from_offset(location >> 32, location & _OFFSET, self._faiss.swig_ptr(vector))
         except RuntimeError:
             return None
         return vectors

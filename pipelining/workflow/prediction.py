@@ -96,8 +96,7 @@ class SpeculativeSearch:
         self.task = spawn(self._begin())
 
     async def use(self, query: str) -> Handle | None:
-        """Return the search as the due one, or None if the query is another or it has failed. Either way it needs no
-        `cancel`."""
+        """Make the search due and return it, or return None if it has another query or has failed."""
         if query != self.query:
             self.cancel()
             return None
