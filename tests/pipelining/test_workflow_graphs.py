@@ -229,7 +229,7 @@ class TestRefused:
             graph.add_edge(START, name).add_edge(name, lambda state: END, to=["check", END])
         graph.add_edge("check", lambda state: END, to=["kb", "web", END])
         self.check(
-            graph, "branches that part after START enter the loop of 'kb', 'web', 'check' at 'kb', 'web', and which"
+            graph, "branches that part after START enter the loop of 'kb', 'web', 'check' at 'kb', 'web', and it"
         )
         routed = RAGraph("routed", max_rounds=3).add_step("kb", nothing).add_step("web", nothing)
         routed.add_generation("check", prompt="{query}").add_edge(START, lambda state: "web", to=["kb", "web"])
