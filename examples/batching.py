@@ -1,9 +1,9 @@
-"""A backlog of questions on one machine: an index that stays on disk, and batches that follow the backlog.
+"""A backlog of questions on one machine, with the index on disk and batches by backlog.
 
     pip install '.[torch,retrieval,proxy]'
     python examples/batching.py
 
-The model has random weights, so that nothing is downloaded: batches and cached tokens are real, answers are not.
+The model has random weights, so nothing is downloaded: batches and cached tokens are real, answers are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A conversation with documents: each turn adds to the messages, and what stands there is named.
+"""A conversation with documents: later turns only name documents that earlier messages contain.
 
     python examples/conversation.py http://127.0.0.1:8000
 

@@ -1,10 +1,10 @@
-"""A DSPy program whose prompts reuse the prefix cache of the server that answers them.
+"""A DSPy program whose prompts reuse the server's prefix cache.
 
     pip install '.[dspy,live]'
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/dspy_rag.py [http://127.0.0.1:8000/v1]
 
-The passages are the first field of the signature: the prompt in front of them is the same for each question. vLLM's CPU
+The passages are the first field of the signature: the prompt before them is the same for each question. vLLM's CPU
 build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 """
 
@@ -62,7 +62,7 @@ def main(base_url: str) -> None:
     model = OpenAI(base_url=base_url, api_key="none").models.list().data[0].id
     lm = dspy.LM(f"openai/{model}", api_base=base_url, api_key="none", max_tokens=24, temperature=0, cache=False)
     rag = Rag(Orderer.for_vllm(base_url))
-    # One call a question: a second attempt in another form would find all of the first in the cache.
+    # One call per question: a second attempt in another form would find the first one in the cache.
     with dspy.context(lm=lm, adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)):
         for question in QUESTIONS:
             try:

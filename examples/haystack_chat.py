@@ -1,10 +1,10 @@
-"""A Haystack chat whose documents stand behind the history, so that each turn finds all of it in the cache.
+"""A Haystack chat with documents after the history, so that each turn finds the whole history in the cache.
 
     pip install '.[haystack,live]'
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/haystack_chat.py [http://127.0.0.1:8000/v1]
 
-vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
 """
 
 from __future__ import annotations

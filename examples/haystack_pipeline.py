@@ -1,10 +1,10 @@
-"""A Haystack pipeline whose prompts reuse the prefix cache of the server that answers them.
+"""A Haystack pipeline whose prompts reuse the server's prefix cache.
 
     pip install '.[haystack,live]'
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/haystack_pipeline.py [http://127.0.0.1:8000/v1]
 
-vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build(base_url: str, model: str, orderer: Orderer) -> Pipeline:
     store.write_documents([Document(id=name, content=text) for name, text in TEXTS.items()])
     pipeline = Pipeline()
     pipeline.add_component("retriever", InMemoryBM25Retriever(store, top_k=3))
-    # The last component in front of the prompt: a later one that sorts documents would undo the order.
+    # The last component before the prompt: a later one that sorts documents would undo the order.
     pipeline.add_component("order", CacheOrderRanker(orderer))
     messages = [ChatMessage.from_system("Answer from the documents."), ChatMessage.from_user(PROMPT)]
     pipeline.add_component("prompt", ChatPromptBuilder(messages, required_variables="*"))

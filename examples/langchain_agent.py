@@ -1,10 +1,10 @@
-"""A LangChain agent whose tool finds documents: those that still stand in the conversation are named, not sent again.
+"""A LangChain agent with a search tool: documents already in the conversation are named, not sent again.
 
     pip install '.[langchain-agents,live]' langchain-openai
     vllm serve MODEL --enable-prompt-tokens-details --enable-auto-tool-choice --tool-call-parser hermes
     python examples/langchain_agent.py [http://127.0.0.1:8000/v1]
 
-The model must be one that calls tools.
+The model must support tool calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def search(query: str) -> tuple[str, list[Document]]:
     words = set(re.findall(r"\w{4,}", query.lower()))
     found = [Document(f"{text} " * 3, metadata={"source": name}) for name, text in NOTES.items()]
     found.sort(key=lambda each: -len(words & set(re.findall(r"\w+", each.page_content.lower()))))
-    # The artifact is what the middleware reads: by the content alone it would not know where a document ends.
+    # The middleware reads the artifact: the content alone does not show where a document ends.
     return "\n\n".join(document.page_content for document in found[:2]), found[:2]
 
 

@@ -1,4 +1,4 @@
-"""A LangChain chat whose retrieved documents stand behind the history, so that each turn finds all of it in the cache.
+"""A LangChain chat with documents after the history, so that each turn finds the whole history in the cache.
 
     pip install '.[langchain,live]' langchain-classic langchain-openai
     vllm serve MODEL --enable-prompt-tokens-details
@@ -65,7 +65,7 @@ def main(base_url: str) -> None:
     history: list[Any] = []
     for question in QUESTIONS:
         result = chain.invoke({"input": question, "chat_history": history})
-        # As it was sent, documents included: not the question and the answer alone.
+        # The message as it was sent, with documents, not only question and answer.
         history += result["messages"]
         usage = result["answer"].usage_metadata
         sources = ", ".join(document.metadata["source"] for document in result["sources"])

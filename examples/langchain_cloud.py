@@ -1,9 +1,9 @@
-"""A LangChain chat with Claude, whose cache resumes only at marks: content parts, and cache_control where it pays.
+"""A LangChain chat with Claude, with cache breakpoints (cache_control) where they pay off.
 
     pip install '.[langchain]' langchain-anthropic
     ANTHROPIC_API_KEY=… python examples/langchain_cloud.py [https://api.anthropic.com]
 
-It asks five questions on the same documents, each the first one of a conversation, and a second one in the last.
+It starts five conversations about the same documents, and asks a second question in the last one.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langchain_rag.py [http://127.0.0.1:8000/v1]
 
-vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
 
-It asks the same questions twice, with the documents in retrieval order and in ragorder's, and prints the cached tokens
+It asks the same questions twice, in retrieval order and in ragorder's order, and prints the cached tokens
 of each prompt.
 """
 
@@ -66,7 +66,7 @@ class WordEmbeddings(Embeddings):
 
 
 def show(documents: list[Document]) -> str:
-    """The texts, one below the other. Numbers by position would be harmless; retrieval ranks would end the reuse."""
+    """Join the texts. Numbers by position would be harmless; retrieval ranks would end the reuse."""
     return "\n\n".join(document.page_content for document in documents)
 
 

@@ -1,12 +1,11 @@
-"""A LangGraph chat with a checkpointer: it keeps each question with its documents, and the next turn finds them cached.
+"""A LangGraph chat with a checkpointer that keeps documents, so that the next turn finds them in the cache.
 
     pip install '.[langchain,live]' langchain-openai langgraph
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langgraph_chat.py [http://127.0.0.1:8000/v1]
 
-Unlike examples/langgraph_rag.py, where the documents of each turn stand in front of the history and replace those of
-the turn before, they stand behind it here. vLLM's CPU build is started by `python -m
-vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+Documents come after the history; in examples/langgraph_rag.py they come before it and replace those of the last turn.
+With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def main(base_url: str) -> None:
     turn = CacheOrderTurn(llm, Orderer.for_vllm(base_url, builder=builder), builder=builder)
     graph = StateGraph(State).add_node("retrieve", retrieve).add_node("answer", turn)
     graph.add_edge(START, "retrieve").add_edge("retrieve", "answer").add_edge("answer", END)
-    # Any checkpointer will do: what was sent is in the state, and replayed from there.
+    # Any checkpointer works: sent messages are in the state, and are replayed from it.
     chat = graph.compile(checkpointer=InMemorySaver())
     for question in QUESTIONS:
         state = chat.invoke({"messages": [HumanMessage(question)]}, {"configurable": {"thread_id": "one"}})

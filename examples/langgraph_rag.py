@@ -1,12 +1,12 @@
-"""A LangGraph application that retrieves, puts the documents in front, and answers: turn by turn, with a history.
+"""A LangGraph chat with documents before the history.
 
     pip install '.[langchain,live]' langchain-openai langgraph
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langgraph_rag.py [http://127.0.0.1:8000/v1]
 
-The documents stand in the system message, in front of history and question: behind them, as the result of an agent's
-tool, no order could help. vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32
---model MODEL …` instead.
+The documents are in the system message, before history and question. After them, as the result of an agent's tool,
+no order could help. With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32
+--model MODEL …`.
 """
 
 from __future__ import annotations

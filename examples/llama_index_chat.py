@@ -1,10 +1,10 @@
-"""A LlamaIndex chat engine whose nodes stand behind the history, so that each turn finds all of it in the cache.
+"""A LlamaIndex chat engine with nodes after the history, so that each turn finds the whole history in the cache.
 
     pip install '.[llama-index,live]' llama-index-llms-openai-like
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/llama_index_chat.py [http://127.0.0.1:8000/v1]
 
-vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
+With vLLM's CPU build use `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HashedWords(BaseEmbedding):
 
 
 class CachedTokens(BaseEventHandler):
-    """Prints the usage that the server reports for each answer."""
+    """Prints the usage reported by the server for each answer."""
 
     def handle(self, event: Any, **_: Any) -> None:
         usage = getattr(event.response.raw, "usage", None) if isinstance(event, LLMChatEndEvent) else None
@@ -81,7 +81,7 @@ def main(base_url: str) -> None:
         index.as_retriever(similarity_top_k=2),
         Orderer.for_vllm(base_url, builder=builder),
         llm=llm,
-        # Any memory will do. This one counts words, and needs no tokenizer's files.
+        # Any memory works. This one counts words and needs no tokenizer.
         memory=ChatMemoryBuffer.from_defaults(token_limit=window // 2, tokenizer_fn=str.split),
         builder=builder,
     )

@@ -1,4 +1,4 @@
-"""A LlamaIndex query engine whose prompts reuse the prefix cache of the server that answers them.
+"""A LlamaIndex query engine whose prompts reuse the server's prefix cache.
 
     pip install '.[llama-index,live]' llama-index-llms-openai-like
     vllm serve MODEL --enable-prompt-tokens-details
@@ -60,7 +60,7 @@ class HashedWords(BaseEmbedding):
 
 
 class CachedTokens(BaseEventHandler):
-    """Prints the usage that the server reports for each answer."""
+    """Prints the usage reported by the server for each answer."""
 
     def handle(self, event: Any, **_: Any) -> None:
         usage = getattr(event.response.raw, "usage", None) if isinstance(event, LLMChatEndEvent) else None

@@ -3,7 +3,7 @@
     pip install '.[vllm]'
     python examples/offline_batch.py MODEL
 
-`order_batch` orders the documents of each request and the requests as well: those that share documents are served one
+`order_batch` orders the documents of each request and also the requests: those that share documents are served one
 after another. The answers are put back in the order of the questions. Both orders are served, to compare cached tokens.
 """
 
@@ -24,7 +24,7 @@ DOCUMENTS = {
         "salt": "Salt is won from the sea in shallow pans, where the sun takes the water away.",
     }.items()
 }
-# The documents that a retriever found for each question, best first.
+# Retrieved documents of each question, best first.
 QUESTIONS = {
     "What needs yeast?": ["bread", "wine", "cheese"],
     "What is pressed?": ["oil", "wine"],
@@ -38,7 +38,7 @@ QUESTIONS = {
 
 
 def main(model: str) -> None:
-    # One process, so that the program needs no other guard than the one below.
+    # One process, so that the guard below is enough.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
@@ -62,7 +62,7 @@ def main(model: str) -> None:
     retrieval = sum(output.num_cached_tokens or 0 for output in served)
     llm.reset_prefix_cache()
 
-    # The four lines: plan, build, serve, and put each answer in the place of its question.
+    # The four lines: plan, build, serve, and assign each answer to its question.
     orderings = list(orderer.order_batch(requests))
     prompts = [builder.build(questions[ordering.index], ordering) for ordering in orderings]
     served = llm.generate([{"prompt_token_ids": prompt.token_ids} for prompt in prompts], sampling, use_tqdm=False)

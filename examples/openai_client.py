@@ -1,4 +1,4 @@
-"""Questions on documents to an OpenAI-compatible server, in the order with most cache hits.
+"""Questions about documents to an OpenAI-compatible server, in the order with most cache hits.
 
     python examples/openai_client.py http://127.0.0.1:8000
 
@@ -25,7 +25,7 @@ DOCUMENTS = {
         "salt": "Salt is won from the sea in shallow pans, where the sun takes the water away.",
     }.items()
 }
-# The documents that a retriever found for each question, best first.
+# Retrieved documents of each question, best first.
 QUESTIONS = {
     "What needs yeast?": ["bread", "wine", "cheese"],
     "What goes well with wine?": ["wine", "cheese", "bread"],
@@ -52,7 +52,7 @@ def main(url: str) -> None:
 
     stats = Stats.of(metrics.registry.collect())
     cached = f"Cached {100 * stats.cached_share:.0f} %"
-    # What the other order would have had is predicted: so few requests do not correct it yet (stats.cannot_compare).
+    # Hits in retrieval order are predicted: a few requests cannot correct this yet (stats.cannot_compare).
     other = stats.predicted_other_share if stats.other_cached_share is None else stats.other_cached_share
     print(f"{cached}; in retrieval order " + ("is not known." if other is None else f"about {100 * other:.0f} %."))
     orderer.close()

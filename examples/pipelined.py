@@ -1,4 +1,4 @@
-"""Answers that begin while the search is still running, on the documents found so far.
+"""Answers that start during the search, with the documents found so far.
 
     python examples/pipelined.py http://127.0.0.1:8000 [FOLDER OF THE SERVED MODEL]
 
@@ -27,7 +27,7 @@ TEXTS = {
     "salt": "Salt is won from the sea in shallow pans, where the sun takes the water away.",
     "honey": "Honey is made by bees from nectar, thickened in the comb, and spun out of it in summer.",
 }
-# An index in three parts, which are searched one after another.
+# An index in three parts, searched one after another.
 SHELVES = (("bread", "wine"), ("cheese", "oil"), ("salt", "honey"))
 QUESTIONS = ("What needs yeast?", "What is pressed?", "What is made of milk, and left to ripen?", "What needs salt?")
 

@@ -1,10 +1,10 @@
-"""A batch on Ray Data: planned in shards, answered by an engine for each, and joined with its questions by id.
+"""A batch on Ray Data: planned in shards, answered by one engine per shard, and joined by id.
 
     pip install '.[ray,torch]'
     python examples/ray_data.py            # two embedded engines with random weights: nothing is downloaded
     python examples/ray_data.py MODEL      # Ray's vLLM processor instead, where vLLM is installed
 
-Random weights give real cached tokens, and answers that are none.
+Random weights give real cached tokens, but no real answers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def requests(count: int) -> Iterator[dict[str, Any]]:
 
 
 class Engine:
-    """The embedded engine in an actor. Any other one takes its place: a batch comes in the order of the plan."""
+    """The embedded engine in an actor, or any other engine: batches arrive in the order of the plan."""
 
     def __init__(self, folder: str) -> None:
         from ragorder.kernels.engine import EngineSettings, TieredEngine
 
-        # One request after another, in a cache that holds few: what is found is what the request before has left.
+        # One request at a time in a small cache: hits come from the request before.
         settings = EngineSettings(device_tokens=1024, host_bytes=0, max_requests=1, dtype="float32", device="cpu")
         self.engine = TieredEngine.load(folder, settings)
         self.builder = PromptBuilder(SYSTEM, tokenizer=self.engine.tokenizer)
@@ -76,7 +76,7 @@ class Engine:
             {
                 "id": row["id"],
                 "answer": done.text,
-                # Every request finds the system prompt.
+                # Every request has the system prompt in the cache.
                 "saved_tokens": max(0, done.cached.total - request.prefix_tokens),
                 "document_tokens": request.document_ends[-1] - request.prefix_tokens,
             }
@@ -94,7 +94,7 @@ def answer(rows: ray.data.Dataset, folder: str, engines: int) -> list[dict[str, 
         Engine,
         fn_constructor_args=(folder,),
         batch_format="pyarrow",
-        # Each batch may go to another engine, and repeats one prompt there: the larger, the better.
+        # Each batch may go to another engine and computes its first prompt again there: larger is better.
         batch_size=512,
         num_cpus=0.5,
         compute=ray.data.ActorPoolStrategy(size=engines),

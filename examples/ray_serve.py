@@ -1,9 +1,9 @@
-"""Two engines behind Ray Serve on one machine: questions on the same documents go to the engine that has them.
+"""Two engines on Ray Serve: questions about the same documents go to the engine that has them.
 
     pip install '.[ray,torch,live]'
     python examples/ray_serve.py [port]
 
-The model has random weights, so that nothing is downloaded: cached tokens are real, answers are not.
+The model has random weights, so nothing is downloaded: cached tokens are real, answers are not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""LangGraph, LangChain and Haystack on one server of workflows, whose searches and generations they share.
+"""LangGraph, LangChain and Haystack on one workflow server with shared searches and generations.
 
     pip install '.[torch,retrieval,proxy,langchain,haystack]' langgraph
     python examples/shared_workflows.py
 
-The model has random weights, so that nothing is downloaded: times and cached tokens are real, answers are not.
+The model has random weights, so nothing is downloaded: times and cached tokens are real, answers are not.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def langgraph(workflows: SharedWorkflows, question: str) -> str:
 
 
 def langchain(workflows: SharedWorkflows, question: str) -> str:
-    """The retriever's documents are in the order of rank: order them last, with a CacheOrderRetriever around it."""
+    """The retriever's documents are in rank order: order them last, with a CacheOrderRetriever around it."""
     retriever = WorkflowRetriever(workflows=workflows, graph=hyde(topk=3, max_tokens=16).compile())
     return f"{len(retriever.invoke(question))} documents"
 

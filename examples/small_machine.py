@@ -1,10 +1,9 @@
-"""A workflow on a machine whose memory does not hold the model: its layers stream, and documents are reused wherever
-they stand.
+"""A workflow with more model than memory: layers are streamed, and documents reused at any position.
 
     pip install '.[torch,retrieval,proxy]'
     python examples/small_machine.py [device_bytes]
 
-The model has random weights, so that nothing is downloaded: bytes and tokens are real, answers are not.
+The model has random weights, so nothing is downloaded: bytes and tokens are real, answers are not.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ async def main(device_bytes: str) -> None:
     index.train(vectors)
     index.add(vectors)
     settings = EngineSettings(
-        # All that a user says about memory: what does not fit streams.
+        # The only memory setting: layers that do not fit are streamed.
         device_bytes=device_bytes,
         device_tokens=4096,
         dtype="float32",
@@ -64,7 +63,7 @@ async def main(device_bytes: str) -> None:
         texts = [document.text for document in documents[:100]]
         make_model(Path(folder), texts=texts, layers=12, hidden_size=256, vocab_size=400, max_position_embeddings=2048)
         builder = PromptBuilder(question_template="{query}", tokenizer=AutoTokenizer.from_pretrained(folder))
-        # The layers are read from this folder in every step.
+        # Each step reads layers from this folder.
         with TieredEngine.load(folder, settings) as model:
             await answer(model, builder, documents, index)
 

@@ -1,4 +1,4 @@
-"""A batch planned in shards on Spark: rows are dealt to shards by their documents, and each shard is planned by a task.
+"""A batch planned on Spark, in shards by documents, each in a task.
 
     pip install . 'pyspark[sql]>=4'        # and a Java runtime
     python examples/spark_plan.py [REQUESTS.json]
@@ -53,13 +53,13 @@ def requests(count: int) -> Iterator[dict[str, Any]]:
 
 
 def saved_documents(rows: DataFrame) -> int:
-    """What each row shares with the one before, whose KV the engine still has."""
+    """Return the documents that each row shares with the one before, whose KV the engine still has."""
     orders = [row.documents for row in rows.toLocalIterator()]
     return sum(shared_documents(before, order) for before, order in pairwise([[], *orders]))
 
 
 def main(path: str | None) -> None:
-    # Spark's workers on this machine are started with this Python, and not with the first one on the path.
+    # Start Spark's workers with this Python instead of the first one on the path.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")

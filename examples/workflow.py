@@ -1,12 +1,12 @@
-"""Multi-step questions on the embedded engine: searches and generations of all requests share their time.
+"""Multi-step questions on the embedded engine, with searches and generations of all requests in parallel.
 
     pip install '.[torch,retrieval,proxy]'
     python examples/workflow.py [trace.jsonl]
     ragorder workflow trace trace.jsonl --plot wavefront.png
 
-The documents are those of Python's standard library. The model has random weights, so that nothing is downloaded: times
-and cached tokens are real, answers are not. With `--model smollm2` (docs/vllm.md) or a folder they are, and are shown;
-it takes some minutes.
+The documents are those of Python's standard library. The model has random weights, so nothing is downloaded: times
+and cached tokens are real, answers are not. With `--model smollm2` (docs/vllm.md) or a folder they are real and shown;
+that takes some minutes.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ __all__ = [
     "staged_retrieval",
 ]
 
-# Loaded on first use: numpy and FAISS are not part of the core.
+# Imported on first use: numpy and FAISS are not part of the core.
 _LAZY = {
     **dict.fromkeys(("ContinuousIVF", "PartitionedSearch"), "ragorder.pipelining.search"),
     **dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged"),

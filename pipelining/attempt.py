@@ -1,4 +1,4 @@
-"""Generation that may begin before its documents are final (RAGCache section 5.3, Algorithm 2)."""
+"""Generation with speculations on provisional documents (RAGCache section 5.3, Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _logger = logging.getLogger("ragorder")
 
 
 class Attempt(Generic[Q, D, R]):
-    """One generation: speculations on provisional documents, and the answer on the final ones.
+    """One generation: speculations on provisional documents, and the answer with the final ones.
 
-    A speculation is used only if its request equals the final one. `trace` gets what happens, in seconds by
-    `elapsed_s`. Whatever was begun ends with `abort`.
+    A speculation is used only if its request equals the final one. `trace` gets times in seconds by `elapsed_s`.
+    `abort` ends all requests that have begun.
     """
 
     def __init__(
@@ -52,9 +52,12 @@ class Attempt(Generic[Q, D, R]):
         admit: Callable[[], Admission | None] | None = None,
         off_engine: Callable[[], object] | None = None,
     ) -> bool:
-        """Algorithm 2, lines 6-10. False: try again after the next stage. `admit`: the place of one that was admitted
-        before (default: of `load`); its caller ends what is not taken. `off_engine` is called when a speculation that
-        has begun is on the engine no longer."""
+        """Begin a speculation unless it is not worthwhile (Algorithm 2, lines 6-10). Return False to try again after
+        the next stage.
+
+        `admit` returns an admission made before (default: a new one of `load`); the caller ends an unused one.
+        `off_engine` is called when the speculation is no longer on the engine.
+        """
         trace = self._trace
         try:
             request = self._prompts.preview(question, documents)
@@ -80,22 +83,22 @@ class Attempt(Generic[Q, D, R]):
         )
         return True
 
-    def foresaw(self, question: Q, documents: Sequence[D]) -> bool:
-        """Whether a speculation is on this very request."""
+    def speculates_on(self, question: Q, documents: Sequence[D]) -> bool:
+        """Return whether a speculation has exactly this request."""
         speculation = self._speculation
         if speculation is None or speculation.failed:
             return False
         try:
             return bool(speculation.request == self._prompts.preview(question, documents))
         except Exception:
-            # The answer itself meets the error.
+            # The answer raises the error itself.
             return False
 
     async def abort(self) -> None:
-        """Returns when the engine is done with every speculation that was not used."""
+        """End all unused speculations; return when the engine is done with them."""
         self._drop()
         while self._aborted:
-            # If the caller is cancelled here, it aborts once more: it must not leave before the engine is done.
+            # A caller that is cancelled here aborts again: it must not return before the engine is done.
             await self._aborted[-1].ended()
             self._aborted.pop()
 
@@ -113,7 +116,7 @@ class Attempt(Generic[Q, D, R]):
                     usage = chunk.usage or usage
                     yield chunk
         except BaseException:
-            # A computed prompt stays in the cache, even if the answer failed.
+            # The prompt is cached once it is computed, even if the answer failed.
             if began:
                 committed.confirm(usage)
             else:
@@ -135,10 +138,10 @@ class Attempt(Generic[Q, D, R]):
                         yield chunk
                 return
             except Exception:
-                # Sent again, as without speculation, the request may succeed.
+                # The request may succeed if it is sent again, without speculation.
                 if began:
                     raise
-        # A wrong one ends while the final request is already running.
+        # A wrong speculation ends while the final request runs.
         self._drop()
         self._trace.speculated_stage = None
         async with aclosing(counted(self._engine, request, self._load)) as chunks:

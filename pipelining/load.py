@@ -1,4 +1,4 @@
-"""Load of the engine, by which speculations are admitted."""
+"""Load of the engine, for the admission of speculations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Admission", "EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
-    """`max_prefill_bs` of RAGCache section 5.3: the prompts of this length in one iteration of `token_budget` tokens
-    (vLLM: --max-num-batched-tokens)."""
+    """Return `max_prefill_bs` of RAGCache section 5.3: the prompts of this length in one iteration of `token_budget`
+    tokens (vLLM: --max-num-batched-tokens)."""
     return max(1, token_budget // max(1, prompt_tokens))
 
 
@@ -22,9 +22,9 @@ class EngineLoad:
 
         load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
-    A speculation is admitted while fewer than `max_prefill_bs` are pending. `reported` may return the engine's own
-    count, other clients included (None: unknown): the larger number counts, and what has been admitted but not sent
-    is added. Raises ValueError for `max_prefill_bs` < 1.
+    A speculation is admitted while fewer than `max_prefill_bs` requests are pending. `reported` may return the engine's
+    own count including other clients (None: unknown). The larger count is used, plus admitted requests that have not
+    been sent. Raises ValueError for `max_prefill_bs` < 1.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class EngineLoad:
         return self.pending < self.max_prefill_bs
 
     def admit(self) -> Admission | None:
-        """A place for a request that is sent soon. None: there is no room."""
+        """Return an admission for a request that is sent soon, or None if there is no room."""
         return Admission(self) if self.has_room else None
 
     @contextmanager
     def prefilling(self) -> Iterator[Callable[[], None]]:
-        """A request is pending until the yielded function is called, at its first token, or the block ends."""
+        """Count a request as pending until the yielded function is called, at its first token, or the block ends."""
         waits = True
         self._pending += 1
         sent_s = self._clock()
@@ -84,7 +84,7 @@ class EngineLoad:
 
 
 class Admission:
-    """The place of a request that has not been sent: it counts as pending until `end`."""
+    """A request that has not been sent, counted as pending until `end`."""
 
     __slots__ = ("_load",)
 
@@ -93,7 +93,7 @@ class Admission:
         load.admitted += 1
 
     def end(self) -> None:
-        """The request is sent now, or never will be. May be called again."""
+        """Stop counting: the request is sent now, or never. May be called again."""
         load, self._load = self._load, None
         if load is not None:
             load.admitted -= 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
@@ -19,6 +19,7 @@ from ragorder.pipelining.protocols import (
     Usage,
 )
 from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.servers import AnswerStream
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
 
@@ -32,17 +33,17 @@ _own_key: Callable[[Any], Hashable] = attrgetter("key")
 
 
 class Pipeline(Generic[Q, D, R]):
-    """Answers questions while their documents are still being searched for.
+    """Answers questions, and starts before the final documents are found.
 
         pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4))
         async with pipeline.stream(question) as stream:
             async for text in stream: ...
 
-    - `warm_up` prefills the system prompt during retrieval if the engine does not hold it (RAGCache++ section 3.6).
-    - `load` enables speculation (RAGCache section 5.3, Algorithm 2): when the provisional documents change, the running
-      generation is aborted and, if the load permits, another begins. It is used only if its request equals the final
-      one: answers are those without speculation.
-    - `gain` restricts speculation to where recent searches show that it saves time.
+    - `warm_up`: prefills the system prompt during retrieval if it is not cached (RAGCache++ section 3.6)
+    - `load`: enables speculation (RAGCache section 5.3, Algorithm 2). When the provisional documents change, the
+      running generation is aborted and, if the load permits, another begins. It is used only if its request equals the
+      final one, so answers do not change.
+    - `gain`: restricts speculation to stages where it saved time in recent searches
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Pipeline(Generic[Q, D, R]):
         self._clock = clock
 
     def stream(self, question: Q) -> PipelinedStream:
-        """The answer as it arrives; lazy. Raises only the errors of retrieval and engine."""
+        """Stream the answer as it arrives; lazy. Raises only the errors of retrieval and engine."""
         trace = PipelineTrace()
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
@@ -82,45 +83,24 @@ class Pipeline(Generic[Q, D, R]):
             await self.warm_up.close()
 
 
-class PipelinedStream(AsyncIterator[str]):
-    """The pieces of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
-
-    `text` is what has arrived so far, `usage` the engine's report at the end.
-    """
+class PipelinedStream(AnswerStream[AnswerChunk]):
+    """Text of an answer, see `AnswerStream`. `usage`: the engine's report, at the end."""
 
     def __init__(self, chunks: AsyncGenerator[AnswerChunk, None], trace: PipelineTrace) -> None:
+        super().__init__(chunks)
         self.trace = trace
         self.usage: Usage | None = None
-        self._pieces: list[str] = []
-        self._chunks = chunks
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
 
     @property
     def tbt_s(self) -> float | None:
-        """Mean time between the answer's tokens (RAGCache 5.4); None for fewer than two, or an unreported number."""
+        """Mean seconds between the answer's tokens (RAGCache 5.4), or None for fewer than two or an unknown number."""
         first_s, last_s = self.trace.first_token_s, self.trace.last_token_s
         tokens = (self.usage and self.usage.completion_tokens) or 0
         return None if first_s is None or last_s is None or tokens < 2 else (last_s - first_s) / (tokens - 1)
 
-    async def __anext__(self) -> str:
-        async for chunk in self._chunks:
-            self.usage = chunk.usage or self.usage
-            if chunk.text:
-                self._pieces.append(chunk.text)
-                return chunk.text
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._chunks.aclose()
+    def _read(self, part: AnswerChunk) -> str:
+        self.usage = part.usage or self.usage
+        return part.text
 
 
 class _QuestionRun(Generic[Q, D, R]):

@@ -11,14 +11,14 @@ __all__ = ["PowerLaw"]
 _DECAY = 1 - 1 / 128
 _OUTLIER = 4.0
 _WARM = 16
-# Variance of the sizes' logarithms below which all are one size.
+# Variance of the sizes' logarithms below which all count as one size.
 _ONE_SIZE = 1e-9
-# Of `c` from noise between two sizes that are nearly the same: beyond, times are no floating-point numbers.
+# Largest `c` that is learnt: noise between two similar sizes could give a power that overflows.
 _STEEPEST = 16.0
 
 
 class PowerLaw:
-    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0, at most 16 where it is fitted.
+    """Seconds of a batch of B requests: T(B) = a * B^c, with a > 0 and c >= 0, at most 16 if it is fitted.
 
         law = PowerLaw.fit([(1, 2.1), (8, 5.0), (32, 11.8)])
         law(16)                    # seconds
@@ -37,8 +37,8 @@ class PowerLaw:
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[int, float]]) -> Self:
-        """From (size, seconds), all of equal weight. Raises ValueError for sizes and times that are not positive and
-        finite, and for fewer than two different sizes."""
+        """Fit (size, seconds) of equal weight. Raises ValueError for values that are not positive and finite, and for
+        fewer than two different sizes."""
         samples = list(samples)
         if len({size for size, _ in samples}) < 2:
             raise ValueError("a power law takes at least two batch sizes: measure one more")
@@ -55,12 +55,15 @@ class PowerLaw:
         return f"PowerLaw(a={self.a:.4g}, c={self.c:.4g})"
 
     def learn(self, size: int, seconds: float) -> None:
-        """Of a batch that has run. Each takes 1/128 off the weight of the earlier ones; `c` stays until there are two
-        sizes. After 16, one that was interrupted counts at most four times what was expected, or the mean. Raises
-        ValueError for a size or time that is not positive and finite."""
+        """Learn from a batch that has run. Each takes 1/128 off the weight of earlier ones; `c` stays until there are
+        two sizes.
+
+        After 16 batches, an interrupted one counts at most four times the expected time or the mean. Raises ValueError
+        for a size or time that is not positive and finite.
+        """
         expected = math.inf
         if self.samples >= _WARM and size > 0:
-            # A size far below all others is expected to take no time at all if `c` was learnt from noise.
+            # If `c` was learnt from noise, the expected time of a far smaller size would be almost 0.
             expected = max(self(size), math.exp(self._y / self._weight))
         self._add(size, min(seconds, _OUTLIER * expected) if seconds < math.inf else seconds, decay=_DECAY)
         self._solve()

@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The engine's report, in tokens. None: not reported, or no number of tokens."""
+    """The engine's report, in tokens. None: not reported, or not a valid count."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -35,8 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """The text since the previous chunk, possibly empty, of so many `tokens` if it is not; the last chunk has the
-    usage."""
+    """The text since the previous chunk, possibly empty; `tokens` of it if it is not. The last chunk has the usage."""
 
     text: str
     usage: Usage | None = None
@@ -44,7 +43,7 @@ class AnswerChunk:
 
 
 class EngineRequest(Protocol):
-    """Equal requests send the same. `prompt_tokens`: None if unknown."""
+    """Equal requests are sent as equal messages. `prompt_tokens`: None if unknown."""
 
     @property
     def prompt_tokens(self) -> int | None: ...
@@ -58,7 +57,7 @@ D_contra = TypeVar("D_contra", contravariant=True)
 
 class StreamingEngine(Protocol[R_contra]):
     def stream(self, request: R_contra, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Sends the request at the first `__anext__`; the first chunk is the first token. Closing the generator early
+        """Send the request at the first `__anext__`; the first chunk is the first token. Closing the generator early
         aborts the request."""
 
 
@@ -74,27 +73,27 @@ class CommittedRequest(Protocol[R_co]):
 
 
 class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
-    """May also have `lengths(question, documents)`: a function that predicts the `CachedLengths` of the request at each
-    call, or None where they are not known. A `WorkflowServer` with `max_generations` reads it."""
+    """May also have `lengths(question, documents)`, which returns a function that predicts the `CachedLengths` of the
+    request at each call, or None if they are unknown. A `WorkflowServer` with `max_generations` uses it."""
 
     def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
-        """The request that `commit` would make now. Nothing is recorded."""
+        """Return the request that `commit` would make now, without recording it."""
 
     def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> CommittedRequest[R_co]: ...
 
 
 @dataclass(slots=True)
 class PipelineTrace:
-    """Timing of one question, in seconds from its start (None: has not happened).
+    """Times of one question, in seconds from its start (None: has not happened).
 
     - `retrieval_s`: end of the search, after `stages`
-    - `speculations` started, `refused` for lack of room, `declined` as unprofitable; `right`: the last one was used
-    - `exposed_search_s`: the search without an overlapping generation on its result (T1 of RAGCache Table 3; T2 if no
-      speculation was used)
+    - `speculations` started, `refused` for lack of room, `declined` without a gain; `right`: the last one was used
+    - `exposed_search_s`: search time without a generation on its result (T1 of RAGCache Table 3; T2 if no speculation
+      was used)
     - `speculated_stage`: the stage, from 1, after which the used speculation started
     - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound
     - `warmed_up`: a warm-up ran during retrieval
-    - `last_token_s`: until the answer ends, that of the latest token
+    - `last_token_s`: of the latest token until the answer ends
     """
 
     warmed_up: bool = False

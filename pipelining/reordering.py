@@ -1,4 +1,4 @@
-"""Cache-aware reordering (RAGCache section 5.2): a queue before a busy engine."""
+"""Cache-aware queue for a busy engine (RAGCache section 5.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class CachedLengths(NamedTuple):
-    """Prompt tokens in the engine's cache, and those to compute."""
+    """Prompt tokens in the engine's cache, and tokens to compute."""
 
     cached_tokens: float
     computed_tokens: float
@@ -47,15 +47,15 @@ class Ticket(Generic[T]):
 
 
 class CacheAwareQueue(Generic[T]):
-    """Yields the item with the largest cached / computed length next, among equals the oldest. Not thread-safe.
+    """Returns the item with the largest cached / computed length next, the oldest among equals. Not thread-safe.
 
         queue = CacheAwareQueue(window=32)
         queue.enter("question", lambda: CachedLengths(96, 40))
         queue.take().item
 
-    An item overtaken by `window` later ones goes next: to within the window the queue is first come, first served,
-    between tenants as well. `take` reads the lengths of the oldest `window` + 1 items only; items without lengths, or
-    whose lengths raise, count as not cached. Raises ValueError for a negative window.
+    An item that `window` later ones have overtaken goes next, which bounds waiting for every tenant. `take` reads the
+    lengths of the oldest `window` + 1 items only. Items without lengths, or whose lengths raise, count as not cached.
+    Raises ValueError for a negative window.
     """
 
     def __init__(self, window: int = 32) -> None:
@@ -71,7 +71,6 @@ class CacheAwareQueue(Generic[T]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
-        """In order of arrival."""
         return (ticket.item for ticket in self._waiting.values())
 
     def enter(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> Ticket[T]:
@@ -83,7 +82,7 @@ class CacheAwareQueue(Generic[T]):
         self._waiting.pop(ticket._number, None)
 
     def peek(self) -> Ticket[T]:
-        """The item that is next, which stays in the queue. Raises IndexError if the queue is empty."""
+        """Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
         candidates = self._candidates()
@@ -91,11 +90,11 @@ class CacheAwareQueue(Generic[T]):
             return candidates[0]
         for ticket in candidates:
             ticket._priority = self._priority_of(ticket)
-        # Among equals the oldest.
+        # The oldest among equals.
         return max(candidates, key=attrgetter("_priority"))
 
     def take(self, chosen: Ticket[T] | None = None) -> Ticket[T]:
-        """`chosen`: what `peek` has just returned. Raises IndexError if the queue is empty."""
+        """Take the next item. `chosen`: the result of `peek` just before. Raises IndexError if the queue is empty."""
         chosen = self.peek() if chosen is None else chosen
         candidates = self._candidates()
         for ticket in candidates:
@@ -107,14 +106,14 @@ class CacheAwareQueue(Generic[T]):
         return chosen
 
     def put_back(self, ticket: Ticket[T]) -> None:
-        """What was taken waits again, in its old place."""
+        """Put a taken item back in its old position."""
         later = [number for number in self._waiting if number > ticket._number]
         self._waiting[ticket._number] = ticket
         for number in later:
             self._waiting.move_to_end(number)
 
     def upcoming(self, count: int) -> list[T]:
-        """At most `count` items, by their priorities at the last `take`."""
+        """Return at most `count` items, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
 
@@ -135,17 +134,17 @@ class CacheAwareQueue(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _Arrival(Generic[T]):
-    """A request that waits for `place`, with a `ticket` once it is in the queue."""
+    """A request that waits to be `admitted`, with a `ticket` once it is in the queue."""
 
     item: T
     lengths: Callable[[], CachedLengths] | None
-    place: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     ticket: Ticket[T] | None = None
 
 
 class ConcurrencyLimiter(Generic[T]):
-    """Admits at most `limit` requests at a time; at most `max_waiting` others (None: no bound) wait in `queue`. For one
-    event loop.
+    """Admits at most `limit` requests at a time; at most `max_waiting` others (None: any number) wait in `queue`. For
+    one event loop.
 
         async with limiter.slot(request, lengths):
             ...  # order the documents, send the request, read the answer to its end
@@ -162,7 +161,7 @@ class ConcurrencyLimiter(Generic[T]):
         self.queue = queue
         self.max_waiting = max_waiting
         self.in_flight = 0
-        self._places: dict[Ticket[T], asyncio.Future[None]] = {}
+        self._admitted: dict[Ticket[T], asyncio.Future[None]] = {}
         self._patient: deque[_Arrival[T]] = deque()
         self._waking = False
 
@@ -170,8 +169,9 @@ class ConcurrencyLimiter(Generic[T]):
     async def slot(
         self, item: T, lengths: Callable[[], CachedLengths] | None = None, *, patient: bool = False
     ) -> AsyncIterator[None]:
-        """A slot until the block ends. Code before the block's first `await` runs before the next choice. Raises
-        QueueFullError; a `patient` request waits in front of a full queue instead, in the order of arrival."""
+        """Hold a slot until the block ends. Code before the block's first `await` runs before the next request is
+        chosen. Raises QueueFullError, unless `patient`: then the request waits until the queue has room, in order of
+        arrival."""
         if self.has_room:
             self.in_flight += 1
         else:
@@ -183,7 +183,6 @@ class ConcurrencyLimiter(Generic[T]):
 
     @property
     def has_room(self) -> bool:
-        """A request would be admitted at once."""
         return self.in_flight < self.limit and not self.queue and not self._patient
 
     async def _wait(self, arrival: _Arrival[T], *, patient: bool) -> None:
@@ -194,7 +193,7 @@ class ConcurrencyLimiter(Generic[T]):
         else:
             raise QueueFullError(f"{len(self.queue)} requests are already waiting")
         try:
-            await arrival.place
+            await arrival.admitted
         except BaseException:
             self._give_up(arrival)
             raise
@@ -205,13 +204,13 @@ class ConcurrencyLimiter(Generic[T]):
 
     def _enter(self, arrival: _Arrival[T]) -> None:
         arrival.ticket = self.queue.enter(arrival.item, arrival.lengths)
-        self._places[arrival.ticket] = arrival.place
+        self._admitted[arrival.ticket] = arrival.admitted
 
     def _give_up(self, arrival: _Arrival[T]) -> None:
         if arrival.ticket is None:
             self._patient.remove(arrival)
-        elif self._places.pop(arrival.ticket, None) is None:
-            # Admitted at the very moment of its cancellation.
+        elif self._admitted.pop(arrival.ticket, None) is None:
+            # Admitted just before it was cancelled.
             self._release()
         else:
             self.queue.leave(arrival.ticket)
@@ -227,20 +226,19 @@ class ConcurrencyLimiter(Generic[T]):
             self._admit()
 
     def _admit(self) -> None:
-        """Admit one request, and others only after it has woken up: the next choice sees what it puts into the
-        cache."""
+        """Admit one request, and others only after it has resumed: the next choice must see its effect on the cache."""
         self._waking = False
         while self.in_flight < self.limit and (self.queue or self._patient):
             if not self.queue:
-                # A queue without any place.
+                # The queue has no room at all (`max_waiting` 0).
                 self._enter(self._patient.popleft())
             ticket = self.queue.take()
             self._move_up()
-            if self._places[ticket].done():
+            if self._admitted[ticket].done():
                 # Cancelled, but still in the queue.
                 continue
             self.in_flight += 1
-            self._places.pop(ticket).set_result(None)
+            self._admitted.pop(ticket).set_result(None)
             self._waking = True
             asyncio.get_running_loop().call_soon(self._admit)
             return

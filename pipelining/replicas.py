@@ -1,4 +1,4 @@
-"""Choice among replicas of an engine, each with a prefix cache of its own."""
+"""Choice among replicas of an engine with separate prefix caches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ragorder.pipelining.reordering import CachedLengths
 
 __all__ = ["BestReplica", "ReplicaState"]
 
-# Prompts that are no difference in work yet.
+# Differences in work below this many prompts have little weight.
 _FEW = 8
-# Tokens that no longer count: a fleet that grows and shrinks names ever new replicas.
+# Replicas with fewer tokens are dropped, since a changing fleet always has new names.
 _NOTHING = 0.001
 
 K = TypeVar("K", bound=Hashable)
 
 
 class ReplicaState(NamedTuple):
-    """A request's predicted lengths on a replica, and the requests that this has in flight."""
+    """A request's predicted lengths on a replica, and the replica's requests in flight."""
 
     lengths: CachedLengths
     in_flight: int
@@ -30,11 +30,9 @@ class BestReplica(Generic[K]):
         best = BestReplica()
         best.choose({"a": ReplicaState(CachedLengths(900, 100), 3), "b": ReplicaState(CachedLengths(0, 1000), 1)})
 
-    Its load is `busy` for each request in flight beyond those of the least busy replica, and `worked` times the share
-    by which the tokens that it has computed lately exceed the mean, both with some prompts more. So replicas without
-    work fill their caches, too. Among equals the least busy, then the one that has computed least. A request counts
-    half after `half_life` further ones a replica. A replica that is not named is forgotten when its work no longer
-    counts. Not thread-safe.
+    The load is `busy` for each request in flight above the least busy replica, plus `worked` times the share by which
+    recently computed tokens exceed the mean, both with some prompts added. So idle replicas fill their caches, too. The
+    weight of a request halves after `half_life` further ones per replica. Not thread-safe.
     """
 
     def __init__(self, *, busy: float = 0.08, worked: float = 1.0, half_life: int = 64) -> None:
@@ -44,7 +42,7 @@ class BestReplica(Generic[K]):
         self._computed: dict[K, float] = {}
 
     def choose(self, replicas: Mapping[K, ReplicaState]) -> K:
-        """One of at least one replica, which computes the request. One that is not named may come back."""
+        """Return the replica that computes the request. Replicas that are left out may be given later."""
         decay = 0.5 ** (1 / (self._half_life * len(replicas)))
         decayed = {known: decay * tokens for known, tokens in self._computed.items()}
         computed = self._computed = {known: tokens for known, tokens in decayed.items() if tokens >= _NOTHING}

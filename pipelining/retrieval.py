@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ragorder.pipelining.servers import call
 
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedSearch
@@ -27,20 +28,14 @@ class Provisional(Generic[D]):
 
 
 Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
-"""Yields what was found for a question after each stage. The last stage is final."""
+"""Yields the documents found for a question after each stage. The last stage is final."""
 
 
 def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
-    """A retriever without stages; a function that is no coroutine runs in a thread."""
+    """Return a retrieval with one stage; a function that is not a coroutine runs in a thread."""
 
     async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
-        if inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(getattr(retrieve, "__call__", None)):  # noqa: B004
-            found: Any = await cast("Callable[[Q], Awaitable[Sequence[D]]]", retrieve)(question)
-        else:
-            found = await asyncio.to_thread(retrieve, question)
-            if inspect.isawaitable(found):
-                found = await found
-        yield Provisional(found, final=True)
+        yield Provisional(await call(retrieve, question), final=True)
 
     return search
 
@@ -48,16 +43,16 @@ def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]
 def staged_retrieval(
     search: StagedSearch, embed: Callable[[Q], Any], document: Callable[[int], D], *, top_k: int
 ) -> Retrieval[Q, D]:
-    """A vector search in stages (`StagedIVF`, `StagedHNSW`).
+    """Return a vector search in stages (`StagedIVF`, `StagedHNSW`).
 
-    `embed` makes a question's vector (or a row of one), `document` returns the document of an index id. Both and each
-    stage run in a thread; an abandoned search ends with its current stage. A search that others share
-    (`ContinuousIVF`) takes none.
+    `embed` returns a question's vector (or one row of them), `document` the document of an index id. Both and each
+    stage run in a thread, except for the stages of a shared search (`ContinuousIVF`). An abandoned search ends after
+    its current stage.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
         vector = await asyncio.to_thread(embed, question)
-        # Searches take rows of vectors.
+        # Searches expect rows of vectors.
         vector = vector[None] if getattr(vector, "ndim", 2) == 1 else vector
         async with aclosing(_stages(search, vector, top_k)) as found:
             async for stage in found:

@@ -1,4 +1,4 @@
-"""Speculative generation on provisional documents (RAGCache section 5.3), and its expected gain."""
+"""Speculative generation and its expected gain (RAGCache section 5.3)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A request sent ahead of need, in the place of its `admission`. `off_engine` is called when it is on the engine no
-    longer."""
+    """A speculative request. `off_engine` is called when it is no longer on the engine."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Speculation(Generic[R]):
         await asyncio.wait((self._task,))
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
-        """The chunks so far, and those to come. Closing early aborts the request."""
+        """Yield all chunks, those so far first. Closing early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
                 yield chunk
@@ -79,7 +78,7 @@ class Speculation(Generic[R]):
 
     async def _generate(self, engine: StreamingEngine[R], load: EngineLoad, admission: Admission) -> None:
         try:
-            # From here on it is counted as sent; in between nothing else runs.
+            # Sent requests are counted from here on; nothing else runs in between.
             admission.end()
             async with aclosing(counted(engine, self.request, load)) as stream:
                 async for chunk in stream:
@@ -87,7 +86,7 @@ class Speculation(Generic[R]):
         except asyncio.CancelledError:
             if self._task.cancelling():
                 raise
-            # Part of an answer would pass for the whole.
+            # Part of an answer must not count as the whole.
             self._error = RuntimeError("the engine cancelled the request")
         except Exception as error:
             self._error = error
@@ -100,16 +99,16 @@ class SpeculationGain:
 
         pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
 
-    On the right documents it saves the rest of the search, at most a prefill; on the wrong ones it may keep the engine
-    busy beyond the search, since an iteration is not aborted.
+    With the right documents it saves the rest of the search, at most a prefill. With wrong ones it may keep the engine
+    busy after the search, since an iteration is not aborted.
     """
 
     def __init__(self) -> None:
-        # For each stage: the share of searches in which it had the final documents, and the seconds left after it.
+        # For each stage: share of searches in which it had the final documents, and mean seconds left after it.
         self._stages: dict[int, tuple[RunningMean, RunningMean]] = {}
 
     def learn(self, stages: Sequence[tuple[bool, float]], numbers: Iterable[int] | None = None) -> None:
-        """Whether each stage was right, and the seconds left after it; `numbers` are those of the stages (default: from
+        """Learn whether each stage was right, and the seconds left after it. `numbers`: of the stages (default: from
         1)."""
         for number, seen in zip(count(1) if numbers is None else numbers, stages, strict=False):
             if number not in self._stages:
@@ -118,18 +117,18 @@ class SpeculationGain:
                 mean.add(value)
 
     def right(self, stage: int) -> float | None:
-        """Share of searches in which this stage was right; None before the first."""
+        """Return the share of searches in which this stage was right, or None before the first."""
         return self._stages[stage][0].value if stage in self._stages else None
 
     def gain_s(self, stage: int, wasted_s: float, saved_s: float) -> float | None:
-        """Seconds that a speculation after this stage saves on average, at most `saved_s`, less what a wrong one, which
-        takes `wasted_s`, costs beyond the search. None before the first search."""
+        """Return the mean seconds that a speculation after this stage saves, at most `saved_s`, less the time by which
+        a wrong one, of `wasted_s`, exceeds the search; None before the first search."""
         right, left_s = (mean.value for mean in self._stages.get(stage, (RunningMean(), RunningMean())))
         if right is None or left_s is None:
             return None
         return right * min(left_s, saved_s) - (1 - right) * max(0.0, wasted_s - left_s)
 
     def worthwhile(self, stage: int, prefill_s: float | None) -> bool:
-        """Whether a speculation after this stage (from 1) saves time on average; True before the first search."""
+        """Return whether a speculation after this stage (from 1) saves time on average; True without data."""
         gain_s = None if prefill_s is None else self.gain_s(stage, prefill_s, prefill_s)
         return gain_s is None or gain_s >= 0

@@ -21,7 +21,7 @@ class SyncPipeline(Generic[Q]):
         with SyncPipeline(make) as pipeline:
             print(pipeline.answer(question).text)
 
-    `make` is called on that thread: clients that belong to an event loop are made there.
+    `make` is called on that thread, so that clients of an event loop are created there.
     """
 
     def __init__(self, make: Callable[[], Pipeline[Q, Any, Any]]) -> None:

@@ -21,10 +21,10 @@ class Prefix(Protocol[Q_contra]):
     def scope(self, question: Q_contra, /) -> Hashable: ...
 
     def is_cached(self, question: Q_contra, /) -> bool:
-        """Whether the engine should hold it, compute it already, or be unable to keep a block of it."""
+        """Return whether the engine has it in its cache, is computing it, or cannot keep a block of it."""
 
     def prefill(self, question: Q_contra, /) -> Awaitable[None]:
-        """Cancelling aborts the request."""
+        """Prefill it. Cancelling aborts the request."""
 
 
 class Warming:
@@ -36,19 +36,18 @@ class Warming:
         self._users += 1
 
     def leave(self) -> None:
-        """A retrieval has ended. After the last one the warm-up is cancelled: the request computes the system prompt
-        itself."""
+        """End a retrieval. The last one cancels the warm-up: the request computes the system prompt itself."""
         self._users -= 1
         if not self._users:
             self._task.cancel()
 
 
 class WarmUp(Generic[Q]):
-    """Prefills a system prompt that is not cached: after a cold start, an eviction, a restart of the engine.
+    """Prefills a system prompt that is not cached: after a cold start, an eviction, or a restart of the engine.
 
         pipeline = Pipeline(retrieval, prompts, engine, warm_up=WarmUp(SystemPrefix(orderer, builder, engine)))
 
-    At most once at a time in a scope. Errors are not raised: the following request meets them itself.
+    At most one at a time per scope. Errors are not raised: the following request raises them itself.
     """
 
     def __init__(self, prefix: Prefix[Q]) -> None:
@@ -58,7 +57,8 @@ class WarmUp(Generic[Q]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, question: Q) -> Warming | None:
-        """The warm-up for this question (None: not needed). Call its `leave` when retrieval has ended."""
+        """Start or join the warm-up for a question; return None if it is not needed. The caller must call its `leave`
+        when retrieval has ended."""
         try:
             scope = self._prefix.scope(question)
             warming = self._warming.get(scope)
@@ -74,7 +74,7 @@ class WarmUp(Generic[Q]):
         task = asyncio.create_task(self._prefill(question))
         warming = self._warming[scope] = Warming(task)
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._forget(scope, done))
+        task.add_done_callback(lambda done: self._remove(scope, done))
         return warming
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class WarmUp(Generic[Q]):
         except Exception as error:
             _logger.debug("a warm-up failed: %s", type(error).__name__)
 
-    def _forget(self, scope: Hashable, task: asyncio.Task[None]) -> None:
+    def _remove(self, scope: Hashable, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         warming = self._warming.get(scope)
         if warming is not None and warming._task is task:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -21,10 +20,9 @@ from ragorder.pipelining.batching import (
     ServingPlacement,
     TrieKV,
 )
+from ragorder.pipelining.servers import observer_of
 
 __all__ = ["ordered_batches"]
-
-_logger = logging.getLogger("ragorder")
 
 # A request is ordered with regard to so many of those that follow it.
 _UPCOMING = 8
@@ -96,26 +94,10 @@ def ordered_batches(
         reliefs=reliefs,
         max_requests=max_requests,
         max_contexts=max_contexts,
-        observer=_all_of(observers) if observers else None,
+        observer=observer_of(observers, "batches") if observers else None,
     )
     return server
 
 
 def _upcoming(server: DecoupledServer[Question, Document, Any], question: Question) -> Sequence[Iterable[Document]]:
     return [documents for other, documents in server.contexts(_UPCOMING) if other.scope == question.scope]
-
-
-def _all_of(
-    observers: Sequence[Callable[[BatchEvent | RequestTrace], None]],
-) -> Callable[[BatchEvent | RequestTrace], None]:
-    left = list(observers)
-
-    def observe(observed: BatchEvent | RequestTrace) -> None:
-        for observer in tuple(left):
-            try:
-                observer(observed)
-            except Exception as error:
-                left.remove(observer)
-                _logger.warning("an observer of batches failed with %s and is left out", type(error).__name__)
-
-    return observe

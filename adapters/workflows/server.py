@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ragorder.adapters.openai.system_prefix import SystemPrefix
 from ragorder.adapters.workflows.prompts import WorkflowPrefix, WorkflowPrompts
 from ragorder.orderer import OrdererLike
 from ragorder.pipelining import StreamingEngine, WarmUp
+from ragorder.pipelining.servers import observer_of
 from ragorder.pipelining.workflow import NodeQuestion, WorkflowServer, WorkflowTrace
 from ragorder.pipelining.workflow.transformations import Prefetch, Transformation, all_transformations
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ragorder.pipelining import ContinuousIVF, StagedSearch
 
 __all__ = ["OrderedWorkflows", "ordered_workflows"]
-
-_logger = logging.getLogger("ragorder")
 
 
 class OrderedWorkflows(WorkflowServer[Document, PromptRequest]):
@@ -91,21 +89,7 @@ def ordered_workflows(
         max_waiting=max_waiting,
         max_generations=max_generations,
         window=window,
-        observer=_all_of(observers),
+        observer=observer_of(observers, "workflows"),
     )
     server.warm_up = warming
     return server
-
-
-def _all_of(observers: Sequence[Callable[[WorkflowTrace], None]]) -> Callable[[WorkflowTrace], None]:
-    left = list(observers)
-
-    def observe(trace: WorkflowTrace) -> None:
-        for observer in tuple(left):
-            try:
-                observer(trace)
-            except Exception as error:
-                left.remove(observer)
-                _logger.warning("an observer of workflows failed with %s and is left out", type(error).__name__)
-
-    return observe

@@ -1,1 +1,1 @@
-"""The commands that measure. `ragorder.cli.main` names them by strings, so that nothing else loads this package."""
+"""Commands that measure, imported by name from `ragorder.cli.main` when they are called."""

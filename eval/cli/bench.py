@@ -34,11 +34,12 @@ _DELAY_S = 0.05
         "workloads",
         multiple=True,
         metavar="NAME",
-        help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the "
-        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share this additional part, ranks shuffled), "
-        "ov0.0-kept to ov0.8-kept (the same, in their places), mix8 (eight streams at once), zipf10 (ten documents by "
-        "popularity), zipf10-X (popularity exponent X), geo (documents near a moving place), disjoint and unique (no "
-        "two neighbours, or no two requests, share a document); or pydocs. "
+        help="Synthetic trace: paper (RAGCache++'s: consecutive requests share documents at the same ranks), "
+        "paper-shuf (the same, with shuffled ranks), ov0.0 to ov0.8 (consecutive requests share this additional part, "
+        "ranks shuffled), ov0.0-kept to ov0.8-kept (the same, at the same ranks), mix8 (eight interleaved streams), "
+        "zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (documents near a moving "
+        "position), disjoint and unique (no two consecutive requests, or no two requests, share a document); or "
+        "pydocs. "
         "Repeatable. [default: paper-shuf]",
     ),
     option(
@@ -99,26 +100,24 @@ _DELAY_S = 0.05
         metavar="poisson:RATE|steps:RATE@TIME,…|FILE",
         help="poisson: RATE requests a second at random. steps: RATE requests a minute for TIME (20m; s, m or h), then "
         "the next; steps:4@20m,8@20m are 240 requests. FILE: the times of a trace, CSV with TIMESTAMP, ContextTokens "
-        "and GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. Steps and traces say "
-        "how many requests there are, a trace also how long the answers; a corpus with fewer questions starts again "
-        "from its first.",
+        "and GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. Steps and traces set "
+        "the number of requests, a trace also the lengths of answers; a corpus with fewer questions is repeated.",
     ),
     option(
         "--time-scale",
         type=float,
         metavar="X",
-        help="Play the steps or trace of --arrivals X times as fast. [default: 1]",
+        help="Play the steps or trace of --arrivals at X times the speed. [default: 1]",
     ),
     option(
         "--replicas",
         type=Count(1),
         metavar="N",
-        help="Each arrival of the trace stands for N requests, spread at random over the time to the next. "
-        "[default: 1]",
+        help="Replace each arrival of the trace by N requests at random times before the next arrival. [default: 1]",
     ),
     arrival_rates(
-        "sim: uncached prompt tokens that the model computes a second, one request after another. [default: 20000]",
-        "sim: answer tokens that the model generates a second for each request. [default: 50]",
+        "sim: uncached prompt tokens a second, computed for one request at a time. [default: 20000]",
+        "sim: answer tokens a second, generated for each request. [default: 50]",
     ),
 )
 @section(
@@ -126,17 +125,17 @@ _DELAY_S = 0.05
     option(
         "--pipeline",
         type=Choice(["none", "warmup", "speculative"]),
-        help="Every request retrieves first, and the time to the first token counts from the question. Compare 'none' "
-        "with a warm-up of the system prompt during retrieval, or with warm-up and speculation. Retrieval has 4 "
-        "stages; the result becomes final after a stage drawn uniformly at random; the result of the stage before "
-        "differs in its last document, earlier results in the last two.",
+        help="Retrieve before every request, and measure time to first token from the question. Compares 'none' with "
+        "a warm-up of the system prompt during retrieval, or with warm-up and speculation. Retrieval has 4 stages; the "
+        "result is final after a stage drawn uniformly at random; one stage before, its last document differs, and "
+        "earlier its last two.",
     ),
     option(
         "--retrieval-delay",
         "delay_s",
         type=Duration(unit="ms"),
         metavar="TIME",
-        help="With --pipeline: duration of a retrieval, such as 50ms; a plain number is in milliseconds. "
+        help="Duration of a retrieval with --pipeline, such as 50ms; a plain number is in milliseconds. "
         "[default: 50ms]",
     ),
 )
@@ -165,14 +164,14 @@ def bench(
 ) -> None:
     """Compare ordering policies on a trace of requests.
 
-    The policies alternate, request by request, each on a fresh engine, and their cached tokens are compared. Policy
+    The policies alternate with each request, each on its own new engine, and their cached tokens are compared. Policy
     earned is ragorder's default.
 
-    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as well.
+    The simulated engine counts cached tokens exactly and has no clock; the others also measure time to first token.
     With --concurrency or --arrivals a second table shows each tenth of the run.
 
-    In the table, "moved" is the mean distance of a document from its retrieval rank, in places; "predicted" is the
-    share of requests whose cached tokens were predicted to within one block.
+    In the table, "moved" is the mean distance of a document from its retrieval rank; "predicted" is the share of
+    requests whose cached tokens were predicted to within one block.
     """
     from ragorder.eval.data.arrivals import Arrivals
     from ragorder.eval.data.corpora import PYDOCS, CorpusError
@@ -191,15 +190,15 @@ def bench(
     if not workloads and not corpora:
         workloads = ("paper-shuf",)
     if not corpora and PYDOCS not in workloads and (retriever != "run" or options.get("order", "data") != "data"):
-        raise click.UsageError("--retriever and --order are about a corpus: give --corpus, or --workload pydocs")
+        raise click.UsageError("--retriever and --order need a corpus: give --corpus, or --workload pydocs")
     if arrivals is None and (time_scale, replicas) != (None, None):
-        raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
+        raise click.UsageError("--time-scale and --replicas need a trace: give --arrivals FILE")
     if pipeline is None and delay_s is not None:
-        raise click.UsageError("--retrieval-delay is how long a request retrieves: give --pipeline")
+        raise click.UsageError("--retrieval-delay needs --pipeline")
     modelled = options.get("engine", "sim") == "sim" and (arrivals or "concurrency" in options)
     if (prefill_rate or decode_rate) and not modelled:
         raise click.UsageError(
-            "--prefill-rate and --decode-rate model the simulated engine under load: "
+            "--prefill-rate and --decode-rate are for the simulated engine under load: "
             "give --engine sim and --concurrency or --arrivals"
         )
     scaling = {"time_scale": time_scale, "replicas": replicas}

@@ -21,7 +21,7 @@ __all__ = ["demo"]
     default="torch",
     show_default=True,
     help="torch: ragorder's embedded engine; vllm: real vLLM in this process; sim: a simulated cache, without answers "
-    "and times.",
+    "or times.",
 )
 @options_from(
     Bench,
@@ -34,7 +34,7 @@ def demo(engine: EngineName, model: Path | None, limit: int | None, waiting: int
     """Answer questions about Python with and without ordering.
 
     A small real model (SmolLM2-135M-Instruct) answers each question twice, from documents in retrieval order and in
-    ragorder's order, on two equal engines, which alternate in being first.
+    ragorder's order, on two equal engines that take turns in being first.
     """
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.report.demo import run_demo

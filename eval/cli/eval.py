@@ -29,12 +29,12 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 @click.group(cls=CommandGroup, context_settings=_HELP)
 def eval() -> None:
-    """Run the evaluation's tables and figures, and report on them."""
+    """Measure the evaluation's tables and figures, and report on them."""
 
 
 @eval.command(context_settings=_HELP)
 def schema() -> None:
-    """The JSON schema of a line of results.jsonl."""
+    """Print the JSON schema of a line of results.jsonl."""
     import json
 
     from ragorder.eval.running.record import json_schema
@@ -45,7 +45,7 @@ def schema() -> None:
 
 @eval.command(name="list", context_settings=_HELP)
 def list_suites() -> None:
-    """List the suites, each a table or figure: the papers', then ours."""
+    """List the suites, one for each table or figure: those of the papers, then ours."""
     from rich.console import Console
 
     from ragorder.eval.report.tables import Entry, Table
@@ -57,7 +57,7 @@ def list_suites() -> None:
     except SuiteError as error:
         raise click.ClickException(str(error)) from None
     table = Table("", ["suite", "what it shows", "source", "cells", "policies"], labels=3)
-    table.note = "paper: all of the papers'; ours: the others; all: both, without those that run by name only"
+    table.note = 'paper: suites of the papers; ours: the others; all: both, without suites marked "by name only"'
     for suite in suites.values():
         numbers = ["", ""] if suite.needs else [str(len(suite.points)), str(len(suite.policies))]
         note = f"needs {suite.needs}" if suite.needs else "" if suite.grouped else "by name only"
@@ -76,7 +76,7 @@ def list_suites() -> None:
         type=click.Path(path_type=Path, file_okay=False),
         required=True,
         metavar="DIR",
-        help="Folder of results.jsonl. Results that it holds already are not run again.",
+        help="Folder of results.jsonl. Runs with results in it are not repeated.",
     ),
     options_from(Options, "dry_run", dry_run=_FLAG),
 )
@@ -106,7 +106,7 @@ def run(
     folder: Path,
     **options: Any,
 ) -> None:
-    """Run suites and keep every request's figures.
+    """Run suites and store the figures of every request.
 
     A SUITE is a name, paper, ours, all, or a TOML file. Policies alternate, request by request, each on a fresh engine.
     After an interruption the same command resumes.
@@ -136,21 +136,21 @@ def run(
             for suite in chosen:
                 if suite.kind not in ("serve", "quality"):
                     cells = f"{len(suite.points)} cells x {len(wanted.seeds)} seeds"
-                    click.echo(f"{suite.name}: {cells} ({suite.kind}), less what is in {folder} already")
+                    click.echo(f"{suite.name}: {cells} ({suite.kind}), without results in {folder}")
             chosen = [suite for suite in chosen if suite.kind == "quality"]
             if not chosen:
                 return
         with Store(folder) as store, progress_bar() as progress:
             outcome = run_suites(chosen, wanted, store, progress)
     except KeyboardInterrupt:
-        click.echo("interrupted: the same command goes on from here", err=True)
+        click.echo("interrupted: the same command continues from here", err=True)
         raise click.exceptions.Exit(130) from None
     except (CorpusError, EngineError, HarnessError, StoreError, SuiteError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None
     parts = [f"{outcome.runs} runs served"]
-    parts += [f"{outcome.copied} taken from another suite that measured the same"] * bool(outcome.copied)
+    parts += [f"{outcome.copied} copied from another suite with the same runs"] * bool(outcome.copied)
     parts += [f"{outcome.quality} lines about quality"] * bool(outcome.quality)
-    parts += [f"{outcome.unavailable} not to be had (the reasons are in the results)"] * bool(outcome.unavailable)
+    parts += [f"{outcome.unavailable} unavailable (the reasons are in the results)"] * bool(outcome.unavailable)
     click.echo(f"{folder}: {', '.join(parts)}")
     if _is_terminal():
         _say_headline(folder)
@@ -162,7 +162,7 @@ def _is_terminal() -> bool:
 
 
 def _say_headline(folder: Path) -> None:
-    """What was found, for a reader who waits; without the extra that compares, nothing."""
+    """Print the main results, unless the extra for comparisons is missing."""
     from rich.console import Console
     from rich.text import Text
 
@@ -206,7 +206,7 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
         counts[job.suite.name][2] += len(job.policies)
     for missing in plan.missing:
         counts[missing.suite][3] += 1
-    table = Table("", ["suite", "runs to serve", "requests", "measured in another", "not to be had"])
+    table = Table("", ["suite", "runs to serve", "requests", "measured in another", "unavailable"])
     table.note = "\n".join(dict.fromkeys(missing.reason for missing in plan.missing))
     for name, numbers in counts.items():
         table.add(name, *(f"{number:,}" for number in numbers))

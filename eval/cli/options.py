@@ -1,4 +1,4 @@
-"""Options that the measuring commands share."""
+"""Shared options of commands that measure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Integers(ParamType[list[int]]):
-    """Whole numbers with commas between them."""
+    """Whole numbers, separated by commas."""
 
     name = "integers"
 
@@ -52,11 +52,11 @@ class Integers(ParamType[list[int]]):
         try:
             return [int(part) if part.lstrip("+-").isdecimal() else parse_count(part) for part in value.split(",")]
         except ValueError:
-            self.fail(f"{value!r}: give integers with commas between them, such as 0,1,2", param, ctx)
+            self.fail(f"{value!r}: give integers separated by commas, such as 0,1,2", param, ctx)
 
 
 class Shares(ParamType[list[float]]):
-    """Shares from 0 to 1 with commas between them."""
+    """Shares from 0 to 1, separated by commas."""
 
     name = "shares"
 
@@ -68,12 +68,12 @@ class Shares(ParamType[list[float]]):
         except ValueError:
             shares = []
         if not shares or not all(0 <= share <= 1 for share in shares):
-            self.fail(f"{value!r}: give shares from 0 to 1 with commas between them, such as 0,.05,.15", param, ctx)
+            self.fail(f"{value!r}: give shares from 0 to 1 separated by commas, such as 0,.05,.15", param, ctx)
         return shares
 
 
 class CapacityType(ParamType[Any]):
-    """A size of a cache, as `Capacity.parse` reads it."""
+    """A cache size, read by `Capacity.parse`."""
 
     name = "tokens|percent|unlimited"
 
@@ -91,7 +91,7 @@ CAPACITY: dict[str, Any] = {
 }
 MODEL_FOLDER: dict[str, Any] = {"type": Model(), "metavar": Model.name}
 SEEDS: dict[str, Any] = {"type": Integers(), "metavar": "N,..."}
-"""Attributes of options whose fields say less than the option."""
+"""Attributes of options that their fields do not have."""
 
 embedding_model = option(
     "--embedding-model", metavar="NAME", help="sentence-transformers model of the dense retriever."
@@ -99,7 +99,7 @@ embedding_model = option(
 
 
 def served_by(spec: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
-    """Options of the engine from a specification, --served-model and --api-key among them."""
+    """Return the engine's options of a specification, and --api-key."""
     attributes: dict[str, dict[str, Any]] = {
         "model": MODEL_FOLDER,
         "base_url": {"metavar": "URL"},
@@ -113,7 +113,6 @@ def served_by(spec: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> 
 
 
 def arrival_rates(prefill: str, decode: str) -> Decorator:
-    """--prefill-rate and --decode-rate."""
     return together(
         option("--prefill-rate", type=Rate(), metavar="TOKENS/S", help=prefill),
         option("--decode-rate", type=Rate(), metavar="TOKENS/S", help=decode),
@@ -124,7 +123,7 @@ events_options = section("KV events of the server (--engine openai)", kv_events(
 
 
 def events_of(options: dict[str, Any]) -> EventsAddress | None:
-    """Takes the options of `events_options` out of all."""
+    """Remove the options of `events_options` and return their address."""
     address = events_address(*(options.pop(name) for name in ("events_endpoint", "replay_endpoint", "events_topic")))
     return None if address is None else EventsAddress(*address)
 
@@ -133,7 +132,7 @@ def write_json(value: Any, output: IO[str] | None) -> None:
     if output is not None:
         json.dump(value, output, indent=1)
         output.write("\n")
-        output.flush()  # click closes the file without a word if the disk is full
+        output.flush()  # click ignores a full disk when it closes the file
 
 
 def to_stdout(output: IO[str] | None) -> bool:

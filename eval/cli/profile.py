@@ -40,7 +40,7 @@ __all__ = ["profile"]
         model={
             "type": Model(exists=True),
             "help": "Model of the server that is started",
-            "default": "random weights, made on the spot",
+            "default": "random weights",
         },
         block_size={"default": "the server's /metrics; 32 for a server that is started"},
     ),
@@ -51,14 +51,14 @@ __all__ = ["profile"]
         "--cached",
         type=Integers(),
         metavar="TOKENS,...",
-        help="Numbers of cached tokens, rounded down to whole blocks. [default: 0, and a series up to half of a "
-        "prompt]",
+        help="Cached tokens of the prompts, rounded down to whole blocks. [default: 0, and a series up to half "
+        "of a prompt]",
     ),
     option(
         "--new",
         type=Integers(),
         metavar="TOKENS,...",
-        help="Numbers of computed tokens. [default: a series up to half of a prompt]",
+        help="New tokens of the prompts. [default: a series up to half of a prompt]",
     ),
     option(
         "--repeats",
@@ -82,8 +82,8 @@ __all__ = ["profile"]
     option(
         "--loads",
         is_flag=True,
-        help="With --base-url of a vLLM with ragorder's tiers: also measure the time to load a token from host memory, "
-        "and from disk.",
+        help="Also measure the time to load a token from host memory and from disk. Needs the --base-url of a "
+        "vLLM with ragorder's tiers.",
     ),
     option(
         "--loads-limit",
@@ -91,7 +91,7 @@ __all__ = ["profile"]
         default="10m",
         show_default=True,
         metavar="TIME",
-        help="Stop measuring after this time, and use what was measured until then.",
+        help="Stop measuring after this time, and use the measurements so far.",
     ),
 )
 @placement_options()
@@ -121,21 +121,19 @@ def profile(
 ) -> None:
     """Measure how long a prefill takes on an engine.
 
-    Times are measured by the number of cached tokens and of new tokens in the prompt; the replacement policy PGDSF
-    weighs documents by them. For each cell a prefix of random tokens is sent first, so that it is cached, and then
-    again with new tokens after it; the server's answer says whether the prefix was cached. Times that fall although
-    tokens are added are noise: they are smoothed, and the report shows by how much. It takes minutes.
+    Times are measured by cached and new tokens of the prompt; the replacement policy PGDSF weighs documents by them.
+    For each cell a prefix of random tokens is sent first, so that it is cached, and then again with new tokens after
+    it; the server reports whether the prefix was cached. Times that fall when tokens are added are noise: they are
+    smoothed, and the report shows by how much. A profile takes minutes.
 
-    Load times are measured with prompts that fill the device, and the host, until they have evicted an earlier one.
+    Load times are measured with prompts that fill device and host memory until an earlier prompt has been evicted.
 
-    With --placement: times of generation and retrieval by what is resident, from which `ragorder doctor --memory
-    --profile` plans the placement of a model and an index.
+    With --placement, times of generation and retrieval are measured by resident layers and partitions; `ragorder
+    doctor --memory --profile` then plans the placement of a model and an index.
     """
     if placement:
         if base_url is not None or loads or cached is not None or new is not None:
-            raise click.UsageError(
-                "--placement runs an engine of its own: leave out --base-url, --loads, --cached and --new"
-            )
+            raise click.UsageError("--placement runs its own engine: leave out --base-url, --loads, --cached and --new")
         _check_writable(output)
         return profile_placement(model, output, repeats, seed, of_placement)
     if lonely := [name for name in PLACEMENT_OPTIONS if of_placement[name] is not None]:

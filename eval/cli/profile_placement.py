@@ -1,4 +1,4 @@
-"""The part of `ragorder profile` that measures placements: `--placement`."""
+"""Option `--placement` of `ragorder profile`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACEMENT_OPTIONS = (
     "prompt_tokens",
     "answer_tokens",
 )
-"""Parameters that are of no use without `--placement`."""
+"""Parameters that require `--placement`."""
 
 
 def placement_options() -> Decorator:
@@ -35,39 +35,39 @@ def placement_options() -> Decorator:
         option(
             "--placement",
             is_flag=True,
-            help="Instead of prefill times, measure what a placement is planned from (RAGDoll): batches of the --model "
-            "on the embedded engine by resident layers, searches of --index by resident partitions. What an "
-            "interrupted run has measured is kept beside the output, and a second run goes on.",
+            help="Measure the costs of placements (RAGDoll) instead of prefill times: batches of the --model on the "
+            "embedded engine by resident layers, searches of --index by resident partitions. An interrupted run "
+            "keeps its measurements next to the output, and the next run continues.",
         ),
         option(
             "--index",
             type=click.Path(path_type=Path, dir_okay=False, exists=True),
             metavar="FILE",
-            help="An IVF index written by FAISS. [default: generation alone]",
+            help="An IVF index written by FAISS. [default: no index, only generation]",
         ),
         option("--batches", type=Integers(), metavar="N,...", help="Requests of a batch. [default: 1,4,16,64]"),
         option(
             "--device-layers",
             type=Integers(),
             metavar="N,...",
-            help="Layers that stay on the device. [default: five numbers, from none to all]",
+            help="Layers on the device. [default: five numbers, from none to all]",
         ),
         option("--partitions", type=Count(1), metavar="N", help="Parts of the index. [default: 32]"),
         option(
             "--resident",
             type=Integers(),
             metavar="N,...",
-            help="Partitions that stay in memory. [default: five numbers, from none to all]",
+            help="Partitions in memory. [default: five numbers, from none to all]",
         ),
-        option("--device-bytes", type=Size(1), metavar="SIZE", help="Memory of the device. [default: what is free]"),
-        option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory. [default: what is free]"),
+        option("--device-bytes", type=Size(1), metavar="SIZE", help="Memory of the device. [default: free memory]"),
+        option("--host-bytes", type=Size(0), metavar="SIZE", help="Host memory. [default: free memory]"),
         option("--prompt-tokens", type=Count(1), metavar="N", help="Tokens of a prompt. [default: 2048]"),
         option("--answer-tokens", type=Count(1), metavar="N", help="Tokens of an answer. [default: 128]"),
     )
 
 
 def profile_placement(model: Path | None, output: Path, repeats: int, seed: int, given: dict[str, Any]) -> None:
-    """Measure, and write the profile. `given`: values of PLACEMENT_OPTIONS, or None."""
+    """Measure and write the profile. `given`: values of PLACEMENT_OPTIONS, or None."""
     from ragorder.adapters.doctor.memory import choose_budgets
     from ragorder.eval.experiments.profiling.placement import Journal, PlacementGrid, measure_placement
     from ragorder.eval.experiments.profiling.placement_engine import PlacedSystem
@@ -76,9 +76,9 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
     from ragorder.pipelining.placement.profile import PlacementProfile
 
     if model is None:
-        raise click.UsageError("--placement measures a model: give --model, its folder")
+        raise click.UsageError("--placement needs a model: give --model, its folder")
     if given["index"] is None and (lonely := [name for name in ("partitions", "resident") if given[name] is not None]):
-        raise click.UsageError(f"--{lonely[0]} is of an index: give --index")
+        raise click.UsageError(f"--{lonely[0]} needs an index: give --index")
     tokens = {name: given[name] for name in ("prompt_tokens", "answer_tokens") if given[name] is not None}
     workload = Workload(**tokens)
     batches = given["batches"] or [1, 4, 16, 64]
@@ -115,7 +115,7 @@ def profile_placement(model: Path | None, output: Path, repeats: int, seed: int,
             }
             journal = Journal(part, identity)
             if len(journal):
-                notes.print(Text(f"{part}: {len(journal)} times are there already", "yellow"))
+                notes.print(Text(f"{part}: {len(journal)} times have been measured before", "yellow"))
             with progress_bar() as progress:
                 left_out = measure_placement(system, grid, journal, seed=seed, progress=progress)
             for note in left_out:

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: a bar in a terminal, lines elsewhere."""
+"""Progress bar of long work, or lines without a terminal, on standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 __all__ = ["QUIET_S", "progress_bar"]
 
 QUIET_S = 2.0
-"""For commands that are often over sooner, and then need no lines about their progress."""
+"""Time before the first line, for commands that are often shorter."""
 
 Announce = Callable[[str, int], Callable[[], None]]
 
@@ -23,8 +23,8 @@ Announce = Callable[[str, int], Callable[[], None]]
 def progress_bar(*, quiet_s: float = 0.0, every_s: float = 10.0) -> Iterator[Announce]:
     """Yield a function that announces work (description, steps) and returns a callback for each finished step.
 
-    Without a terminal the present work is printed on a line when it begins, every `every_s` and at the end; of work
-    that is over within `quiet_s` nothing is printed.
+    Without a terminal, a line is printed when work begins, every `every_s` and at the end; nothing for work shorter
+    than `quiet_s`.
     """
     console = Console(stderr=True)
     if not console.is_interactive:

@@ -69,8 +69,8 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
     option(
         "--places",
         is_flag=True,
-        help="Ask instead with the best document at each place, the others as ranked, and recommend a setting "
-        "for your model: five answers a question, 600 with the sample.",
+        help="Ask with the best document at each position instead, the others as ranked, and recommend a setting "
+        "for your model: five answers for each question, 600 with the sample.",
     ),
 )
 @section(
@@ -79,9 +79,9 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
         "--fusion",
         type=Shares(),
         metavar="SHARE,...",
-        help="Answer in each order also with documents' KV that was computed alone, and these shares of it "
-        "recomputed, such as 0,.05,.15 (see docs/fusion.md); requires --engine torch. Without --policy in retrieval "
-        "order only.",
+        help="Answer in each order also with KV computed for each document alone, with these shares "
+        "recomputed, such as 0,.05,.15 (see docs/fusion.md); requires --engine torch. Without --policy only in "
+        "retrieval order.",
     ),
     option(
         "--select",
@@ -110,8 +110,8 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
     option(
         "--dry-run",
         is_flag=True,
-        help="Check data, orders, prompts and scores without a model, with the accepted answer (100) and with no "
-        "answer (0).",
+        help="Check data, orders, prompts and scores without a model: the accepted answer must score 100, an "
+        "empty one 0.",
     ),
     option(
         "-o",
@@ -119,8 +119,7 @@ _DATA = {"type": click.Path(exists=True, path_type=Path), "metavar": "FILE|FOLDE
         type=click.Path(file_okay=False, path_type=Path),
         required=True,
         metavar="DIR",
-        help="Folder of the results: DIR/results.jsonl is appended to, and questions that it has already are not "
-        "repeated.",
+        help="Folder of the results. New lines are appended to DIR/results.jsonl; questions in it are not repeated.",
     ),
 )
 def quality(
@@ -136,12 +135,11 @@ def quality(
 ) -> None:
     """Measure whether the order of the documents changes the answers.
 
-    Each question of DATASET is answered greedily once in each order; exact match and F1, scored as in the official
+    Each question of DATASET is answered greedily once in each order. Exact match and F1, scored as in the official
     scripts, and whether the answer contains an accepted one, are compared question by question. DATASET corpus, the
-    default, is a folder of your own (--data) or a sample, whose documents stand as retrieved: where the one that
-    answers is not among them, the question counts all the same. The first line of the answer counts, without a label
-    ("Answer:") and without the thoughts of a reasoning model. With a model that is not capable, the result says that
-    quality was not measured.
+    default, is your own folder (--data) or a sample, with documents as retrieved; a question counts even if none of
+    them answers it. Only the first line of the answer counts, without a label ("Answer:") and without the thoughts of a
+    reasoning model. If the model is not capable enough, the result says that quality was not measured.
     """
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.retrieval import make_retriever
@@ -163,7 +161,7 @@ def quality(
     from ragorder.eval.running.store import Store, StoreError
 
     if places and (orders or fusion):
-        raise click.UsageError("--places has orders of its own: leave --policy and --fusion out")
+        raise click.UsageError("--places uses its own orders: leave out --policy and --fusion")
     if select is not None and fusion is None:
         raise click.UsageError("--select requires --fusion")
     if embedding_model and retriever != "dense":
@@ -208,7 +206,7 @@ def quality(
     ) as error:
         raise click.ClickException(str(error)) from None
     if not lines:
-        click.echo(f"{output} holds all of these orders already: nothing was asked")
+        click.echo(f"{output} already has results for all of these orders: nothing was asked")
     print_quality(lines, checks)
 
 

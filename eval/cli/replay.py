@@ -30,14 +30,14 @@ _PROCESSES_FROM = 5_000
     option(
         "--example",
         is_flag=True,
-        help="Replay a sample log in the place of LOG: 400 made-up requests of two tenants.",
+        help="Replay a sample log instead of LOG: 400 invented requests of two tenants.",
     ),
     option(
         "--format",
         type=Choice([*FORMATS]),
         default="ragorder",
         show_default=True,
-        help="What wrote LOG: an application of yours (below), Mooncake's traces, or an export of Langfuse's "
+        help="Source of LOG: your application (below), Mooncake's traces, or an export of Langfuse's "
         "observations, LangSmith's runs, OpenTelemetry's traces (OTLP JSON lines; OpenInference or GenAI) or LiteLLM's "
         "spend logs.",
     ),
@@ -61,7 +61,7 @@ _PROCESSES_FROM = 5_000
         "--sweep/--no-sweep",
         default=True,
         show_default=True,
-        help="Also caches of 5, 10, 25, 50 and 100 % of the length of all distinct documents, and an unlimited one.",
+        help="Also replay caches of 5, 10, 25, 50 and 100 % of the length of all documents, and an unlimited one.",
     ),
     options_from(
         Bench,
@@ -74,15 +74,15 @@ _PROCESSES_FROM = 5_000
     ),
     arrival_rates(
         "Replay at the recorded times, on an engine that prefills this many uncached tokens a second, one request "
-        "after another; also gives the saving in seconds. [default: 20000 with --decode-rate]",
-        "Replay at the recorded times, on an engine that decodes this many tokens a second for each request, side by "
-        "side. [default: 50 with --prefill-rate]",
+        "at a time; also report the saving in seconds. [default: 20000 with --decode-rate]",
+        "Replay at the recorded times, on an engine that decodes this many tokens a second for each "
+        "concurrent request. [default: 50 with --prefill-rate]",
     ),
     option(
         "--processes",
         type=Count(1),
         metavar="N",
-        help="Policies and capacities replayed at the same time. [default: one for each core; 1 for a small log]",
+        help="Number of processes. [default: one for each core; 1 for a small log]",
     ),
 )
 @section("Lengths that the log does not give", options_from(DefaultLengths, *DefaultLengths.model_fields))
@@ -93,7 +93,7 @@ _PROCESSES_FROM = 5_000
         "output",
         type=StreamFile("w", encoding="utf-8", lazy=False),
         metavar="FILE|-",
-        help="Write everything as JSON; with - the tables go to standard error.",
+        help="Write all results as JSON; with - the tables go to standard error.",
     ),
     option(
         "--plot",
@@ -121,8 +121,8 @@ def replay(
 ) -> None:
     """Replay a log of past requests on a simulated cache.
 
-    Would ordering help? The report gives the cached tokens by policy and by capacity, exact to the block, what that
-    saves, and why. No engine, model or text is needed, and with --example no log.
+    Would ordering help? The report shows cached tokens by policy and capacity, exact to the block, the saving, and its
+    causes. No engine, model or text is needed, and with --example no log.
 
     LOG (or - for standard input) holds JSON lines, plain or gzipped. An application writes one after each retrieval:
 
@@ -133,18 +133,18 @@ def replay(
       log.write(json.dumps(line) + "\\n")
 
     "time" is in seconds, from any origin, or ISO 8601; lines may be out of order. "documents" are ids, best first, or
-    objects {"id", "tokens"}; without "tokens" an object's "text" gives its length. Only "time" and "documents" must be
-    there. "tokens" may also be one number for all documents; the same id with another text or length is another
-    document. "tenant": tenants share the cache, but none of its blocks. Also known are "prefix_tokens", "suffix_tokens"
-    and "output_tokens", as in the options below, and "prompt_tokens" in place of "suffix_tokens". Other fields are
-    ignored, with one warning. `ragorder order` and `ragorder plan` read the same lines.
+    objects {"id", "tokens"}; without "tokens" the length is that of "text". Only "time" and "documents" are required.
+    "tokens" may also be one number for all documents; the same id with another text or length is another document.
+    "tenant": tenants share the cache, but none of its blocks. Optional fields are "prefix_tokens", "suffix_tokens" and
+    "output_tokens", as in the options below, and "prompt_tokens" instead of "suffix_tokens". Other fields are ignored,
+    with one warning. `ragorder order` and `ragorder plan` read the same lines.
 
-    In exports (--format) each retrieval with documents is a request; all other lines are passed over. A document is
-    known by its id or, without one, by its text, from which its length is estimated.
+    In exports (--format) each retrieval with documents is a request; other lines are skipped. A document is identified
+    by its id or, without one, by its text, from which its length is estimated.
 
     Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they arrive at their
     recorded times at a simulated engine: prompts are prefilled one after another, answers are decoded concurrently, and
-    requests in flight hold their blocks. Settings of the orderer in the environment apply: RAGORDER_KEEP_FIRST=2 shows
+    requests in flight keep their blocks. Settings of the orderer in the environment apply: RAGORDER_KEEP_FIRST=2 shows
     the cost of that guard.
     """
     from ragorder.eval.engines.capacity import Capacity
@@ -156,11 +156,11 @@ def replay(
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
         raise click.UsageError(
-            "--plot draws a PNG: give FILE.png in a folder that can be written to; a page is made by --json FILE, and "
-            "then ragorder report FILE --html PAGE"
+            "--plot draws a PNG: give FILE.png in a writable folder; for a page use --json FILE, then "
+            "ragorder report FILE --html PAGE"
         )
     if example and (log is not None or format != "ragorder"):
-        raise click.UsageError("--example is a log of its own: leave LOG and --format out")
+        raise click.UsageError("--example replays its own log: leave out LOG and --format")
     if log is None and not example:
         raise click.UsageError("LOG is missing: name a file, - for standard input, or give --example for a sample log")
     source: IO[bytes] | Path = log or EXAMPLE_LOG

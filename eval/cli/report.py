@@ -30,29 +30,29 @@ _EXPECTED = (
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the report as a page: one file that needs no network.",
+    help="Write the report as an HTML page in one file that needs no network.",
 )
 @option(
     "--markdown",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     metavar="FILE|-",
-    help="Write the report in Markdown; with - on standard output.",
+    help="Write the report in Markdown, to standard output with -.",
 )
 @option(
     "--pictures",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Write the pictures of the page as SVG files into this folder.",
+    help="Write the pictures of the page into this folder, as SVG.",
 )
-@option("--title", metavar="TEXT", help="Title of the report. [default: the titles of what was measured]")
+@option("--title", metavar="TEXT", help="Title of the report. [default: the titles of the suites]")
 def report(
     paths: tuple[Path, ...], page: Path | None, markdown: Path | None, pictures: Path | None, title: str | None
 ) -> None:
     """Report on results: what ordering saves.
 
     PATH is a folder or a results.jsonl of `ragorder eval run` or `ragorder eval quality`, or the JSON of `ragorder
-    bench --json` or `ragorder replay --json`; several are reported on together. The report begins with what ordering
-    saves, with its 95 % interval. Without --html, --markdown and --pictures it is printed.
+    bench --json` or `ragorder replay --json`; several are combined in one report. The report begins with the saving by
+    ordering, with its 95 % interval. Without --html, --markdown and --pictures it is printed.
     """
     _write(_made(paths, title), page, markdown, pictures)
 
@@ -64,7 +64,7 @@ def report(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.html",
-    help="The page: one file that needs no network. [default: DIR/report.html]",
+    help="HTML page, one file that needs no network. [default: DIR/report.html]",
 )
 @option(
     "--md",
@@ -73,7 +73,7 @@ def report(
     metavar="[FILE]",
     is_flag=False,
     flag_value=Path("-"),
-    help="Also the same tables in Markdown; without a file, or with -, on standard output.",
+    help="Also write the tables in Markdown, to standard output without a file or with -.",
 )
 def eval_report(folder: Path, output: Path | None, markdown: Path | None) -> None:
     """Report on the results in a folder: `ragorder report DIR --html DIR/report.html`."""
@@ -95,9 +95,9 @@ def _made(paths: tuple[Path, ...] | list[Path], title: str | None = None) -> Rep
 
 
 def _section(path: Path) -> Section | None:
-    """The section on a JSON file, told by its content; None for results of suites.
+    """Return the section for a JSON file by its content, or None for results of suites.
 
-    Raises ResultsError for another file, OSError.
+    Raises OSError, and ResultsError for another file.
     """
     from ragorder.eval.experiments.pipelining.section import is_pipelines, pipelines_section
     from ragorder.eval.replay.tables import is_replay, replay_section
@@ -119,7 +119,7 @@ def _section(path: Path) -> Section | None:
     for known, section in readers:
         if known(value):
             return section(path, value)
-    raise ResultsError(f"{path} holds no results that a report can be made of: {_EXPECTED}")
+    raise ResultsError(f"{path} has no results for a report: {_EXPECTED}")
 
 
 def _write(made: Report, page: Path | None, markdown: Path | None, pictures: Path | None = None) -> None:

@@ -17,7 +17,7 @@ __all__ = ["workflow"]
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def workflow() -> None:
-    """Look into workflows of searches and generations."""
+    """Inspect workflows of searches and generations."""
 
 
 @workflow.command(cls=Command)
@@ -26,7 +26,7 @@ def workflow() -> None:
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help=f"Draw the wavefront, one row a request, into a file that ends in {', '.join(FORMATS)}.",
+    help=f"Draw the wavefront, one row for each request, into a file with the ending {', '.join(FORMATS)}.",
 )
 @option(
     "--requests",
@@ -43,13 +43,13 @@ def workflow() -> None:
     default=1,
     show_default=True,
     metavar="N",
-    help="The first request to draw, in the order of their starts.",
+    help="First request to draw, in the order of their starts.",
 )
 @option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
 def trace(traces: Path, plot: Path | None, limit: int, first: int, as_json: bool) -> None:
-    """Show when the pieces of workflows ran, and what became of those begun ahead of need.
+    """Show when the nodes of workflows ran, and how many speculative runs were used.
 
-    TRACE.jsonl has a line for each request, as a TraceLog writes them. It holds no texts.
+    TRACE.jsonl has a line for each request, as written by a TraceLog. It has no texts.
     """
     try:
         requests = read_traces(traces)

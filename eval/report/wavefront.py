@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
-from ragorder.eval.report.workflow_traces import Piece, TracedRequest
+from ragorder.eval.report.workflow_traces import TracedRequest, WorkItem
 
 __all__ = ["FORMATS", "draw_wavefront"]
 
@@ -64,7 +64,7 @@ def _paint(axes: Any, requests: Sequence[TracedRequest], first: int) -> None:
 
 
 def _paint_piece(
-    axes: Any, piece: Piece, offset_s: float, low: float, height: float, total_s: float, end_s: float
+    axes: Any, piece: WorkItem, offset_s: float, low: float, height: float, total_s: float, end_s: float
 ) -> None:
     assert piece.started_s is not None
     ended_s = total_s if piece.ended_s is None else piece.ended_s
@@ -88,7 +88,7 @@ def _paint_piece(
         )
 
 
-def _look(piece: Piece) -> dict[str, Any]:
+def _look(piece: WorkItem) -> dict[str, Any]:
     colour = _COLOUR[piece.worker]
     if not piece.used:
         return {"facecolor": "white", "edgecolor": colour, "linewidth": 0.8, "hatch": "////"}
@@ -104,15 +104,17 @@ def _legend() -> list[Any]:
     for worker in ("engine", "search"):
         for kind, outcome, words in (
             ("due", "used", "when due"),
-            ("speculative", "used", "ahead of need, used"),
+            ("speculative", "used", "speculative, used"),
             ("speculative", "rolled back", "not used"),
         ):
-            piece = Piece(node="", kind=kind, worker=worker, outcome=outcome)  # type: ignore[arg-type]
+            piece = WorkItem(node="", kind=kind, worker=worker, outcome=outcome)  # type: ignore[arg-type]
             handles.append(Patch(label=f"{_WORDS[worker]}: {words}", **_look(piece)))
     return [*handles, Patch(label="step", color=_COLOUR["step"])]
 
 
-def _stacked(pieces: Sequence[Piece], low: float, height: float, total_s: float) -> list[tuple[Piece, float, float]]:
+def _stacked(
+    pieces: Sequence[WorkItem], low: float, height: float, total_s: float
+) -> list[tuple[WorkItem, float, float]]:
     """(piece, its low edge, its height): those that run side by side share the lane."""
     ends: list[float] = []
     places = []

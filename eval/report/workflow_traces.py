@@ -15,12 +15,12 @@ from rich.table import Table
 
 from ragorder.jsonl import JSONLines
 
-__all__ = ["Piece", "TraceFigures", "TracedRequest", "figures_of", "read_traces"]
+__all__ = ["TraceFigures", "TracedRequest", "WorkItem", "figures_of", "read_traces"]
 
 _EXAMPLE = '{"graph": "irg", "started_s": 0.0, "total_s": 1.2, "pieces": […]}, from WorkflowTrace.as_record()'
 
 
-class Piece(BaseModel):
+class WorkItem(BaseModel):
     """In seconds from its request's start. See `ragorder.pipelining.workflow.result`."""
 
     node: str
@@ -44,7 +44,7 @@ class TracedRequest(BaseModel):
     total_s: float | None = None
     waited_s: float = 0.0
     outcome: str = "answered"
-    pieces: list[Piece] = []
+    pieces: list[WorkItem] = []
 
 
 def read_traces(path: Path) -> list[TracedRequest]:
@@ -55,8 +55,8 @@ def read_traces(path: Path) -> list[TracedRequest]:
 
 @dataclass(frozen=True, slots=True)
 class TraceFigures:
-    """`ahead`: pieces begun ahead of need. `generating`, `searching`, `both`: the share of the time, from the first
-    start to the last end, with such a piece running; one ahead of need may be paused. None: not known."""
+    """`ahead`: speculative pieces. `generating`, `searching`, `both`: the share of the time, from the first start to
+    the last end, with such a piece running, including paused speculative ones; None if unknown."""
 
     requests: int
     outcomes: dict[str, int]
@@ -87,7 +87,7 @@ class TraceFigures:
         table.add_row("waited for a turn, mean", _seconds(self.waited_s))
         for worker, count in self.pieces.items():
             used, ahead = self.ahead_used.get(worker, 0), self.ahead.get(worker, 0)
-            table.add_row(f"pieces: {worker}", f"{count:,}, {ahead:,} ahead of need, {used:,} of them used")
+            table.add_row(f"pieces: {worker}", f"{count:,}, {ahead:,} speculative, {used:,} of them used")
         table.add_row("generations running", _percent(self.generating))
         table.add_row("searches running", _percent(self.searching))
         table.add_row("both", _percent(self.both))
@@ -167,7 +167,7 @@ def _length_s(spans: _Spans) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _by_worker(pieces: Iterable[Piece]) -> dict[str, int]:
+def _by_worker(pieces: Iterable[WorkItem]) -> dict[str, int]:
     counts = Counter(piece.worker for piece in pieces)
     return {worker: counts[worker] for worker in ("engine", "search", "step") if counts[worker]}
 

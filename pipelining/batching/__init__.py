@@ -1,4 +1,4 @@
-"""Batches and placements for a machine whose memory holds neither model nor index (RAGDoll)."""
+"""Batched retrieval and generation with limited memory (RAGDoll)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that choose how many requests run at once."""
+"""Policies for the number of requests that run at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ __all__ = ["AllWaiting", "Backlog", "BacklogAware", "Batcher", "best_batch"]
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests `waiting` for a worker, those `running` on it already, and when others are expected, in seconds from
-    now."""
+    """Requests `waiting` for a worker and `running` on it, and expected arrivals of others, in seconds from now."""
 
     waiting: int
     running: int = 0
@@ -28,42 +27,41 @@ class Backlog:
 
 class Batcher(Protocol):
     def size(self, backlog: Backlog) -> int:
-        """How many requests may run at once now, at least 1, for a backlog of at least one unfinished request. Chosen
-        before each batch, or at each step where requests join."""
+        """Return how many requests may run at once now, at least 1. Called before each batch, or at each step where
+        requests can join, with at least one unfinished request."""
 
     def learn(self, size: int, seconds: float) -> None:
-        """A batch that has ended; where requests join, one request, and how many ran beside it on average, itself
-        included."""
+        """Learn from a batch that has ended. Where requests join: from one request, with the mean number that ran at
+        the same time, itself included."""
 
 
 def best_batch(
     waiting: int, seconds: Callable[[int], float], sizes: Sequence[int], arrivals_s: Sequence[float] = ()
 ) -> int:
-    """How many of the waiting requests to serve next, so that mean latency is lowest.
+    """Return how many of the waiting requests to serve next for the lowest mean latency.
 
     - `seconds`: of a batch by its size, such as a `PowerLaw`
-    - `sizes`: to choose from, in any order; fewer are taken where fewer wait
-    - `arrivals_s`: when further requests are expected, in seconds from now
+    - `sizes`: allowed batch sizes in any order; a batch is smaller if fewer requests wait
+    - `arrivals_s`: expected arrivals of further requests, in seconds from now
 
-    The paper compares equal batches (Eq. 6). Here later batches may be of other sizes, the last one is of what is left,
-    and called before each batch this gives the lowest sum of all. With `arrivals_s` each size is tried for the next
-    batch, followed by the best sizes for what waits then. Among equals the largest. Since when requests have waited
-    changes nothing: it is a constant of the sum. Takes time by backlog times sizes. Raises ValueError for no requests,
-    no sizes, and sizes, times or arrivals out of range.
+    The paper compares equal batches (Eq. 6). Here later batches may have other sizes and the last one takes the rest;
+    called before each batch, this gives the lowest sum of latencies. With `arrivals_s` each size is tried for the next
+    batch, followed by the best sizes for the requests that wait then. Among equals the largest size. Takes time
+    proportional to backlog times sizes. Raises ValueError for no requests, no sizes, and values out of range.
     """
     if waiting < 1:
-        raise ValueError(f"a batch takes at least one waiting request, got {waiting}")
+        raise ValueError(f"waiting is {waiting}: a batch needs at least one waiting request")
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"sizes must be at least 1, and there must be one, got {list(sizes)}")
+        raise ValueError(f"sizes is {list(sizes)}: give one size or more, each at least 1")
     if not all(0 <= at_s < math.inf for at_s in arrivals_s):
-        raise ValueError("arrivals_s must be seconds from now")
+        raise ValueError("arrivals_s must be finite seconds from now, 0 or more")
     backlog = _Backlog(waiting + len(arrivals_s), seconds, sorted(set(sizes), reverse=True))
     arrivals = sorted(arrivals_s)
     return min(backlog.choices(waiting), key=lambda first: backlog.sum_s(waiting, first, arrivals))
 
 
 class _Backlog:
-    """The best batch for each number of waiting requests up to `most`, if no other comes."""
+    """The best batch for each number of waiting requests up to `most`, without arrivals."""
 
     def __init__(self, most: int, seconds: Callable[[int], float], sizes: Sequence[int]) -> None:
         self._sizes = sizes
@@ -73,7 +71,7 @@ class _Backlog:
         self._best = [0]
         rest_s = [0.0]
         for count in range(1, most + 1):
-            # Everything that waits, waits for this batch.
+            # All waiting requests wait for this batch.
             sum_s, best = min(
                 (count * self._seconds[size] + rest_s[count - size], -size) for size in self.choices(count)
             )
@@ -81,11 +79,10 @@ class _Backlog:
             rest_s.append(sum_s)
 
     def choices(self, waiting: int) -> list[int]:
-        """The largest first."""
         return list(dict.fromkeys(min(size, waiting) for size in self._sizes))
 
     def sum_s(self, waiting: int, first: int, arrivals_s: Sequence[float]) -> float:
-        """Times from now at which all are answered, added up."""
+        """Return the sum of the times, from now, at which requests are answered."""
         now_s = sum_s = 0.0
         arrived, size = 0, first
         while True:
@@ -103,9 +100,11 @@ class _Backlog:
 
 
 class AllWaiting:
-    """Batches of all waiting requests, at most `most`: for retrieval, where a pass over the partitions costs the same
-    for any number of queries (RAGDoll section 4.4); with `most` the static batches of its Table 2. Raises ValueError
-    for a `most` below 1."""
+    """Batches of all waiting requests, at most `most`.
+
+    For retrieval: a pass over the partitions takes the same time for any number of queries (RAGDoll section 4.4). With
+    `most` these are the static batches of its Table 2. Raises ValueError for a `most` below 1.
+    """
 
     def __init__(self, most: int | None = None) -> None:
         if most is not None and most < 1:
@@ -116,25 +115,25 @@ class AllWaiting:
         return backlog.unfinished if self.most is None else min(self.most, backlog.unfinished)
 
     def learn(self, size: int, seconds: float) -> None:
-        """Nothing depends on times."""
+        """Ignore times."""
 
 
-# Where weights or partitions are read for each batch, its time grows slower than the threshold of Eq. 8.
+# The time of a batch that reads weights or partitions grows more slowly than the threshold of Eq. 8.
 _PRIOR = 1.0, 0.5
-# The choice for a longer backlog is that for so many batches of the largest size: it takes bounded time.
+# A longer backlog is treated as this many batches of the largest size, so that a choice takes bounded time.
 _BATCHES = 4
 _ARRIVALS = 32
-# Choices are kept until `c` has changed by as much.
+# Choices are cached until `c` changes in this digit.
 _DIGITS = 2
 
 
 class BacklogAware:
-    """Batches by the backlog: `best_batch` with a `PowerLaw` that is learnt while they run.
+    """Batches by backlog: `best_batch` with a `PowerLaw` that learns from each batch.
 
         BacklogAware(PowerLaw.fit(profiled), most=64)
 
-    - `seconds`: of a batch by its size; a `PowerLaw` goes on learning, another function stays as it is
-    - `most`: the largest batch, chosen from powers of two and this; or `sizes` to choose from
+    - `seconds`: of a batch by its size; a `PowerLaw` keeps learning, another function stays as it is
+    - `most`: the largest batch; sizes are powers of two and `most`, or `sizes`
 
     Raises ValueError for sizes below 1.
     """
@@ -151,7 +150,7 @@ class BacklogAware:
         if sizes is None:
             sizes = (*(1 << power for power in range(most.bit_length())), most)
         elif not sizes or min(sizes) < 1:
-            raise ValueError(f"sizes must be at least 1, and there must be one, got {list(sizes)}")
+            raise ValueError(f"sizes is {list(sizes)}: give one size or more, each at least 1")
         self.seconds = PowerLaw(*_PRIOR) if seconds is None else seconds
         self.most = max(sizes)
         self._sizes = sorted(set(sizes))
@@ -171,6 +170,6 @@ class BacklogAware:
             return
         before = round(law.c, _DIGITS)
         law.learn(size, seconds)
-        # `a` multiplies the times of all splits alike.
+        # `a` scales all choices in the same way.
         if round(law.c, _DIGITS) != before:
             self._chosen.clear()

@@ -1,4 +1,4 @@
-"""Consequences of a failure: a smaller batch, then less memory for others, then an error for one request."""
+"""Reactions to a failure: smaller batches, freed memory, retries."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Degradation", "Relief", "is_out_of_memory", "is_shortage"]
 
 _logger = logging.getLogger("ragorder")
 
-# No relief helps for ever.
+# Memory is freed at most this often for one request.
 _MOST_RELIEFS = 64
-# torch's and this project's errors, without importing either; on a CPU torch raises plain RuntimeErrors.
+# Errors of torch and of this project by name, to import neither; on a CPU torch raises plain RuntimeErrors.
 _SHORTAGES = {"OutOfMemoryError", "OutOfBlocksError"}
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED")
-# Too many requests, and a server that is overloaded.
+# HTTP: too many requests, service unavailable.
 _OVERLOAD = {429, 503}
 
 
 class Relief(Protocol):
     def relieve(self) -> bool:
-        """Give memory back, at the price of speed. False: there is nothing left to give. Called from another thread."""
+        """Free memory at the cost of speed. Return False if there is none to free. Called from another thread."""
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether fewer requests, or the next try, may do without this error: out of memory or blocks, input and output,
-    an overloaded server."""
+    """Return whether fewer requests or a retry may avoid this error: out of memory or blocks, I/O, an overloaded
+    server."""
     return any(
         isinstance(each, OSError) or is_out_of_memory(each) or getattr(each, "status_code", None) in _OVERLOAD
         for each in _causes(error)
@@ -39,7 +39,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory that others give back may help."""
+    """Return whether freed memory may avoid this error."""
     return any(
         isinstance(each, MemoryError)
         or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
@@ -60,12 +60,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class Degradation:
-    """The ladder of one worker.
+    """The reactions of one worker to failures.
 
-    A request whose batch has failed runs in one of half the size, down to one of its own; then, out of memory, each of
-    `reliefs` is called until one helps; then it is tried `max_retries` times more, and ends with the error. Meanwhile
-    `limit` holds for all batches; it grows by one after as many answers of batches that reach it. `on_relief` is called
-    after each relief.
+    A request of a failed batch runs again in a batch of half the size, down to 1. Then, if out of memory, each of
+    `reliefs` is called until one frees memory; then the request is tried `max_retries` times more before it ends with
+    the error. Meanwhile `limit` bounds all batches; it grows by one after `limit` answers in batches of that size.
+    `on_relief` is called when memory was freed.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Degradation:
         return size if self.limit is None else max(1, min(size, self.limit))
 
     def succeeded(self, size: int) -> None:
-        """A request has run, among `size`."""
         if self.limit is None or size < self.limit:
             return
         self._answered += 1
@@ -101,9 +100,9 @@ class Degradation:
     async def retries(
         self, request: BatchedRequest[Any, Any], size: int, error: Exception, *, shared: bool, progress: bool = False
     ) -> bool:
-        """Whether the request runs once more, after an error among `size` requests.
+        """Return whether a request runs again after an error in a batch of `size` requests.
 
-        `shared`: one of the others may be at fault. `progress`: more has been done than at its failure before.
+        `shared`: another request may have caused the error. `progress`: more was done than before its last failure.
         """
         if request.abandoned or request.ended.done():
             return False

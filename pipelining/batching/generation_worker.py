@@ -1,4 +1,4 @@
-"""Workers for the context queue."""
+"""Workers for the generation queue."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ragorder.pipelining.batching.kv import Context, KVTokens, largest_prefix
 from ragorder.pipelining.batching.requests import BatchedRequest
 from ragorder.pipelining.batching.worker import Occupancy, Worker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
+from ragorder.pipelining.servers import end_all
 
 __all__ = ["GenerationWorker", "JoiningGenerationWorker", "StaticGenerationWorker"]
 
@@ -23,9 +24,10 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
-    """Generates answers. `kv` of the requests that run together is at most `kv_limit` tokens, except for one alone.
-    `arrivals_s()`: when requests are expected that are being searched for; `made_room` is called when requests leave
-    the queue."""
+    """Generates answers, with at most `kv_limit` tokens of `kv` for all running requests, except for a single one.
+
+    `arrivals_s()`: expected arrivals of requests in retrieval; `made_room`: called when requests leave the queue.
+    """
 
     name = "generation"
 
@@ -50,23 +52,18 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         self._tasks: dict[BatchedRequest[Q, D], asyncio.Task[_Outcome]] = {}
 
     def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
-        """Those of a batch whose turn has not come, first."""
+        """Return the next requests, first those of the running batch that have not been sent."""
         own = [request for request in self.running if not request.sent][:count]
         return [*own, *super().upcoming(count - len(own))]
 
     async def end(self, request: BatchedRequest[Q, D]) -> None:
-        """A request's generation is aborted; returns when the engine is done with it."""
+        """Abort a request's generation and wait for the engine."""
         task = self._tasks.get(request)
-        if task is None:
-            return
-        task.cancel()
-        await _all_ended((task,))
+        if task is not None:
+            await end_all((task,))
 
     async def _end_running(self) -> None:
-        tasks = tuple(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await _all_ended(tasks)
+        await end_all(self._tasks.values())
 
     def _policy_size(self) -> int:
         return self.batcher.size(Backlog(self.waiting, len(self.running)))
@@ -84,7 +81,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
         try:
             return self._kv([Context(request.question, request.documents) for request in requests])
         except Exception as error:
-            # Lengths that cannot be read are no reason not to answer.
+            # Without lengths requests run without the limit.
             self._warn("kv_tokens", error)
             return None
 
@@ -96,7 +93,7 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
             each.trace.generation_batch = max(each.trace.generation_batch, len(self.running))
         self._made_room()
         task = self._tasks[request] = asyncio.create_task(self._generate(request))
-        # A task that is cancelled before its first step runs nothing of its own.
+        # A task that is cancelled before its first step runs none of its own code.
         task.add_done_callback(lambda done: self._over(request, done))
 
     async def _generate(self, request: BatchedRequest[Q, D]) -> _Outcome:
@@ -119,8 +116,8 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
             trace.first_token_s = began_s + trace.generation.first_token_s
 
     def _over(self, request: BatchedRequest[Q, D], task: asyncio.Task[_Outcome]) -> None:
-        """All that follows from the end of a generation, at once: the request may run again before this returns to the
-        event loop, and must not be found running twice."""
+        """Handle the end of a generation without an await: the request may run again at once, and must not be counted
+        as running twice."""
         del self._tasks[request]
         outcome = _Outcome(_cut_off(task)) if task.cancelled() or task.exception() else task.result()
         if outcome.retries and not request.abandoned:
@@ -141,15 +138,13 @@ class GenerationWorker(Worker[Q, D], Generic[Q, D, R]):
 
 
 class _Outcome(NamedTuple):
-    """How a generation ended, and whether the request goes back into its queue."""
-
     error: BaseException | None = None
     retries: bool = False
 
 
 class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine that lets requests join between two steps. How many may run is chosen again whenever one comes or
-    ends: in the steps between, nothing has changed by which it is chosen."""
+    """For an engine that lets requests join between two steps. The number of requests is chosen whenever one arrives or
+    ends; between these the choice would not change."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -157,11 +152,11 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
 
     async def _serve(self) -> bool:
         if self._hooks:
-            # They wait until nothing runs.
+            # Hooks wait until nothing runs.
             return False
         if not self._queue:
             return False
-        # Before lengths are read: each request that comes or ends is a reason to choose.
+        # Choose before lengths are read, which takes longer.
         if self.running and len(self.running) >= self._choose(min(each.most for each in self.running)):
             return False
         ticket = self._queue.peek()
@@ -175,7 +170,7 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
         self._occupancy.begin(self._take(ticket))
         self._start_request(request)
         self._event("began")
-        # The next choice comes after what this request puts into the cache, and other tasks have their turn.
+        # The next choice must see this request's effect on the cache, and other tasks need a turn.
         await asyncio.sleep(0)
         return True
 
@@ -189,8 +184,8 @@ class JoiningGenerationWorker(GenerationWorker[Q, D, R]):
 
 
 class StaticGenerationWorker(GenerationWorker[Q, D, R]):
-    """For an engine whose batches are computed to their ends, and as a baseline: the next batch begins when all
-    requests of one have ended."""
+    """For an engine that computes each batch to its end, and as a baseline: a batch begins when all requests of the
+    last one have ended."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -199,7 +194,7 @@ class StaticGenerationWorker(GenerationWorker[Q, D, R]):
         self._began_s = 0.0
 
     def _policy_size(self) -> int:
-        # Requests that come during a batch wait for its end: a smaller one may be better.
+        # Requests that arrive during a batch wait for its end, so a smaller one may be better.
         return self.batcher.size(Backlog(self.waiting, 0, self._arrivals_s()))
 
     async def _serve(self) -> bool:
@@ -241,15 +236,3 @@ def _cut_off(task: asyncio.Task[Any]) -> BaseException:
     if task.cancelled():
         return RuntimeError("the generation was cancelled by the engine")
     return task.exception() or RuntimeError("the generation ended without an answer")
-
-
-async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """A caller that is cancelled meanwhile waits all the same."""
-    cancelled: asyncio.CancelledError | None = None
-    while left := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled

@@ -1,4 +1,4 @@
-"""KV of a batch: its trie, not its sum."""
+"""KV tokens of a batch, counted on a trie."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["Context", "KVTokens", "TrieKV", "largest_prefix"]
 
-# Of fewer requests all are planned again: that takes a millisecond, and finds what they share best.
+# With fewer requests all are planned again: that takes a millisecond and shares most.
 _PLANNED = 8
-# All are planned again once so large a share of them has come or gone: a trie that is only extended grows by some 5 %.
+# All are planned again after this share of them has changed: a trie that is only extended grows by some 5 %.
 _CHANGED = 0.25
 _BUDGET = 256
 
 
 class _RunningTrie:
-    """Each request's documents as a path; `tokens` of all nodes.
+    """The documents of each request as a path of a trie; `tokens`: of all nodes.
 
-    A request that joins alone extends the path that shares most tokens with it, and places its other documents by how
-    many of the running ones have them. Several are planned together with all that run (`trie.plan`), and so are all
-    from time to time.
+    A request that joins alone extends the path that shares most tokens with it. Several requests, and from time to time
+    all, are planned again (`trie.plan`).
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class _RunningTrie:
         self._begin()
 
     def hold(self, requests: Mapping[Hashable, Mapping[Key, int]]) -> None:
-        """These requests run, and no others: of each the tokens of its documents, in rank order."""
+        """Set the running requests, each with the tokens of its documents in rank order."""
         new = [request for request in requests if request not in self._ends]
         gone = [request for request in self._ends if request not in requests]
         self._changes += len(new) + len(gone)
@@ -75,7 +74,7 @@ class _RunningTrie:
         for parent, node in pairwise(path):
             if not node.leases:
                 self.tokens += node.end - parent.end
-                # All of it is held.
+                # The engine has all of it.
                 node.missing = 0
             node.leases += 1
         self._ends[request] = path[-1]
@@ -100,7 +99,7 @@ D = TypeVar("D")
 
 
 class Context(NamedTuple, Generic[Q, D]):
-    """A question and its documents, in rank order."""
+    """A question and its documents in rank order."""
 
     question: Q
     documents: Sequence[D]
@@ -108,20 +107,19 @@ class Context(NamedTuple, Generic[Q, D]):
 
 class KVTokens(Protocol[Q, D]):
     def __call__(self, contexts: Sequence[Context[Q, D]], /) -> int:
-        """Tokens whose KV the engine holds while these requests run together."""
+        """Return the KV tokens that the engine keeps while these requests run together."""
 
 
 class TrieKV(Generic[Q, D]):
-    """Tokens of a batch laid on a trie: what its requests share at the beginning counts once.
+    """KV tokens of a batch on a trie: a prefix that requests share counts once.
 
         TrieKV(key=lambda document: document.key, tokens=builder.document_tokens, own_tokens=lambda question: 300)
 
-    - `key`, `tokens`: of a document; equal keys have equal KV behind equal documents
-    - `own_tokens`: of a request alone: question and answer; `prefix_tokens`: of the system prompt
+    - `key`, `tokens`: of a document; equal keys have equal KV after equal documents
+    - `own_tokens`: question and answer of a request; `prefix_tokens`: the system prompt
     - `scope`: requests of different scopes share nothing
 
-    A batch is planned (`trie.plan`); the trie is kept, and a request that joins it alone is laid on it as it stands.
-    Requests are told apart by the objects of their question and documents, which are read once while they run.
+    Requests are identified by the objects of their question and documents, which are read once while they run.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class TrieKV(Generic[Q, D]):
     def __call__(self, contexts: Sequence[Context[Q, D]], /) -> int:
         held: dict[Hashable, _Held] = {}
         for context in contexts:
-            # Objects that are held have their ids for themselves.
+            # The ids stay unique because the objects are kept.
             question, documents, number = id(context.question), id(context.documents), 0
             while (question, documents, number) in held:
                 number += 1
@@ -179,8 +177,7 @@ class _Held(NamedTuple):
 
 
 def largest_prefix(count: int, fits: Callable[[int], bool]) -> int:
-    """The most of `count` items, taken from the front, that fit; at least one. More items are taken to need no less
-    room, and what is returned has been found to fit, unless it is one."""
+    """Return how many of the first items fit, at least 1. Items never need less room if one is added."""
     low, high = 1, count
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,13 +1,14 @@
-"""Requests on their way through both queues of a server."""
+"""Requests, their traces and answers in a batching server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ragorder.pipelining.protocols import AnswerChunk, PipelineTrace, Usage
+from ragorder.pipelining.servers import AnswerStream
 
 __all__ = [
     "AnswerChangedError",
@@ -26,12 +27,12 @@ RequestOutcome = Literal["running", "answered", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """A worker's state when a batch began or requests joined it, when it ended or failed, memory was relieved, or a
+    """State of a worker after an event: a batch began or requests joined it, ended or failed, memory was freed, or a
     hook ran between two batches.
 
-    - `at_s`: by the server's clock; `seconds`: of what has ended
-    - `batch`: how many requests may run at once, as chosen; `running`: those that do; `waiting`: in the worker's queue
-    - `kv_tokens`: of the running requests, None where no limit is set
+    - `at_s`: by the server's clock; `seconds`: of the batch or request that has ended
+    - `batch`: the chosen limit of running requests; `running`, `waiting`: requests of the worker
+    - `kv_tokens`: of the running requests, None without a limit
     - `partitions`: in memory, None for a search without partitions
     """
 
@@ -50,9 +51,9 @@ class BatchEvent:
 class RequestTrace:
     """Times of one request by the server's clock, in seconds (None: has not happened).
 
-    - `retrieval_began_s`, `found_s`: of the search that succeeded; `generation_began_s`, `first_token_s`: of the answer
-    - `retrieval_batch`, `generation_batch`: the most requests that ran beside it, itself included
-    - `failures`: of its batches, after each of which it went back into its queue
+    - `retrieval_began_s`, `found_s`: of the successful search; `generation_began_s`, `first_token_s`: of the answer
+    - `retrieval_batch`, `generation_batch`: most requests that ran at the same time, itself included
+    - `failures`: failed batches, after which the request went back into its queue
     """
 
     arrived_s: float
@@ -71,7 +72,7 @@ class RequestTrace:
 
     @property
     def waited_s(self) -> float | None:
-        """In both queues, including batches that failed."""
+        """Seconds in both queues, including failed batches."""
         times = self.retrieval_began_s, self.found_s, self.generation_began_s
         began_s, found_s, sent_s = times
         if began_s is None or found_s is None or sent_s is None:
@@ -79,7 +80,7 @@ class RequestTrace:
         return began_s - self.arrived_s + sent_s - found_s
 
     def as_record(self) -> dict[str, Any]:
-        """Fields of a line of JSON, without any text of the request."""
+        """Return fields for JSON, without any text of the request."""
         names = [name for name in self.__slots__ if name != "generation"]
         return {name: getattr(self, name) for name in names}
 
@@ -91,12 +92,12 @@ _NO_LIMIT = 1 << 30
 
 
 class AnswerChangedError(RuntimeError):
-    """An answer that was streamed in part, and failed, was generated again, and began otherwise."""
+    """A partly streamed answer failed, was generated again, and differs from the streamed text."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedAnswer(Generic[D]):
-    """`documents` in rank order; `usage` is the engine's report."""
+    """`documents` in rank order; `usage` as the engine reports."""
 
     text: str
     documents: Sequence[D]
@@ -106,11 +107,12 @@ class BatchedAnswer(Generic[D]):
 
 @dataclass(eq=False, slots=True)
 class BatchedRequest(Generic[Q, D]):
-    """A question from its arrival to its end, which `ended` tells exactly once.
+    """A question from its arrival to its end; `ended` is set exactly once.
 
-    `checkpoint` is what a search has found so far, and left to the next one by its retrieval. `most`: the largest batch
-    in which it may run, smaller after each failure; `alone`: failures in a batch of its own; `peak`: the most requests
-    that ran beside it in its worker, itself included; `sent`: its documents have been ordered.
+    - `checkpoint`: results of a failed search for the next one
+    - `most`: the largest batch that it may run in, smaller after each failure
+    - `alone`, `reliefs`: failures without other requests, and how often memory was freed
+    - `peak`: most requests that ran at the same time in its worker; `sent`: its documents have been ordered
     """
 
     question: Q
@@ -131,18 +133,17 @@ class BatchedRequest(Generic[Q, D]):
     _usage: Usage | None = None
 
     def lift_limits(self) -> None:
-        """For the next worker: what one could not do says nothing about the other."""
+        """Reset the limits for the next worker: failures of one say nothing about the other."""
         self.most, self.alone, self.reliefs = _NO_LIMIT, 0, 0
 
     def begin_answer(self) -> None:
-        """Once more after a failure."""
         self.sent = True
         self._text.clear()
         self._usage = None
         self.trace.generation = type(self.trace.generation)()
 
     def add(self, chunk: AnswerChunk) -> None:
-        """Raises AnswerChangedError if this answer is not the one that was streamed before a failure."""
+        """Add a chunk. Raises AnswerChangedError if the text differs from what was streamed before a failure."""
         self._usage = chunk.usage or self._usage
         if not chunk.text:
             return
@@ -151,10 +152,10 @@ class BatchedRequest(Generic[Q, D]):
             return
         if len(text := "".join(self._text)) <= len(self._streamed):
             if not self._streamed.startswith(text):
-                raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated again")
+                raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
             return
         if not text.startswith(self._streamed):
-            raise AnswerChangedError("the answer failed in the middle, and began otherwise when generated again")
+            raise AnswerChangedError("a partly streamed answer failed, and begins differently when it is repeated")
         self.chunks.put_nowait(text[len(self._streamed) :])
         self._streamed = text
 
@@ -163,9 +164,7 @@ class BatchedRequest(Generic[Q, D]):
             return
         text = "".join(self._text)
         if len(text) < len(self._streamed):
-            self.fail(
-                AnswerChangedError("the answer failed in the middle, and was shorter when generated again"), now_s
-            )
+            self.fail(AnswerChangedError("a partly streamed answer failed, and is shorter when it is repeated"), now_s)
             return
         usage = self._usage
         self.trace.outcome, self.trace.ended_s = "answered", now_s
@@ -178,11 +177,11 @@ class BatchedRequest(Generic[Q, D]):
         if self.ended.done():
             return
         if isinstance(error, StopIteration):
-            # No future takes it.
-            error = RuntimeError("a generator of the retrieval or the engine ended within another")
+            # A future cannot hold it.
+            error = RuntimeError("the retrieval or the engine raised StopIteration")
         self.trace.outcome, self.trace.ended_s = "failed", now_s
         self.ended.set_exception(error)
-        # A caller that has been cancelled reads no error.
+        # A cancelled caller does not read the error, about which asyncio would warn.
         self.ended.exception()
         self._end()
 
@@ -202,26 +201,13 @@ class BatchedRequest(Generic[Q, D]):
             self.chunks.put_nowait(None)
 
 
-class BatchedStream(AsyncIterator[str], Generic[D]):
-    """The pieces of an answer. Closing it early, or leaving `async with`, ends its request. `answer` is there once the
-    stream has ended."""
+class BatchedStream(AnswerStream[str | BatchedAnswer[D]]):
+    """Text of an answer, with the whole `answer` at the end, see `AnswerStream`."""
 
-    def __init__(self, pieces: AsyncGenerator[str | BatchedAnswer[D], None]) -> None:
-        self.answer: BatchedAnswer[D] | None = None
-        self._pieces = pieces
+    answer: BatchedAnswer[D] | None = None
 
-    async def __anext__(self) -> str:
-        async for piece in self._pieces:
-            if isinstance(piece, str):
-                return piece
-            self.answer = piece
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._pieces.aclose()
+    def _read(self, part: str | BatchedAnswer[D]) -> str:
+        if isinstance(part, str):
+            return part
+        self.answer = part
+        return ""

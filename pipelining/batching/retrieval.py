@@ -1,4 +1,4 @@
-"""Retrieval for a batch of questions."""
+"""Retrieval for batches of questions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.servers import end_all, outcome_of
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import PartitionedPass, PartitionedSearch
@@ -23,8 +24,8 @@ D_co = TypeVar("D_co", covariant=True)
 
 
 class SearchTask(Protocol[Q_co]):
-    """A question of a batch. `checkpoint` is for the retrieval: what it has found before the batch failed, another
-    object whenever that is more. `abandoned`: no result is needed any more, which `cancel_search` is called to say."""
+    """A question of a batch. `checkpoint`: results of the retrieval before the batch failed, replaced by another object
+    whenever there are more. `abandoned`: no result is needed any more; then `cancel_search` is called."""
 
     checkpoint: Any
     cancel_search: Callable[[], object] | None
@@ -40,23 +41,23 @@ class BatchRetrieval(Protocol[Q_contra, D_co]):
     def search_batch(
         self, tasks: Sequence[SearchTask[Q_contra]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """(place of the task, documents in rank order or its own error), as soon as each is final. An error that is
-        raised is one of all tasks without a result so far."""
+        """Yield (position of the task, documents in rank order or the task's error) as soon as each is final. An error
+        that is raised is the error of all tasks without a result."""
 
 
 class JoinableRetrieval(BatchRetrieval[Q_contra, D_co], Protocol[Q_contra, D_co]):
-    """A retrieval whose batches others may join while they are searched for."""
+    """A retrieval that lets requests join a running batch."""
 
     def search_joined(
         self, tasks: Sequence[SearchTask[Q_contra]], more: Callable[[], Sequence[SearchTask[Q_contra]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D_co] | Exception], None]:
-        """As `search_batch`. `more` is called in the event loop, whenever others may join, and gives those that do:
-        their places follow those of all before them."""
+        """As `search_batch`. `more` is called in the event loop whenever requests may join, and returns those that do;
+        their positions follow all earlier ones."""
 
 
 class ConcurrentRetrieval(Generic[Q, D]):
-    """A batch of separate searches that run side by side: for searches that share their time by themselves, such as
-    `ContinuousIVF`, and for services."""
+    """A batch of separate, parallel searches: for searches that share their time themselves, such as `ContinuousIVF`,
+    and for services."""
 
     def __init__(self, retrieval: Retrieval[Q, D]) -> None:
         self._retrieval = retrieval
@@ -64,21 +65,18 @@ class ConcurrentRetrieval(Generic[Q, D]):
     async def search_batch(
         self, tasks: Sequence[SearchTask[Q]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        places = {}
-        for place, task in enumerate(tasks):
+        positions = {}
+        for position, task in enumerate(tasks):
             search = asyncio.create_task(self._search(task.question))
-            places[search], task.cancel_search = place, search.cancel
-        left = set(places)
+            positions[search], task.cancel_search = position, search.cancel
+        left = set(positions)
         try:
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for search in sorted(done, key=places.__getitem__):
-                    yield places[search], _outcome(search)
+                for search in sorted(done, key=positions.__getitem__):
+                    yield positions[search], outcome_of(search, "search")
         finally:
-            for search in left:
-                search.cancel()
-            while left:
-                _, left = await asyncio.wait(left)
+            await end_all(left)
 
     async def _search(self, question: Q) -> Sequence[D]:
         async with aclosing(self._retrieval(question)) as stages:
@@ -89,17 +87,16 @@ class ConcurrentRetrieval(Generic[Q, D]):
 
 
 class PartitionedRetrieval(Generic[Q, D]):
-    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2). Others join it at
-    the next partition, and go around until they have passed over all.
+    """A batch of questions that passes over the partitions of an index once (RAGDoll section 4.2). Others join at the
+    next partition and continue until they have passed all.
 
         PartitionedRetrieval(PartitionedSearch("index.faiss", 32, resident=8), embed, documents.__getitem__, top_k=5)
 
-    - `embed` makes the vectors of a sequence of questions, an array of shape (questions, dimensions)
+    - `embed` returns the vectors of several questions, an array of shape (questions, dimensions)
     - `document` returns the document of an index id
 
-    Both and each stage run in a thread. A question whose clusters are in resident partitions is answered after the
-    first stage. After an error each question goes on with the partitions that it still needs, in whatever batch.
-    Raises ValueError for a `top_k` below 1.
+    Both functions and each stage run in a thread. After an error each question continues with the partitions that it
+    still needs, in any later batch. Raises ValueError for a `top_k` below 1.
     """
 
     def __init__(
@@ -119,11 +116,10 @@ class PartitionedRetrieval(Generic[Q, D]):
 
     @property
     def partitions(self) -> int:
-        """Partitions in memory."""
         return len(self.index.held)
 
     def resize(self, partitions: int) -> None:
-        """At most so many partitions stay in memory. Between two batches: it waits for the stage that runs."""
+        """Set the most partitions in memory. Waits for the running stage."""
         self.index.resize(partitions)
 
     def relieve(self) -> bool:
@@ -137,7 +133,7 @@ class PartitionedRetrieval(Generic[Q, D]):
     async def search_joined(
         self, tasks: Sequence[SearchTask[Q]], more: Callable[[], Sequence[SearchTask[Q]]], /
     ) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
-        entries = sorted((_Entry(place, task) for place, task in enumerate(tasks)), key=_Entry.is_new)
+        entries = sorted((_Entry(position, task) for position, task in enumerate(tasks)), key=_Entry.is_new)
         passing = self.index.resume(await asyncio.to_thread(self._begin, entries))
         count = len(tasks)
         try:
@@ -147,7 +143,7 @@ class PartitionedRetrieval(Generic[Q, D]):
                 for entry in entries:
                     entry.stages += 1
                 for row, documents in found:
-                    yield entries[row].place, documents
+                    yield entries[row].position, documents
                 entries = [entries[row] for row in left]
                 if not entries or not passing.joinable or not (joining := more()):
                     continue
@@ -156,10 +152,10 @@ class PartitionedRetrieval(Generic[Q, D]):
                 begun, failed = await asyncio.to_thread(self._join, passing, joined)
                 entries += begun
                 for entry, error in failed:
-                    yield entry.place, error
+                    yield entry.position, error
         except Exception:
             for row, entry in enumerate(entries):
-                # Another object means that more has been found.
+                # A new object means that there are more results.
                 if entry.stages or entry.is_new():
                     entry.task.checkpoint = passing.rows.part([row])
             raise
@@ -167,7 +163,7 @@ class PartitionedRetrieval(Generic[Q, D]):
             passing.close()
 
     def _begin(self, entries: Sequence[_Entry[Q]]) -> list[PassRows]:
-        """Rows of entries of which those that have been searched for in part come first."""
+        """Return the rows of entries, partly searched ones first."""
         parts = [entry.begun for entry in entries if entry.begun is not None]
         if new := [entry.task.question for entry in entries if entry.is_new()]:
             vectors = self._embed(new)
@@ -179,13 +175,13 @@ class PartitionedRetrieval(Generic[Q, D]):
     def _join(
         self, passing: PartitionedPass, entries: Sequence[_Entry[Q]]
     ) -> tuple[Sequence[_Entry[Q]], list[tuple[_Entry[Q], Exception]]]:
-        """Those that have joined, in the order of their rows, and the others with their own errors."""
+        """Return the entries that have joined, in the order of their rows, and the others with their errors."""
         begun = sorted(entries, key=_Entry.is_new)
         failed: list[tuple[_Entry[Q], Exception]] = []
         try:
             parts = self._begin(begun)
         except Exception:
-            # One of them may be at fault.
+            # One of them may have caused the error.
             parts, ordered, begun = [], begun, []
             for entry in ordered:
                 try:
@@ -200,7 +196,7 @@ class PartitionedRetrieval(Generic[Q, D]):
     def _advance(
         self, passing: PartitionedPass, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, Sequence[D] | Exception]], list[int]]:
-        """One stage: what is final, and the rows that are left and go on."""
+        """Run one stage; return final results, and the rows that continue."""
         stage = next(passing)
         ended = passing.rows.ended.tolist()
         found = [(row, self._documents(stage.ids[row])) for row, end in enumerate(ended) if end and wanted[row]]
@@ -217,27 +213,16 @@ class PartitionedRetrieval(Generic[Q, D]):
 
 
 class _Entry(Generic[Q]):
-    """A task of a pass. `begun`: what earlier ones have found for it; `stages` of this one, with it."""
+    """A task of a pass. `begun`: results of earlier passes; `stages`: of this pass with the task."""
 
-    __slots__ = ("begun", "place", "stages", "task")
+    __slots__ = ("begun", "position", "stages", "task")
 
-    def __init__(self, place: int, task: SearchTask[Q]) -> None:
-        self.place = place
+    def __init__(self, position: int, task: SearchTask[Q]) -> None:
+        self.position = position
         self.task = task
         self.stages = 0
-        # Read once: a request that is cancelled meanwhile has no checkpoint any more.
+        # Read once: a request that is cancelled meanwhile loses its checkpoint.
         self.begun: PassRows | None = task.checkpoint
 
     def is_new(self) -> bool:
         return self.begun is None
-
-
-def _outcome(search: asyncio.Task[Sequence[D]]) -> Sequence[D] | Exception:
-    if search.cancelled():
-        return RuntimeError("the search was cancelled")
-    error = search.exception()
-    if error is None:
-        return search.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error

@@ -20,9 +20,11 @@ D = TypeVar("D")
 
 
 class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
-    """Searches for a batch of requests at a time; each goes to `found` once its documents are final. Others join the
-    batch if the retrieval lets them (`JoinableRetrieval`), and no hook waits for its end. At most `room()` requests are
-    searched for at once: the next queue is bounded."""
+    """Searches for one batch of requests at a time; calls `found` with each request once its documents are final.
+
+    Other requests join the batch if the retrieval allows it (`JoinableRetrieval`) and no hook waits for its end. At
+    most `room()` requests are searched for at once, because the next queue is bounded.
+    """
 
     name = "retrieval"
 
@@ -38,12 +40,12 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         self._joinable = callable(getattr(retrieval, "search_joined", None))
         self._found = found
         self._room = room
-        # Of a batch, or of a request where others join.
+        # Of a batch, or of a single request where others join.
         self._search_s = RunningMean(arithmetic_start=True)
         self._occupancy: Occupancy[BatchedRequest[Q, D]] = Occupancy(self._clock)
 
     def expected_s(self) -> Sequence[float]:
-        """In how many seconds the running requests are expected to have their documents."""
+        """Return the seconds until running requests expect their documents."""
         mean_s = self._search_s.value
         if mean_s is None:
             return ()
@@ -58,7 +60,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         try:
             await self._search(batch)
         except Exception as error:
-            # None of them may wait for ever, whatever fails.
+            # A request must not wait forever after any error.
             for request in [each for each in batch.left.values() if each in self.running]:
                 self._drop(request)
                 request.fail(error, self._clock())
@@ -79,7 +81,6 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         return held if isinstance(held, int) else None
 
     def _next_requests(self) -> list[BatchedRequest[Q, D]]:
-        """Those of the queue that may run now, beside those that do."""
         if not self._queue:
             return []
         size = min([self._choose(self._room()), *(each.most for each in self.running)])
@@ -111,16 +112,16 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
         error: Exception | None = None
         try:
             async with aclosing(self._results(batch)) as results:
-                async for place, result in results:
-                    # Each place once, whatever the retrieval yields.
-                    if (request := batch.left.get(place)) is None:
+                async for position, result in results:
+                    # Use each position once, even if the retrieval yields it twice.
+                    if (request := batch.left.get(position)) is None:
                         continue
                     if isinstance(result, Exception):
                         self._occupancy.end(request)
                         await self._fail(request, result, shared=False)
                     else:
                         self._pass_on(request, result)
-                    batch.remove(place)
+                    batch.remove(position)
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
@@ -140,7 +141,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
             else:
                 await self._fail(request, error, shared=True, progress=request.checkpoint is not before)
         self._event("ended" if error is None else "failed", seconds)
-        # Other tasks have their turn, even if the retrieval never waits.
+        # Other tasks need a turn even if the retrieval never awaits.
         await asyncio.sleep(0)
 
     def _results(self, batch: _Batch[Q, D]) -> AsyncGenerator[tuple[int, Sequence[D] | Exception], None]:
@@ -185,7 +186,7 @@ class RetrievalWorker(Worker[Q, D], Generic[Q, D]):
 
 
 class _Batch(Generic[Q, D]):
-    """Requests that are searched for together, by their places; those that have an outcome are left out."""
+    """Requests that are searched for together, by position, without those that have an outcome."""
 
     def __init__(self, requests: Sequence[BatchedRequest[Q, D]]) -> None:
         self.left: dict[int, BatchedRequest[Q, D]] = {}
@@ -200,15 +201,14 @@ class _Batch(Generic[Q, D]):
             self._count += 1
 
     def drop_abandoned(self) -> Sequence[BatchedRequest[Q, D]]:
-        dropped = {place: request for place, request in self.left.items() if request.abandoned}
-        for place in dropped:
-            self.remove(place)
+        dropped = {position: request for position, request in self.left.items() if request.abandoned}
+        for position in dropped:
+            self.remove(position)
         return list(dropped.values())
 
-    def remove(self, place: int) -> None:
-        """Nothing is kept of it: a batch that others join may never end."""
-        del self.left[place], self._before[place]
+    def remove(self, position: int) -> None:
+        """Drop a request with all its data: a batch that others join may never end."""
+        del self.left[position], self._before[position]
 
     def checkpoints(self) -> Sequence[tuple[BatchedRequest[Q, D], Any]]:
-        """Of those that are left, what each had found before."""
-        return [(request, self._before[place]) for place, request in self.left.items()]
+        return [(request, self._before[position]) for position, request in self.left.items()]

@@ -1,4 +1,4 @@
-"""Server whose retrieval and generation are workers with batches of their own (RAGDoll section 4.1)."""
+"""Server with separate batches for retrieval and generation (RAGDoll section 4.1)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ragorder.pipelining.batching.retrieval_worker import RetrievalWorker
 from ragorder.pipelining.protocols import EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.servers import run_batch
 
 __all__ = ["DecoupledServer", "ServingPlacement"]
 
@@ -35,7 +36,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class ServingPlacement(Protocol):
-    """What of a placement concerns the server: requests that may run at once, and partitions in memory."""
+    """What the server needs of a placement: the most requests at once, and partitions in memory."""
 
     @property
     def batch(self) -> int: ...
@@ -45,8 +46,7 @@ class ServingPlacement(Protocol):
 
 
 class DecoupledServer(Generic[Q, D, R]):
-    """Retrieval and generation of many requests on one machine, in batches that are formed again from either queue. For
-    one event loop.
+    """Retrieval and generation of many requests on one machine, in separate batches. For one event loop.
 
         retrieval = PartitionedRetrieval(PartitionedSearch("index.faiss"), embed, documents.__getitem__, top_k=5)
         async with DecoupledServer(retrieval, prompts, engine) as server:
@@ -54,19 +54,20 @@ class DecoupledServer(Generic[Q, D, R]):
             async with server.stream("Which drawer?") as stream: ...
             async for number, answer in server.batch(questions): ...
 
-    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches then run side by side
-    - `placement`: the largest generation batch, and the partitions in memory; another one by `place`
+    - `retrieval`: for batches, or a `Retrieval` of single questions, whose searches then run in parallel
+    - `placement`: the largest generation batch and the partitions in memory; `place` changes it
     - `batching`: of generations; `searching`: of searches (default: all that wait)
-    - `joins`: whether the engine lets requests join between two steps; else a batch runs to its end
-    - `kv`, `kv_limit`: tokens of KV that the requests which run together may take
-    - `lengths`: cached and computed tokens of a question and its documents; what is cached goes first, within `window`
-    - `reliefs`: give memory back if a request runs out of it even alone; then the engine and the retrieval, if they
-      have `relieve`
+    - `joins`: whether the engine lets requests join between two steps; otherwise a batch runs to its end
+    - `kv`, `kv_limit`: KV tokens of the requests that run together
+    - `lengths`: cached and computed tokens of a question and its documents; the largest cached share goes first, within
+      `window`
+    - `reliefs`: free memory if a single request runs out of it; engine and retrieval follow if they have `relieve`
     - `shortage`: errors after which a request is tried again, `max_retries` times alone
-    - `max_requests` are in the server at once, beyond is QueueFullError; `max_contexts` of them wait for generation
-    - `observer` is called with each `BatchEvent`, and with the `RequestTrace` of each request that has ended
+    - `max_requests`: in the server at once, further ones raise QueueFullError; `max_contexts`: of these, waiting for
+      generation
+    - `observer`: called with each `BatchEvent`, and the `RequestTrace` of each request that has ended
 
-    A request ends exactly once: with its answer, or with its own error. Raises ValueError for limits below 1 and a
+    A request ends exactly once, with its answer or its own error. Raises ValueError for limits below 1, and for a
     `kv_limit` without `kv`.
     """
 
@@ -97,7 +98,7 @@ class DecoupledServer(Generic[Q, D, R]):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if kv_limit is not None and (kv is None or kv_limit < 1):
-            raise ValueError(f"kv_limit={kv_limit}: it must be at least 1, and takes kv, which counts tokens (TrieKV)")
+            raise ValueError(f"kv_limit is {kv_limit}: give at least 1, and kv, which counts tokens (TrieKV)")
         self.max_requests = max_requests
         self.trace: deque[BatchEvent] = deque(maxlen=events)
         self._engine = engine
@@ -105,7 +106,7 @@ class DecoupledServer(Generic[Q, D, R]):
         self._observer = observer
         self._clock = clock
         self._requests: dict[BatchedRequest[Q, D], None] = {}
-        self._places: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
+        self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(max_requests, CacheAwareQueue(window=0))
         self._closed = False
         self._failing = False
         if hasattr(retrieval, "search_batch"):
@@ -153,53 +154,37 @@ class DecoupledServer(Generic[Q, D, R]):
         return len(self._requests)
 
     def contexts(self, count: int = 8) -> Sequence[Context[Q, D]]:
-        """At most `count` of the contexts that wait for generation, probably the next ones."""
+        """Return at most `count` contexts that wait for generation, probably the next ones."""
         upcoming = self.generating.upcoming(count)
         return [Context(request.question, request.documents) for request in upcoming]
 
     async def run(self, question: Q) -> BatchedAnswer[D]:
-        """Raises the error of its retrieval or generation, QueueFullError, and RuntimeError if the server is closed.
-        Cancelling it ends its generation; a search leaves it out from the next stage on."""
+        """Return the answer. Raises the error of retrieval or generation, QueueFullError, and RuntimeError if the
+        server is closed. Cancelling it ends its generation; a search leaves it out from the next stage."""
         return await self._run(question)
 
     def stream(self, question: Q) -> BatchedStream[D]:
-        """The answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation that
-        has failed after its first words begins otherwise when it is repeated."""
+        """Stream the answer as it is generated; lazy. Raises what `run` raises, and AnswerChangedError if a generation
+        fails after its first words and the repeated one differs."""
         return BatchedStream(self._stream(question))
 
-    async def batch(
+    def batch(
         self, questions: Iterable[Q], *, on_progress: Callable[[int], object] | None = None
     ) -> AsyncGenerator[tuple[int, BatchedAnswer[D] | Exception], None]:
-        """(number of the question, answer or error) in the order in which they end. At most half of `max_requests` are
-        in the server at a time; while it is full, they wait for a place. `on_progress` is called with how many have
-        ended."""
-        numbered = enumerate(questions)
-        tasks: dict[asyncio.Task[BatchedAnswer[D]], int] = {}
-        most, ended = max(1, self.max_requests // 2), 0
-        try:
-            while True:
-                while len(tasks) < most and (item := next(numbered, None)) is not None:
-                    tasks[asyncio.create_task(self._run(item[1], patient=True))] = item[0]
-                if not tasks:
-                    return
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=tasks.__getitem__):
-                    number = tasks.pop(task)
-                    ended += 1
-                    if on_progress is not None:
-                        on_progress(ended)
-                    yield number, _outcome(task)
-        finally:
-            for task in tasks:
-                task.cancel()
-            while left := [task for task in tasks if not task.done()]:
-                await asyncio.wait(left)
+        """Yield (number of the question, answer or error) in the order of their ends. At most half of `max_requests`
+        run at a time; they wait while the server is full. `on_progress` is called with the number of ended requests."""
+        at_once = max(1, self.max_requests // 2)
+        return run_batch(
+            questions, lambda each: self._run(each, patient=True), at_once=at_once, on_progress=on_progress
+        )
 
     async def place(self, placement: ServingPlacement) -> None:
-        """Serve by another placement, as soon as no batch of each worker runs: its partitions, its largest batch, and
-        layers and KV of an engine that has `place`. More partitions come last, fewer first, so that there is room.
-        Raises ValueError for a placement that the retrieval cannot take, and what the engine raises, maybe after a part
-        of it."""
+        """Change to another placement, each part when no batch of its worker runs: partitions, largest batch, and
+        layers and KV of an engine with `place`.
+
+        Fewer partitions are set first and more last, so that memory suffices. Raises ValueError for a placement that
+        the retrieval cannot use, and errors of the engine, possibly after a part is done.
+        """
         self._check_placement(placement)
 
         async def place_engine() -> None:
@@ -234,7 +219,7 @@ class DecoupledServer(Generic[Q, D, R]):
         await self.close()
 
     async def _run(self, question: Q, *, patient: bool = False) -> BatchedAnswer[D]:
-        async with self._place(patient=patient):
+        async with self._slot(patient=patient):
             request = self._enter(question)
             told = False
             try:
@@ -247,12 +232,14 @@ class DecoupledServer(Generic[Q, D, R]):
             finally:
                 await self._leave(request, told)
 
-    def _place(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
-        """In the server; a `patient` request waits for it."""
+    def _slot(self, *, patient: bool = False) -> AbstractAsyncContextManager[None]:
+        """Return a slot in the server; a `patient` request waits for it."""
         self._check_open()
-        if not patient and not self._places.has_room:
-            raise QueueFullError(f"{len(self._requests)} requests are in the server already (max_requests)")
-        return self._places.slot(None)
+        if not patient and not self._limiter.has_room:
+            raise QueueFullError(
+                f"{len(self._requests)} requests are in the server: raise max_requests, or retry later"
+            )
+        return self._limiter.slot(None)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -269,17 +256,17 @@ class DecoupledServer(Generic[Q, D, R]):
         return request
 
     async def _leave(self, request: BatchedRequest[Q, D], told: bool) -> None:
-        """Whatever has become of it: nothing is left of it anywhere. `told`: the caller has its outcome."""
+        """Remove a request from all queues and workers. `told`: the caller has its outcome."""
         request.cancel(self._clock())
         if not told:
-            # It may have ended in the very moment of its cancellation.
+            # It may have ended just before it was cancelled.
             request.trace.outcome = "cancelled"
         self.retrieving.leave(request)
         self.generating.leave(request)
         try:
             await self.generating.end(request)
         finally:
-            # Contexts that have left the queue make room for others.
+            # A context that has left the queue makes room for others.
             self.retrieving.wake()
             if request in self._requests:
                 del self._requests[request]
@@ -287,7 +274,7 @@ class DecoupledServer(Generic[Q, D, R]):
 
     async def _stream(self, question: Q) -> AsyncGenerator[str | BatchedAnswer[D], None]:
         chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        async with self._place():
+        async with self._slot():
             request = self._enter(question, chunks)
             told = False
             try:
@@ -335,14 +322,3 @@ class DecoupledServer(Generic[Q, D, R]):
             if not self._failing:
                 self._failing = True
                 _logger.warning("an observer failed: %s; later failures are not logged", type(error).__name__)
-
-
-def _outcome(task: asyncio.Task[BatchedAnswer[D]]) -> BatchedAnswer[D] | Exception:
-    if task.cancelled():
-        return RuntimeError("the request was cancelled")
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error

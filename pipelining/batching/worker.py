@@ -1,9 +1,8 @@
-"""Worker that forms batches from its queue, and is reorganised between them (RAGDoll sections 4.1 and 4.2)."""
+"""Worker with a queue, batches and hooks (RAGDoll sections 4.1 and 4.2)."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,6 +13,7 @@ from ragorder.pipelining.batching.batchers import Batcher
 from ragorder.pipelining.batching.degradation import Degradation, Relief
 from ragorder.pipelining.batching.requests import BatchedRequest, BatchEvent, WorkerName
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, Ticket
+from ragorder.pipelining.servers import call
 
 __all__ = ["Occupancy", "Worker", "is_being_cancelled"]
 
@@ -27,8 +27,7 @@ _logger = logging.getLogger("ragorder")
 class Worker(ABC, Generic[Q, D]):
     """Serves the requests in its queue, `running` of them now. For one event loop.
 
-    Hooks run while no request does, and none starts until they have ended: a worker of its own lock, beside the other
-    worker's batches.
+    Hooks run while no request runs, and requests wait until hooks have ended; the other worker is not affected.
     """
 
     name: WorkerName
@@ -70,14 +69,14 @@ class Worker(ABC, Generic[Q, D]):
         self.wake()
 
     def leave(self, request: BatchedRequest[Q, D]) -> None:
-        """A request that waits is in the queue no longer; one that runs does not come back."""
+        """Remove a waiting request; a running one will not be put back."""
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
             self._queue.leave(ticket)
             self.wake()
 
     def upcoming(self, count: int) -> Sequence[BatchedRequest[Q, D]]:
-        """At most so many of those that wait, by the last choice."""
+        """Return at most `count` waiting requests, by their priority at the last choice."""
         return self._queue.upcoming(count)
 
     def wake(self) -> None:
@@ -90,8 +89,8 @@ class Worker(ABC, Generic[Q, D]):
     async def between_batches(self, hook: Callable[[], T]) -> T: ...
 
     async def between_batches(self, hook: Callable[[], Any]) -> Any:
-        """The result of `hook`, called once while no batch runs: a coroutine function in the event loop, another in a
-        thread. Raises what it raises, and RuntimeError if the server is closed before."""
+        """Call `hook` once while no batch runs and return its result: a coroutine function in the event loop, another
+        function in a thread. Raises what it raises, and RuntimeError if the server is closed first."""
         if self._closed:
             raise RuntimeError("the server was closed")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -103,7 +102,7 @@ class Worker(ABC, Generic[Q, D]):
             return await future
         finally:
             if entry in self._hooks:
-                # Its caller was cancelled: nothing waits for it any more.
+                # The caller was cancelled.
                 self._hooks.remove(entry)
                 self.wake()
 
@@ -112,7 +111,7 @@ class Worker(ABC, Generic[Q, D]):
             self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """What runs is cancelled; hooks that have not begun raise RuntimeError."""
+        """Cancel running requests; hooks that have not begun raise RuntimeError."""
         self._closed = True
         task, self._task = self._task, None
         if task is not None:
@@ -126,11 +125,11 @@ class Worker(ABC, Generic[Q, D]):
 
     @abstractmethod
     async def _serve(self) -> bool:
-        """Start what may run now. False: wait for a change."""
+        """Return False to wait for a change."""
 
     @abstractmethod
     async def _end_running(self) -> None:
-        """Cancel what runs, and wait for its end."""
+        """Cancel running requests and wait for their ends."""
 
     async def _run(self) -> None:
         while True:
@@ -139,7 +138,7 @@ class Worker(ABC, Generic[Q, D]):
                 await self._reorganise()
                 again = await self._serve()
             except Exception as error:
-                # A policy that fails must not end all requests that come later.
+                # A policy that fails must not end later requests.
                 self._warn("batching", error)
                 again = False
             if not again:
@@ -151,12 +150,7 @@ class Worker(ABC, Generic[Q, D]):
             if future.done():
                 continue
             try:
-                if inspect.iscoroutinefunction(hook):
-                    result = await hook()
-                else:
-                    result = await asyncio.to_thread(hook)
-                    if inspect.isawaitable(result):
-                        result = await result
+                result = await call(hook)
             except asyncio.CancelledError:
                 closed = is_being_cancelled()
                 if not future.done():
@@ -172,7 +166,7 @@ class Worker(ABC, Generic[Q, D]):
                 self._event("reorganised")
 
     def _choose(self, room: int) -> int:
-        """How many may run at once, at most `room`; 0 without requests."""
+        """Return how many requests may run at once, at most `room`; 0 without requests."""
         if not self._queue and not self.running:
             return 0
         wanted = self._wanted()
@@ -180,11 +174,10 @@ class Worker(ABC, Generic[Q, D]):
         return self._size
 
     def _wanted(self) -> int:
-        """By the policy alone."""
         try:
             wanted = max(1, self._policy_size())
         except Exception as error:
-            # Without its policy a worker goes on with one request after another.
+            # Without its policy a worker runs one request at a time.
             self._warn("the batching policy", error)
             wanted = 1
         return wanted if self.most is None else max(1, min(wanted, self.most))
@@ -204,7 +197,7 @@ class Worker(ABC, Generic[Q, D]):
         return ticket.item
 
     def _put_back(self, request: BatchedRequest[Q, D]) -> None:
-        """To its old place: requests that have failed keep their order, in front of those that came later."""
+        """Put a failed request back before the requests that arrived later."""
         self.running.pop(request, None)
         if (ticket := self._tickets.get(request)) is not None:
             self._queue.put_back(ticket)
@@ -245,7 +238,7 @@ class Worker(ABC, Generic[Q, D]):
 
 
 def is_being_cancelled() -> bool:
-    """Whether the running task is meant by a CancelledError, and not something that it waits for."""
+    """Return whether the running task is cancelled itself, rather than something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -254,12 +247,12 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Occupancy(Generic[R]):
-    """Counts the requests that run, over time."""
+    """Counts running requests over time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._counted_s = clock()
-        # Requests that ran, summed up over time.
+        # Sum over time of the number of running requests.
         self._area = 0.0
         self._began: dict[R, tuple[float, float]] = {}
 
@@ -268,7 +261,7 @@ class Occupancy(Generic[R]):
         self._began[request] = self._counted_s, self._area
 
     def end(self, request: R) -> tuple[int, float] | None:
-        """How many ran at a time, itself included, and for how many seconds. None: it had not begun."""
+        """Return the mean number of running requests, itself included, and the seconds; None if it had not begun."""
         self._count()
         if (began := self._began.pop(request, None)) is None:
             return None

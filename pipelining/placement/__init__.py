@@ -1,1 +1,1 @@
-"""Placement of a model and an index over device, host memory and disk (RAGDoll)."""
+"""Placement of model and index on device, host memory and disk (RAGDoll)."""

@@ -1,4 +1,4 @@
-"""Placement of a model and an index over device, host memory and disk (RAGDoll 4.2), and the sizes of both."""
+"""Placements on device, host memory and disk, and sizes (RAGDoll 4.2)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Curve = tuple[tuple[int, int], ...]
 """Points (x, y), ascending in x."""
 
 _Bytes = Annotated[int, Field(ge=0)]
-# Partitions that are in memory beside the resident ones.
+# Partitions in memory in addition to resident ones.
 _PASSING = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """An amount in each place."""
+    """An amount in each tier."""
 
     device: int = 0
     host: int = 0
@@ -34,12 +34,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Decoder layers by where they lie between steps, bytes of KV by place, partitions of the index that stay in host
-    memory, and requests that generate at once.
+    """Decoder layers and bytes of KV by tier, partitions of the index in host memory, and requests that generate at
+    once.
 
-    `slots`: buffers on the device that layers from elsewhere pass through; `step_tokens`: of the largest step. KV on
-    the device is that of the running batch first, and of documents that may come again; in the other places the latter
-    only. Raises ValueError for negative amounts, no batch, or streamed layers without a buffer.
+    `slots`: buffers on the device for streamed layers; `step_tokens`: of the largest step. KV on the device is for the
+    running batch first, then for documents that may be used again; in the other tiers only for such documents. Raises
+    ValueError for negative amounts, no batch, or streamed layers without a buffer.
     """
 
     weights: Spread
@@ -50,9 +50,9 @@ class Placement:
     slots: int = 0
 
     def __post_init__(self) -> None:
-        amounts = (*_places(self.weights), *_places(self.kv), self.partitions, self.slots)
+        amounts = (*_amounts(self.weights), *_amounts(self.kv), self.partitions, self.slots)
         if min(amounts) < 0:
-            raise ValueError("a placement has no negative amounts")
+            raise ValueError("a placement has a negative amount: give 0 or more")
         if self.batch < 1 or self.step_tokens < self.batch:
             raise ValueError(
                 f"a batch of {self.batch} requests in steps of {self.step_tokens} tokens: each request takes one token "
@@ -63,11 +63,11 @@ class Placement:
 
     @property
     def streamed(self) -> int:
-        """Layers that come to the device in each step."""
+        """Layers that are copied to the device in each step."""
         return self.weights.host + self.weights.disk
 
 
-def _places(spread: Spread) -> tuple[int, int, int]:
+def _amounts(spread: Spread) -> tuple[int, int, int]:
     return spread.device, spread.host, spread.disk
 
 
@@ -76,11 +76,11 @@ class _Sizes(BaseModel):
 
 
 class ModelSizes(_Sizes):
-    """Bytes of a model: of each decoder layer, of all weights outside the layers, which stay on the device, and of a
-    token's KV in all layers.
+    """Bytes of a model: of each decoder layer, of all other weights, which stay on the device, and of a token's KV in
+    all layers.
 
-    `step_bytes`: (tokens, bytes) of the workspace H, what a step of so many tokens takes beside weights and KV,
-    measured or estimated. `staging`: host memory through which streamed layers pass.
+    `step_bytes`: points (tokens, bytes) of the workspace H, the memory of a step in addition to weights and KV,
+    measured or estimated. `staging`: host memory that streamed layers pass.
     """
 
     layers: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
@@ -98,7 +98,7 @@ class ModelSizes(_Sizes):
 
     @property
     def slot(self) -> int:
-        """Of a buffer that any layer fits into."""
+        """Bytes of a buffer for any layer."""
         return max(self.layers)
 
     @property
@@ -106,16 +106,16 @@ class ModelSizes(_Sizes):
         return sum(self.layers) + self.outside
 
     def workspace(self, tokens: int) -> int:
-        """Of a step. Linear between measured points, never falling; below the first point as there."""
+        """Return the bytes of a step: linear between points, never falling, constant below the first point."""
         return int(_value(self.step_bytes, max(tokens, self.step_bytes[0][0])))
 
     def kv(self, tokens: int, requests: int = 1) -> int:
-        """Of so many tokens in blocks. Each request may end inside one."""
+        """Return the bytes of KV in blocks; each request may end inside a block."""
         return (-(-tokens // self.block_tokens) + requests - 1) * self.block_tokens * self.kv_token
 
 
 class IndexSizes(_Sizes):
-    """Bytes of an index: `fixed` stay in host memory, such as centroids; each of `partitions` may."""
+    """Bytes of an index: `fixed`, such as centroids, are always in host memory, `partitions` can be."""
 
     fixed: _Bytes = 0
     partitions: tuple[_Bytes, ...] = ()
@@ -125,12 +125,12 @@ class IndexSizes(_Sizes):
         return self.fixed + sum(self.partitions)
 
     def resident(self, count: int) -> int:
-        """Of so many partitions, the largest."""
-        # Which ones stay is decided by their use: any may.
+        """Return the bytes of the largest `count` partitions."""
+        # Any partition may be resident: their use decides.
         return sum(sorted(self.partitions, reverse=True)[:count])
 
     def reading(self, resident: int) -> int:
-        """Of the partitions that pass through memory during a search: one is scanned while the next is read."""
+        """Return the bytes of partitions in memory only during a search: one is scanned while the next is read."""
         return sum(sorted(self.partitions, reverse=True)[resident : resident + _PASSING])
 
 
@@ -138,7 +138,7 @@ NO_INDEX = IndexSizes()
 
 
 class Workload(_Sizes):
-    """Tokens of a request. `shared`: (requests, tokens of their KV) by batch, where requests share documents, see
+    """Tokens of a request. `shared`: points (requests, KV tokens) by batch, if requests share documents, see
     `shared_tokens`; without it nothing is shared."""
 
     prompt_tokens: int = Field(default=2048, gt=0)
@@ -152,8 +152,8 @@ class Workload(_Sizes):
         return self
 
     def kv_tokens(self, batch: int) -> int:
-        """Of the KV of so many requests: a batch's KV is its trie, not its sum. Between two
-        measured batches no less than either leaves open."""
+        """Return the KV tokens of a batch: those of its trie, not the sum. Between two measured batches an upper bound
+        from both."""
         each = self.prompt_tokens + self.answer_tokens
         requests, tokens = max((point for point in self.shared if point[0] <= batch), default=(0, 0))
         bounds = [tokens + (batch - requests) * each]
@@ -169,7 +169,7 @@ def _check_curve(name: str, points: Curve) -> None:
 
 
 def _value(points: Sequence[tuple[int, int]], at: int) -> float:
-    """Linear, with the first and last slope beyond the points."""
+    """Interpolate linearly, with the first and last slope outside of the points."""
     if len(points) == 1:
         return points[0][1] * max(1.0, at / points[0][0])
     right = next((index for index in range(1, len(points)) if points[index][0] >= at), len(points) - 1)

@@ -1,4 +1,4 @@
-"""Budgets of memory that a placement must stay within (RAGDoll Eq. 1)."""
+"""Memory budgets of a placement (RAGDoll Eq. 1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Budgets", "cgroup_headroom", "device_memory", "disk_memory", "format
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _GPU_TIMEOUT_S = 10.0
-# Limit, use, and what of the use the kernel gives back when memory is short: file pages not lately used.
+# Files with the limit, the use, and the share of the use that the kernel can reclaim: file pages not recently used.
 _FILES = {
     "v2": ("memory.max", "memory.current", "inactive_file"),
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -27,7 +27,7 @@ _FILES = {
 
 
 def device_memory() -> int | None:
-    """Free bytes of the first GPU that CUDA_VISIBLE_DEVICES leaves, by nvidia-smi, which comes with the driver; None
+    """Return the free bytes of the first visible GPU (CUDA_VISIBLE_DEVICES), by nvidia-smi of the driver, or None
     without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
@@ -46,8 +46,8 @@ def device_memory() -> int | None:
 
 
 def host_memory() -> int:
-    """Bytes of RAM that can be taken without swapping: what the machine, the control group and RLIMIT_AS leave, the
-    least of them. Raises ImportError without psutil."""
+    """Return the bytes of RAM available without swapping: the least of machine, control group and RLIMIT_AS. Raises
+    ImportError without psutil."""
     with needs("memory", "reading this machine's memory"):
         import psutil
 
@@ -62,7 +62,7 @@ def host_memory() -> int:
 
 
 def disk_memory(folder: Path | str) -> int:
-    """Free bytes of the file system of `folder`, or of its first parent that exists."""
+    """Return the free bytes of the file system of `folder`, or of its first parent that exists."""
     path = Path(folder).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -70,7 +70,8 @@ def disk_memory(folder: Path | str) -> int:
 
 
 def cgroup_headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """Bytes that the process's control groups (version 2 or 1) and all above them leave; None without a limit."""
+    """Return the bytes that the process's control groups (version 2 or 1) and their parents leave, or None without a
+    limit."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:
@@ -82,7 +83,7 @@ def cgroup_headroom(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> in
         if controllers and "memory" not in controllers.split(","):
             continue
         version, top = ("v1", root / "memory") if controllers else ("v2", root)
-        # Inside a container the path may be the host's, and its own group is at the top.
+        # In a container the path may be that of the host, and its own group is at the top.
         parts = Path(path.lstrip("/")).parts
         groups = [top.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
         left += [free for group in groups if (free := _free_of(group, *_FILES[version])) is not None]
@@ -103,12 +104,12 @@ def _free_of(group: Path, limit_file: str, use_file: str, reclaimable: str) -> i
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budgets:
-    """Bytes that may be taken on the device, in host memory and on the disk, the latter for KV alone: weights and index
-    are read from their own files, and never written.
+    """Bytes that may be used on the device, in host memory and on the disk. The disk is for KV only: weights and index
+    are read from their own files.
 
         Budgets("6GiB", "24GiB", disk_bytes="100GiB")
 
-    `unified`: the device computes in host memory, as a CPU does; all that lies on either is within `host_bytes`. Raises
+    `unified`: the device computes in host memory, as a CPU does; both together are within `host_bytes`. Raises
     ValueError for sizes that are negative or unreadable.
     """
 
@@ -127,8 +128,8 @@ class Budgets:
 
     @classmethod
     def of_this_machine(cls, folder: Path | str = ".", share: float = 0.9) -> Self:
-        """`share` of what is free: the first GPU's memory, RAM within the limits of the control group and RLIMIT_AS,
-        and the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
+        """Return `share` of the free memory: of the first GPU, of RAM within the limits of control group and RLIMIT_AS,
+        and of the disk of `folder`. Without a GPU the device is a CPU. Raises ImportError without psutil."""
         if not 0 < share <= 1:
             raise ValueError(f"share is above 0 and at most 1, got {share}")
         host, gpu = host_memory(), device_memory()
@@ -138,7 +139,6 @@ class Budgets:
     def changed(
         self, *, device_bytes: int | None = None, host_bytes: int | None = None, disk_bytes: int | None = None
     ) -> Self:
-        """The same with other sizes."""
         return type(self)(
             self.device_bytes if device_bytes is None else device_bytes,
             self.host_bytes if host_bytes is None else host_bytes,
@@ -148,7 +148,7 @@ class Budgets:
 
 
 def format_bytes(size: int) -> str:
-    """A size for reading: 5.8 GiB."""
+    """Return a readable size, such as 5.8 GiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(size) >= unit:
             return f"{size / unit:,.1f} {name}"

@@ -1,4 +1,4 @@
-"""Costs of a placement: what `plan_placement` compares placements by."""
+"""Costs of a placement."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["EstimatedCosts", "Footprint", "PlacementCosts", "Rates", "mean_laten
 
 
 class PlacementCosts(Protocol):
-    """Sizes and times of one model and index on one machine; `PlacementProfile` has measured ones, `EstimatedCosts`
-    others."""
+    """Sizes and times of one model and index on one machine, measured (`PlacementProfile`) or estimated
+    (`EstimatedCosts`)."""
 
     @property
     def model(self) -> ModelSizes: ...
@@ -27,28 +27,28 @@ class PlacementCosts(Protocol):
 
     @property
     def estimated(self) -> bool:
-        """Nothing of it was measured."""
+        """Whether nothing was measured."""
 
     @property
     def batches(self) -> Sequence[int]:
-        """Sizes to choose from."""
+        """Batch sizes to choose from."""
 
     @property
     def step_tokens(self) -> int:
-        """Of the largest step; fewer where memory is short."""
+        """Tokens of the largest step; a step is smaller if memory is short."""
 
     def generation_s(self, batch: int, weights: Spread, step_tokens: int) -> float:
-        """Of a batch from its first step to its last token, with so many layers in each place."""
+        """Return the seconds of a batch from its first step to its last token, with `weights` layers in each tier."""
 
     def retrieval_s(self, partitions: int) -> float:
-        """Of a batch of any size that passes over all partitions, so many of them resident."""
+        """Return the seconds of a batch of any size that passes all partitions, with `partitions` resident ones."""
 
 
 def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: Callable[[int], float]) -> float:
-    """Mean seconds until `backlog` waiting requests are answered, in batches of `batch`, the last one of what is left.
+    """Return the mean seconds until `backlog` waiting requests are answered, in batches of `batch`; the last batch
+    takes the rest.
 
-    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll; with many
-    batches it grows by max(t_retrieval, t_generation) for each, which is what section 4.4 balances.
+    A batch is retrieved while the one before it generates. Without retrieval this is Eq. 6 of RAGDoll.
     """
     retrieved_s = answered_s = sum_s = 0.0
     left, size, seconds = backlog, min(batch, backlog), generation_s(min(batch, backlog))
@@ -64,30 +64,29 @@ def mean_latency_s(backlog: int, batch: int, retrieval_s: float, generation_s: C
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes by place under any placement of this model and index.
+    """Bytes by tier for any placement of this model and index.
 
-    Beside Eq. 2 and 3: weights outside the layers, the buffers that layers and partitions pass through, and what of the
-    index is no partition. Layers count as the largest one, whose buffers they are in. Layers and partitions that are on
-    the disk alone take nothing of its budget: they are read from the files of model and index.
+    In addition to Eq. 2 and 3: weights outside the layers, buffers for streamed layers and partitions, and the fixed
+    part of the index. Each layer counts as the largest one, since it is in a buffer of that size. Layers and partitions
+    on the disk do not count: they are read from the files of model and index.
     """
 
     model: ModelSizes
     index: IndexSizes
 
     def parts(self, placement: Placement) -> Iterator[tuple[str, Spread]]:
-        """Each part by name; those without a byte included."""
         model, index, slot = self.model, self.index, self.model.slot
         yield "weights outside the layers", Spread(device=model.outside)
         yield "layers", Spread(placement.weights.device * slot, placement.weights.host * slot)
         yield (
-            "layers that pass through",
+            "buffers of streamed layers",
             Spread(placement.slots * slot, model.staging if placement.streamed else 0),
         )
         yield "KV", placement.kv
         yield "workspace of a step", Spread(device=model.workspace(placement.step_tokens))
         yield "index without partitions", Spread(host=index.fixed)
         yield "partitions", Spread(host=index.resident(placement.partitions))
-        yield "partitions that pass through", Spread(host=index.reading(placement.partitions))
+        yield "partitions in transit", Spread(host=index.reading(placement.partitions))
 
     def total(self, placement: Placement) -> Spread:
         spreads = [spread for _, spread in self.parts(placement)]
@@ -96,11 +95,11 @@ class Footprint:
         )
 
     def device(self, placement: Placement) -> int:
-        """Eq. 2."""
+        """Return Eq. 2."""
         return self.total(placement).device
 
     def host(self, placement: Placement) -> int:
-        """Eq. 3."""
+        """Return Eq. 3."""
         return self.total(placement).host
 
     def disk(self, placement: Placement) -> int:
@@ -119,9 +118,8 @@ _WORKLOAD = Workload()
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed of a machine: floating-point operations a second, and bytes a second of the device's memory, from host
-    memory to the device, from the disk, and of a scan of an index in memory. Raises ValueError unless all are above
-    0."""
+    """Speed of a machine: floating-point operations a second, and bytes a second of device memory, from host memory to
+    the device, from the disk, and of a scan of an index in memory. Raises ValueError unless all are above 0."""
 
     flops: float
     device: float
@@ -135,19 +133,19 @@ class Rates:
 
     @classmethod
     def of_a_gpu(cls) -> Self:
-        """A consumer's card on PCIe 4.0 beside an NVMe disk."""
+        """Return the rates of a consumer's card on PCIe 4.0 with an NVMe disk."""
         return cls(flops=40e12, device=500e9, host=12e9, disk=2e9, scan=8e9)
 
     @classmethod
     def of_a_cpu(cls) -> Self:
-        """A desktop processor and an NVMe disk. "To the device" is a copy in memory."""
+        """Return the rates of a desktop processor with an NVMe disk; layers are copied in memory."""
         return cls(flops=400e9, device=20e9, host=8e9, disk=2e9, scan=4e9)
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatedCosts:
-    """Times from sizes and rates: a step takes as long as the slower of its computation and of the stream of its
-    layers; a retrieval as long as the partitions that are read, and the scan of all."""
+    """Times from sizes and rates. A step takes the longer of its computation and the copy of its layers; a retrieval
+    takes the read of absent partitions, plus the scan of all."""
 
     model: ModelSizes
     rates: Rates

@@ -1,4 +1,4 @@
-"""Plan of a placement: layers, KV, partitions and batch together, within a memory budget (RAGDoll Eq. 1, 4.2, 4.4)."""
+"""Plan of layers, KV, partitions and batch within memory budgets (RAGDoll Eq. 1, 4.2, 4.4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragorder.pipelining.placement.costs import Footprint, PlacementCosts, mean_
 
 __all__ = ["PlacementError", "PlannedPlacement", "bottleneck", "explanation", "plan_placement"]
 
-# A gain below this share of the latency is none.
+# Least gain, as a share of the latency, that is worth mentioning.
 _WORTHWHILE = 0.01
 
 
@@ -24,7 +24,7 @@ def explanation(
     latency_s: float,
     larger: Sequence[tuple[str, int, float]],
 ) -> str:
-    """`larger`: budgets by name with more bytes, and the latency with each."""
+    """`larger`: (name, bytes, latency) of larger budgets."""
     generation_s = costs.generation_s(placement.batch, placement.weights, placement.step_tokens)
     retrieval_s = costs.retrieval_s(placement.partitions)
     weights, partitions = placement.weights, len(costs.index.partitions)
@@ -40,7 +40,7 @@ def explanation(
         "",
         *_table(placement, budgets, costs),
         "",
-        f"Expected: {backlog} waiting requests are answered after {_seconds(latency_s)} in the mean; a batch takes "
+        f"Expected: {backlog} waiting requests are answered after {_seconds(latency_s)} on average; a batch takes "
         f"{_seconds(retrieval_s)} of retrieval beside {_seconds(generation_s)} of generation.",
     ]
     if costs.estimated:
@@ -60,7 +60,7 @@ def explanation(
 
 
 def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, partitions: int) -> str:
-    """The resource that the slower half of the pipeline waits for."""
+    """Return the resource that the slower half of the pipeline waits for."""
     if retrieval_s > generation_s:
         absent = partitions - placement.partitions
         if absent:
@@ -69,8 +69,8 @@ def bottleneck(placement: Placement, retrieval_s: float, generation_s: float, pa
     if placement.weights.disk:
         return f"the disk, from which generation reads {placement.weights.disk} layers in each step"
     if placement.weights.host:
-        return f"the way from host memory, on which {placement.weights.host} layers come to the device in each step"
-    return "the device's computation: all layers are there"
+        return f"the bus from host memory, over which {placement.weights.host} layers are copied in each step"
+    return "the device's computation: all layers are on it"
 
 
 def _table(placement: Placement, budgets: Budgets, costs: PlacementCosts) -> list[str]:
@@ -107,23 +107,23 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-# Tokens of the smallest step that is planned.
+# Tokens of the smallest planned step.
 _LEAST_STEP = 64
-# Of the device, for the workspace while layers stream: a larger step costs layers, which all steps then stream.
+# Share of the device for the workspace of streamed layers: a larger step leaves fewer layers on the device.
 _WORKSPACE_SHARE = 0.125
 # Buffers of streamed layers: one is computed, the next is ready, one more is read.
 _SLOTS = 3
-# More memory by which `explain` says what would help.
+# Increase of memory that `explain` tries.
 _MORE = 0.25
 
 
 class PlacementError(ValueError):
-    """A budget below one layer and one request; the message says what is missing, in bytes, and what to change."""
+    """A budget below one layer and one request. The message names the missing bytes and what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPlacement(Placement):
-    """A placement with what it was planned from; `backlog`: waiting requests whose mean latency was minimised."""
+    """A placement with the inputs of its plan; `backlog`: waiting requests whose mean latency was minimised."""
 
     budgets: Budgets
     costs: PlacementCosts
@@ -135,22 +135,19 @@ class PlannedPlacement(Placement):
 
     @property
     def generation_s(self) -> float:
-        """Of a batch."""
         return self.costs.generation_s(self.batch, self.weights, self.step_tokens)
 
     @property
     def retrieval_s(self) -> float:
-        """Of a batch."""
         return self.costs.retrieval_s(self.partitions)
 
     @property
     def latency_s(self) -> float:
-        """Mean over the backlog, see `mean_latency_s`."""
         return _latency_s(self, self.costs, self.backlog)
 
     @property
     def engine_settings(self) -> Mapping[str, int]:
-        """Of a `TieredEngine` that is placed like this."""
+        """Settings of a `TieredEngine`."""
         model, total = self.costs.model, self.footprint.total(self)
         staging = model.staging if self.streamed else 0
         settings = {
@@ -163,34 +160,30 @@ class PlannedPlacement(Placement):
         return settings | ({"disk_bytes": self.kv.disk} if self.kv.disk else {})
 
     def explain(self) -> str:
-        """What lies where, in bytes; the expected latency, its bottleneck, and what would help."""
+        """Return a readable table of bytes by tier, the expected latency, its bottleneck, and what would help."""
         return explanation(self, self.budgets, self.costs, self.backlog, self.latency_s, list(self._with_more()))
 
     def _with_more(self) -> Iterator[tuple[str, int, float]]:
-        """Larger budgets, one at a time, and the latency with each."""
         budgets = self.budgets
         names = ["host_bytes"] if budgets.unified else ["device_bytes", "host_bytes"]
         for name in names:
             size = int(getattr(budgets, name) * (1 + _MORE))
-            # One memory: what the host has, the device may take.
+            # In unified memory the device may use all that the host has.
             sizes = {"device_bytes": size, "host_bytes": size} if budgets.unified else {name: size}
             larger = budgets.changed(**sizes)
             yield name, size, plan_placement(larger, self.costs, backlog=self.backlog).latency_s
 
 
 def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | None = None) -> PlannedPlacement:
-    """The placement within the budgets by which `backlog` waiting requests are answered soonest, in the mean.
+    """Return the placement within the budgets with the lowest mean latency of `backlog` waiting requests.
 
     - `costs`: a `PlacementProfile`, or `EstimatedCosts` without one
-    - `backlog`: the largest measured batch, unless given
+    - `backlog`: default is the largest measured batch
 
-    A batch takes KV and workspace from the device, and what is left is for layers; in host memory each resident
-    partition takes the place of layers. For each batch the walk starts with no partition resident, adds one after the
-    other, and moves the layers in their way down a place. The paper's walk ends where retrieval and generation take
-    equally long (4.4): each of its steps is a measurement. Here each is a lookup in the profile, and the walk goes on
-    until all are resident: times that are not convex, and backlogs of one batch, which balance does not help, have
-    their optimum elsewhere. What remains in each place is for the KV of documents. Raises PlacementError, and
-    ValueError for no backlog.
+    A batch takes KV and workspace from the device; the rest is for layers. In host memory each resident partition
+    replaces layers. For each batch, all numbers of resident partitions are tried. The paper stops where retrieval and
+    generation take equally long (4.4), but times that are not convex, and backlogs of a single batch, have their
+    optimum elsewhere. Remaining memory is for KV of documents. Raises PlacementError, and ValueError for no backlog.
     """
     backlog = max(costs.batches) if backlog is None else backlog
     if backlog < 1:
@@ -199,7 +192,7 @@ def plan_placement(budgets: Budgets, costs: PlacementCosts, *, backlog: int | No
     for batch in sorted({min(size, backlog) for size in costs.batches}):
         for placement in _walk(budgets, costs, batch):
             latency_s = _latency_s(placement, costs, backlog)
-            # Among equals the smaller batch with fewer partitions: it leaves most room for the KV of documents.
+            # Among equals the smaller batch with fewer partitions, which leaves most room for KV of documents.
             if best is None or latency_s < best[0]:
                 best = latency_s, placement
     if best is None:
@@ -224,7 +217,7 @@ def _latency_s(placement: Placement, costs: PlacementCosts, backlog: int) -> flo
 
 
 def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Placement]:
-    """The largest placements of a batch, by resident partitions."""
+    """Yield the placements of a batch with most layers, by resident partitions."""
     model, index = costs.model, costs.index
     for partitions in range(len(index.partitions) + 1):
         host = budgets.host_bytes - index.fixed - index.resident(partitions) - index.reading(partitions)
@@ -233,14 +226,14 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
         device = min(budgets.device_bytes, host) if budgets.unified else budgets.device_bytes
         found = _on_device(device, costs, batch)
         if budgets.unified and found is not None and found[0] < len(model.layers):
-            # In one memory what layers pass through is taken from them.
+            # In unified memory staging is taken from the layers.
             found = _on_device(min(device, host - model.staging), costs, batch)
         if found is None:
             return
         layers, slots, step_tokens, free = found
         streamed = len(model.layers) - layers
         if budgets.unified:
-            # Layers and KV beside the device would lie in the same memory.
+            # In unified memory there is nothing beside the device.
             in_host, host_free = 0, 0
         else:
             host_free = host - (model.staging if streamed else 0)
@@ -264,10 +257,11 @@ def _walk(budgets: Budgets, costs: PlacementCosts, batch: int) -> Iterator[Place
 
 
 def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[int, int, int, int] | None:
-    """Layers that stay, buffers of the others, tokens of a step, and bytes that are left; None if nothing fits."""
+    """Return (layers on the device, buffers for the others, tokens of a step, free bytes), or None if nothing fits."""
     model, count = costs.model, len(costs.model.layers)
     left = device_bytes - model.outside - model.kv(costs.workload.kv_tokens(batch), batch)
-    # The whole model with the largest step that leaves room for it; else the largest step of a moderate workspace.
+    # Choose all layers with the largest step that leaves room for them; else the largest step with a moderate
+    # workspace.
     best: tuple[bool, bool, int] | None = None
     for step in _steps(costs, batch):
         workspace = model.workspace(step)
@@ -286,7 +280,7 @@ def _on_device(device_bytes: int, costs: PlacementCosts, batch: int) -> tuple[in
 
 
 def _steps(costs: PlacementCosts, batch: int) -> Iterator[int]:
-    """Each half the one before it, from that of all prompts down to the least in which each request has a token."""
+    """Yield steps by halves, from all prompts to the least with a token for each request."""
     most = min(costs.step_tokens, batch * costs.workload.prompt_tokens)
     step, least = most, max(batch, min(_LEAST_STEP, most))
     while step > least:
@@ -307,8 +301,8 @@ def _missing(budgets: Budgets, costs: PlacementCosts) -> str:
         f"of {batch} ({tokens} tokens) {kv}, a step of {step} tokens {workspace}"
     )
     in_host = (
-        f"the index takes {index.fixed} bytes beside its partitions, partitions that pass through memory "
-        f"{index.reading(0)}, layers that do {host - index.fixed - index.reading(0)}"
+        f"the index takes {index.fixed} bytes beside its partitions, partitions in transit "
+        f"{index.reading(0)}, layers in transit {host - index.fixed - index.reading(0)}"
     )
     shorter = "or shorter prompts and answers"
     if budgets.unified and budgets.device_bytes >= device:

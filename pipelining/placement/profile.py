@@ -1,4 +1,4 @@
-"""Measured costs of placements: the outcome of active profiling (RAGDoll 4.4)."""
+"""Measured costs of placements, by active profiling (RAGDoll 4.4)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _Sample(BaseModel):
 
 
 class GenerationSample(_Sample):
-    """Seconds of a batch of requests, with so many decoder layers on the device and in host memory; the others were on
-    the disk."""
+    """Seconds of a batch of requests with these decoder layers on the device and in host memory; the others were on the
+    disk."""
 
     kind: Literal["generation"] = "generation"
     batch: int = Field(ge=1)
@@ -44,18 +44,18 @@ class GenerationSample(_Sample):
     host_layers: int = Field(ge=0)
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def setting(self) -> tuple[object, ...]:
         return self.kind, self.batch, self.device_layers, self.host_layers
 
 
 class RetrievalSample(_Sample):
-    """Seconds of a retrieval over all partitions, so many of them resident."""
+    """Seconds of a retrieval over all partitions, with `partitions` resident ones."""
 
     kind: Literal["retrieval"] = "retrieval"
     partitions: int = Field(ge=0)
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def setting(self) -> tuple[object, ...]:
         return self.kind, self.partitions
 
 
@@ -66,12 +66,12 @@ class PlacementProfile(BaseModel):
         profile.generation_s(16, Spread(device=8, host=24), profile.step_tokens)  # seconds
 
     - by batch: a power law (Eq. 4) for each measured number of layers, fitted to at least two batches
-    - by layers on the device: linear in between; more layers never take longer. Streamed layers are measured all
-      in host memory, all on the disk, or both ways; a mixture counts in proportion
+    - by layers on the device: linear in between; more layers never take longer. Streamed layers are measured all in
+      host memory, all on the disk, or both ways; a mixture counts in proportion
     - retrieval: linear in resident partitions, never rising, the same for all batches (4.4)
 
-    Times are those of steps of up to `step_tokens` tokens: with shorter ones prefill takes longer. Raises ValueError
-    for samples that do not suffice.
+    Times are for steps of up to `step_tokens` tokens: with shorter steps prefill takes longer. Raises ValueError for
+    too few samples.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,7 +94,7 @@ class PlacementProfile(BaseModel):
             if each.device_layers > whole or each.host_layers not in (0, whole - each.device_layers):
                 raise ValueError(
                     f"a sample has {each.device_layers} of {whole} layers on the device and {each.host_layers} in host "
-                    "memory: the others are all there, or all on the disk"
+                    "memory: the others must be all in host memory, or all on the disk"
                 )
             batches.setdefault((each.device_layers, each.host_layers), set()).add(each.batch)
         if all(device == whole for device, _ in batches) or len({device for device, _ in batches}) < min(2, whole):
@@ -119,7 +119,7 @@ class PlacementProfile(BaseModel):
 
     @property
     def batches(self) -> Sequence[int]:
-        """The powers of two up to the largest measured batch, and all measured ones."""
+        """Powers of two up to the largest measured batch, and all measured ones."""
         measured = {each.batch for each in self.generation}
         return sorted(measured | {1 << power for power in range(max(measured).bit_length())})
 
@@ -137,15 +137,15 @@ class PlacementProfile(BaseModel):
 
     @cached_property
     def _rows(self) -> tuple[_Rows, _Rows]:
-        """Power laws by layers on the device, ascending: the other layers in host memory, and on the disk."""
+        """Power laws by layers on the device, ascending, with the other layers in host memory, and on the disk."""
         times: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for each in self.generation:
             times.setdefault((each.device_layers, each.host_layers), []).append((each.batch, each.seconds))
-        laws = {place: PowerLaw.fit(samples) for place, samples in sorted(times.items())}
+        laws = {layers: PowerLaw.fit(samples) for layers, samples in sorted(times.items())}
         whole = len(self.model.layers)
         from_host = [(device, law) for (device, host), law in laws.items() if device + host == whole]
         from_disk = [(device, law) for (device, host), law in laws.items() if not host]
-        # All layers on the device say nothing of where the others come from.
+        # Samples with all layers on the device tell nothing about streamed ones.
         streamed = [rows if any(device < whole for device, _ in rows) else [] for rows in (from_host, from_disk)]
         return streamed[0], streamed[1]
 
@@ -158,7 +158,7 @@ class PlacementProfile(BaseModel):
 
     @classmethod
     def from_file(cls, path: Path | str) -> Self:
-        """Raises OSError, and ValueError for a file that is no profile of placements."""
+        """Raises OSError, and ValueError for another file."""
         text = Path(path).read_bytes()
         try:
             content = decode(text)
@@ -182,13 +182,13 @@ def _at(rows: _Rows, device_layers: int, batch: int) -> float:
 
 
 def _never_rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """More of what is resident takes no longer: what is measured above that is noise."""
+    """Return the points without rises: more resident parts never take longer, except by noise."""
     least = accumulate((seconds for _, seconds in points), min)
     return [(count, seconds) for (count, _), seconds in zip(points, least, strict=True)]
 
 
 def _linear(points: Sequence[tuple[int, float]], at: int) -> float:
-    """With the first slope in front of the points, and constant behind them: no better than measured."""
+    """Interpolate linearly, with the first slope before the points, and constant after the last one."""
     if at >= points[-1][0] or len(points) == 1:
         return points[-1][1]
     right = max(1, bisect_left(points, at, key=itemgetter(0)))
@@ -200,16 +200,16 @@ _SEARCHER = "a placement"
 
 
 def index_sizes(path: Path | str, partitions: int = 32) -> IndexSizes:
-    """Of an index written by FAISS. An IVF index is cut into `partitions` (at most one a cluster), as
-    `PartitionedSearch` does; any other one is in memory as a whole.
+    """Return the sizes of an index written by FAISS. An IVF index is cut into `partitions` (at most one per cluster),
+    as in `PartitionedSearch`; any other index is in memory as a whole.
 
-    Raises ImportError, OSError, and ValueError for a file that is no index, or for less than one partition.
+    Raises ImportError, OSError, and ValueError for a file that is not an index, and for less than one partition.
     """
     if partitions < 1:
         raise ValueError(f"partitions must be 1 or more, got {partitions}")
     whole = os.path.getsize(path)
     try:
-        # One partition is always there, and the number of clusters is read then.
+        # One partition is always possible, and opening it reads the number of clusters.
         one = _cut(path, 1)
         one.close()
         file = _cut(path, min(partitions, one.index.ivf.nlist))
@@ -233,19 +233,19 @@ R = TypeVar("R")
 
 
 def shared_tokens(requests: Sequence[R], kv_tokens: Callable[[Sequence[R]], int], batches: Iterable[int]) -> Curve:
-    """The most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`.
+    """Return the most KV tokens of any `batch` consecutive requests, for each size: `Workload.shared`.
 
     - `requests`: past ones, in order of arrival
     - `kv_tokens`: of a batch, such as `TrieKV`, which counts the trie of `trie.plan`
 
-    Sizes beyond the number of requests are left out. Raises ValueError for no requests, or sizes below 1.
+    Sizes above the number of requests are left out. Raises ValueError for no requests, or sizes below 1.
     """
     sizes = sorted(set(batches))
     if not requests or not sizes or sizes[0] < 1:
         raise ValueError(f"requests and sizes of 1 or more are needed, got {len(requests)} requests and sizes {sizes}")
     points: list[tuple[int, int]] = []
     for size in (size for size in sizes if size <= len(requests)):
-        # Windows that overlap by half: as many as whole batches, twice.
+        # Windows overlap by half, so there are twice the number of separate batches.
         starts = range(0, len(requests) - size + 1, max(1, size // 2))
         most = max(kv_tokens(requests[start : start + size]) for start in starts)
         points.append((size, max(most, points[-1][1] if points else 0)))

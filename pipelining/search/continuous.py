@@ -1,4 +1,4 @@
-"""Searches of one index that join and leave between two pieces (HedraRAG section 4.2)."""
+"""Searches of one index that join and leave while it is scanned (HedraRAG section 4.2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ContinuousIVF", "PieceOrder", "fill"]
 
 PieceOrder = Literal["oldest", "shortest"]
 
-# A search that has waited for ten seconds goes before one that is shorter by one.
+# A search that has waited ten seconds goes before one that is shorter by one second.
 _AGEING = 0.1
 
 
@@ -42,8 +42,12 @@ def fill(
     order: PieceOrder,
     now_s: float,
 ) -> list[tuple[RunningSearch, int]]:
-    """Searches, oldest first as given, until the cores have work for the piece's time; with the cluster before which
-    each one's part ends. Equal shares of a core would only delay them all. Those not due take what the others leave."""
+    """Return the searches of a piece, each with the cluster before which its part ends, until the cores have work for
+    the piece's time.
+
+    `searches`: oldest first. One is filled after the other, because equal shares of a core would delay all. Speculative
+    searches get the rest.
+    """
     left = limit.seconds * cores / code_s
     piece: list[tuple[RunningSearch, int]] = []
     if order == "shortest":
@@ -61,12 +65,12 @@ def fill(
     return piece
 
 
-# By measurement: a code of one byte, and of the vector as FAISS compares it.
+# Measured seconds for a code of one byte, and for a dimension as FAISS compares it.
 _BYTE_S, _DIMENSION_S = 1e-10, 4e-10
 
 
 class ContinuousIVF(SharedSearch[SearchRequest]):
-    """Searches an IVF index for many callers at once, a few clusters at a time.
+    """Searches an IVF index for many callers at once, a few clusters (a piece) at a time.
 
         search = ContinuousIVF(index, nprobe=64)
         for stage in search.search(queries, k=5): ...          # a StagedSearch, from any thread
@@ -74,18 +78,16 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `nprobe`: clusters of each search (default: the index's own)
-    - `cores`: that scan a piece (default: FAISS's threads); a piece's clusters are dealt out evenly, one search's too
-    - `order`: "oldest" search first, or "shortest" remaining first, which shortens the mean where lengths differ
-    - `budget`: how long a piece lasts
-    - `patience`: ends a search after a run of so many clusters without a change of its k best: faster, not exact
-    - `tiers`: keeps the clusters used most in a faster place, whose distances may differ by rounding
-    - `thread`: a thread of its own scans while there are searches; without, callers that wait for a stage scan, or that
-      call `advance`
+    - `cores`: to scan a piece (default: FAISS's threads)
+    - `order`: "oldest" search first, or "shortest" remaining search first, for a lower mean if lengths differ
+    - `budget`: duration of a piece
+    - `patience`: end a search after this many clusters without a change of its k best: faster, not exact
+    - `tiers`: keeps the most used clusters in a faster tier, whose distances may differ by rounding
+    - `thread`: scan in its own thread; otherwise in callers that wait for a stage or call `advance`
 
-    Without `patience` and `tiers` the last stage equals `index.search`, ties included, whatever else is searched
-    meanwhile. Stages are numbered by clusters scanned; those that are not taken in time are skipped. The index must not
-    change during a search. Raises TypeError for an index whose parts do not add up to its search, ValueError for an
-    untrained one and for bad settings.
+    Without `patience` and `tiers` the last stage equals `index.search` including ties, independently of other searches.
+    The index must not change during a search. Raises TypeError for an index whose parts do not add up to its search,
+    and ValueError for an untrained index and for invalid settings.
     """
 
     def __init__(
@@ -131,17 +133,16 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         self._joining: list[RunningSearch] = []
         self._closed = self._driven = False
         self._driver = ThreadPoolExecutor(1, "ragorder-search") if thread else None
-        # What a caller that waits for a stage calls.
+        # Called by a caller that waits for a stage.
         self._wait_by: Callable[[], object] | None = None if thread else self.advance
 
     @property
     def similarity(self) -> bool:
-        """Larger distances are nearer."""
         return self._index.similarity
 
     @property
     def tier_gains(self) -> TierGains | None:
-        """Of a search of mean length (None: there are no tiers)."""
+        """Gains of a search of mean length, or None without tiers."""
         if self.tiers is None:
             return None
         codes = self._search_codes.value
@@ -149,11 +150,10 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
 
     @property
     def in_flight(self) -> int:
-        """Searches that have not ended."""
         return len(self._running) + len(self._unprepared) + len(self._joining)
 
     def advance(self) -> bool:
-        """Scan one piece. False: no search was left. Errors of FAISS end the search that they belong to."""
+        """Scan one piece; return False if no search is left. An error of FAISS ends its search."""
         with self._advancing, one_thread():
             started_s = self._clock()
             coarse_s = self._let_in()
@@ -196,7 +196,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
                 while self.advance():
                     pass
             except Exception as error:
-                # No caller may wait for a search that is not scanned.
+                # A caller must not wait for a search that nothing scans.
                 self._end_all(partial(SearchHandle.fail, error=error))
             with self._lock:
                 if not self._joining:
@@ -217,7 +217,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             self._joining = []
 
     def _let_in(self) -> float:
-        """Let searches in, and out those that have ended. Returns the seconds spent on finding clusters."""
+        """Add new searches and remove ended ones. Return the seconds spent on finding clusters."""
         self._take_joining()
         if any(search.handle.done for search in self._running):
             self._leave()
@@ -228,7 +228,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
         limit = self._limit()
         while self._unprepared:
             self._prepare(self._unprepared.popleft())
-            # Of many at once the last ones wait, not all.
+            # Of many new searches only the last ones wait.
             if self._running and self._clock() - started_s > limit.seconds:
                 break
         return self._clock() - started_s
@@ -236,7 +236,7 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
     def _leave(self) -> None:
         for search in self._running:
             if search.handle.cancelled and not search.handle.due:
-                # What a search ahead of need has found is a hint for the one that is due, and no more.
+                # Results of a cancelled speculative search are only a hint for the due one.
                 with suppress(Exception):
                     search.remember(self._index)
         self._running = [search for search in self._running if not search.handle.done]
@@ -253,10 +253,10 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             self._cluster_codes.add(search.codes[-1] / max(1, search.clusters.size))
             self._running.append(search)
             if search.handle.prefetch and self.tiers is not None:
-                self.tiers.foresee(search.clusters[0])
+                self.tiers.prefetch(search.clusters[0])
 
     def _measure_sizes(self) -> None:
-        # The last place is that of cluster -1: none.
+        # The last element is for cluster -1, which means no cluster.
         ivf = self._index.ivf
         if self._sized_at != ivf.ntotal:
             self._sizes = np.fromiter((*map(ivf.get_list_size, range(ivf.nlist)), 0), np.int64, ivf.nlist + 1)
@@ -304,6 +304,6 @@ class ContinuousIVF(SharedSearch[SearchRequest]):
             if len(piece) == 1:
                 piece[0][0].handle.fail(error)
                 return []
-            # One of them is at fault.
+            # One of them caused the error.
             return [each for search in piece for each in self._scan([search])]
         return [(search, stop, best) for (search, stop), best in zip(piece, found, strict=True)]

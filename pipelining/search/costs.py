@@ -1,4 +1,4 @@
-"""Cost of scanning clusters, learnt online (HedraRAG Figure 6b)."""
+"""Costs of scanning clusters, learnt online (HedraRAG Figure 6b)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _WARM = 16
 
 
 class ClusterCosts:
-    """Seconds of a call that scans `codes` vectors on one core: call_s + code_s x codes.
+    """Seconds to scan `codes` vectors in one call on one core: call_s + code_s x codes.
 
-    Least squares, in which each later call takes 1/128 off the weight of the earlier ones. Calls of one size cost
-    nothing but their codes. A call that the operating system interrupted counts at most four times what was expected.
+    Least squares; each call takes 1/128 off the weight of earlier ones. An interrupted call counts at most four times
+    the expected time.
     """
 
     def __init__(self, code_s: float, call_s: float = 5e-5) -> None:
@@ -42,7 +42,7 @@ class ClusterCosts:
         self._xx = self._xx * _DECAY + codes * codes
         self._xy = self._xy * _DECAY + codes * seconds
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        # With the weight of one call: through the origin, which is all that calls of one size say.
+        # A prior of one call's weight for a line through the origin, which is all that calls of one size determine.
         prior, proportional = mean_x * mean_x, mean_y / mean_x
         slope = self._xy - self._x * mean_y + prior * proportional
         slope /= self._xx - self._x * mean_x + prior
@@ -63,18 +63,16 @@ class PieceLimit(NamedTuple):
 
 
 class Budget:
-    """How long a piece lasts: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain with the minus that its
-    text means (as printed, with a plus, it has none inside):
+    """Duration of a piece: mb = sqrt(2 * overhead * search), the maximum of Eq. 1's gain, with the minus that its text
+    means (as printed, with a plus, it has no maximum inside):
 
         gain(mb) = (search - mb) / 2 - search / mb * overhead
 
-    - `overhead_s`: of a piece beside its scan (β); None: the mean of those measured
-    - search is its time on all cores: a piece's clusters are dealt to them, one search's too
-    - it grows with the searches that wait for a core, by 1 + waiting / cores
-    - the overhead is at most 2 % of the time: what comes later is served later, so pieces shorten no wait among equals,
-      and only show results earlier
-    - while searches wait, several cores have 16 clusters each: fewer cannot be dealt out evenly
-    - searches shorter than two such pieces are not cut, others into equal pieces
+    - `overhead_s`: of a piece without its scan (β); None: the measured mean
+    - search: its time on all cores
+    - overhead is at most 2 % of the time: pieces delay later searches, so among equal ones they only show results
+      earlier
+    - while searches wait, each core gets 16 clusters: fewer cannot be shared evenly
 
     Raises ValueError for an overhead that is not positive and finite.
     """
@@ -92,13 +90,12 @@ class Budget:
         return self._measured.value or _FIRST_OVERHEAD_S
 
     def learn(self, overhead_s: float) -> None:
-        """A piece that the operating system interrupted counts at most four times what was expected."""
         expected = self._measured.value
         self._measured.add(min(max(0.0, overhead_s), _OUTLIER * expected if expected else math.inf))
 
     def limit(self, search_s: float, waiting: int, cores: int, cluster_s: float = 0.0) -> PieceLimit:
-        """`search_s`: mean time of a whole search on one core, `cluster_s` of one cluster; `waiting`: due searches
-        behind the first."""
+        """Return the limit. `search_s`, `cluster_s`: mean time of a whole search and of one cluster on one core;
+        `waiting`: due searches after the first."""
         overhead_s, search_s = self.overhead_s, search_s / cores
         seconds = math.sqrt(2 * overhead_s * search_s) * (1 + waiting / cores)
         seconds = max(seconds, overhead_s / _LARGEST_OVERHEAD)

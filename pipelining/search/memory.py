@@ -1,4 +1,4 @@
-"""Memory of one device, split between KV cache and index clusters (HedraRAG section 4.4, Eq. 2)."""
+"""Split of device memory between KV cache and index clusters (HedraRAG section 4.4, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["MemorySplit", "Throughput", "split_memory"]
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Requests a second by memory, measured at one request rate: `at[i]` with `bytes[i]`, linear in between, constant
-    beyond both ends.
+    """Requests a second by memory, measured at one request rate: `at[i]` with `bytes[i]`, linear in between and
+    constant outside.
 
     Raises ValueError unless sizes ascend and figures are positive.
     """
@@ -42,7 +42,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """`generation` and `retrieval`: what each half serves, requests a second; `rates`: what is asked of them."""
+    """A split. `generation`, `retrieval`: requests a second that each half serves; `rates`: the requested ones."""
 
     kv_bytes: int
     index_bytes: int
@@ -52,7 +52,7 @@ class MemorySplit:
 
     @property
     def served(self) -> float:
-        """The share of the workflows asked for that both halves serve."""
+        """Share of the requested workflows that both halves serve."""
         return min(self.generation / self.rates[0], self.retrieval / self.rates[1])
 
     def explain(self) -> str:
@@ -67,15 +67,14 @@ class MemorySplit:
 def split_memory(
     total_bytes: int, generation: Throughput, retrieval: Throughput, rates: tuple[float, float]
 ) -> MemorySplit:
-    """The split that serves most workflows: max over kv of min(T_G(kv) / rps_G, T_R(total - kv) / rps_R).
+    """Return the split that serves most workflows: max over kv of min(T_G(kv) / rps_G, T_R(total - kv) / rps_R).
 
     - `generation`: by bytes of KV cache; `retrieval`: by bytes of clusters; both measured at these rates
     - `rates`: generations and retrievals a second, (rps_G, rps_R), from the workflow's stages
 
-    As printed, T_R does not depend on the split, and T_G then takes everything; and generations are compared with
-    retrievals, of which a workflow may need other numbers: here each is a share of its own rate. Among equals the one
-    with most KV. Exact for any measured curve: the maximum is at a measured size, or where two lines cross. Raises
-    ValueError for no memory, or rates that are not positive.
+    As printed, T_R does not depend on the split, so that T_G takes everything; and generations are compared with
+    retrievals, although a workflow may need different numbers of them. Here each is a share of its own rate. Exact for
+    any measured curve; among equals, most KV. Raises ValueError for no memory, or rates that are not positive.
     """
     if total_bytes < 1:
         raise ValueError(f"total_bytes must be at least 1, got {total_bytes}")
@@ -91,12 +90,12 @@ def split_memory(
 
     sizes = {0.0, float(total_bytes), *generation.bytes, *(total_bytes - size for size in retrieval.bytes)}
     corners = sorted(size for size in sizes if 0 <= size <= total_bytes)
-    places = [*corners]
+    candidates = [*corners]
     for low, high in pairwise(corners):
         at_low, at_high = lead(low), lead(high)
         if at_low * at_high < 0:
-            places.append(low + (high - low) * at_low / (at_low - at_high))
-    whole = {kv_bytes for place in places for kv_bytes in (math.floor(place), math.ceil(place))}
+            candidates.append(low + (high - low) * at_low / (at_low - at_high))
+    whole = {kv_bytes for size in candidates for kv_bytes in (math.floor(size), math.ceil(size))}
     return max(map(split, sorted(whole)), key=lambda each: (each.served, each.kv_bytes))
 
 

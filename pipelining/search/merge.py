@@ -1,4 +1,4 @@
-"""The best results of many queries, merged from parts in any order."""
+"""Best results of queries, merged from parts in any order."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _WORST = np.finfo(np.float32).max  # FAISS's distance where nothing was found
 
 @dataclass(frozen=True, slots=True)
 class ScannedPart:
-    """What one call found for each of `rows`. `keys`: distances, negative for similarities. `places`: `ids` are places,
-    cluster << 32 | offset."""
+    """Results of one call for each of `rows`. `keys`: distances, negative for similarities. `locations`: whether `ids`
+    are locations, cluster << 32 | offset."""
 
     rows: NDArray[np.intp]
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
-    places: bool
+    locations: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BestResults:
-    """Of each query the best so far, best first; as many are kept as there are columns. Arrays are never changed.
+    """The best results of each query so far, best first, one in each column. Arrays are never changed.
 
-    Keeping one more than asked for tells whether the last place is tied: then only the scan in FAISS's order says which
-    of the equals FAISS keeps.
+    One more result is kept than requested, to tell whether the last one is tied: then only a scan in FAISS's order
+    tells which of the equals FAISS keeps.
     """
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
-    places: NDArray[np.int64]
+    locations: NDArray[np.int64]
 
     @classmethod
     def none(cls, queries: int, kept: int) -> BestResults:
@@ -48,7 +48,6 @@ class BestResults:
 
     @classmethod
     def stack(cls, parts: Sequence[BestResults]) -> BestResults:
-        """One below the other, filled up to the most columns."""
         if len(parts) == 1:
             return parts[0]
         stacked = cls.none(sum(len(part.keys) for part in parts), max(part.keys.shape[1] for part in parts))
@@ -58,36 +57,39 @@ class BestResults:
             rows = slice(row, row + queries)
             stacked.keys[rows, :kept] = part.keys
             stacked.ids[rows, :kept] = part.ids
-            stacked.places[rows, :kept] = part.places
+            stacked.locations[rows, :kept] = part.locations
             row += queries
         return stacked
 
     def part(self, start: int, stop: int, kept: int) -> BestResults:
-        return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.places[start:stop, :kept])
+        return BestResults(self.keys[start:stop, :kept], self.ids[start:stop, :kept], self.locations[start:stop, :kept])
 
     def better(self, part: ScannedPart) -> NDArray[np.bool_]:
-        """Which of a part's results belong to the best."""
         found: NDArray[np.bool_] = part.keys < self.keys[part.rows, -1:]
         return found
 
     def tied(self, k: int) -> NDArray[np.intp]:
-        """Queries whose k-th result is as good as the next."""
+        """Return the queries whose k-th result equals the next."""
         return np.flatnonzero((self.keys[:, k - 1] == self.keys[:, k]) & (self.ids[:, k] != -1))
 
     def merge(self, rows: NDArray[np.intp], new: BestResults, *, similarity: bool) -> BestResults:
-        """With the results `new`, each one a row, of the queries `rows`. Equals are ordered by id, as FAISS does."""
+        """Return these results merged with `new`, one for each of `rows`. Equals are ordered by id, as in FAISS."""
         kept = self.keys.shape[1]
         touched = np.unique(rows)
-        place = np.searchsorted(touched, rows)
-        owner = np.concatenate((np.repeat(np.arange(len(touched)), kept), place))
+        row = np.searchsorted(touched, rows)
+        owner = np.concatenate((np.repeat(np.arange(len(touched)), kept), row))
         keys = np.concatenate((self.keys[touched].ravel(), new.keys.ravel()))
         ids = np.concatenate((self.ids[touched].ravel(), new.ids.ravel()))
-        places = np.concatenate((self.places[touched].ravel(), new.places.ravel()))
+        locations = np.concatenate((self.locations[touched].ravel(), new.locations.ravel()))
         order = np.lexsort((-ids if similarity else ids, keys, owner))
         first = np.searchsorted(owner[order], np.arange(len(touched)))
         chosen = order[first[:, None] + np.arange(kept)]
-        merged = BestResults(self.keys.copy(), self.ids.copy(), self.places.copy())
-        merged.keys[touched], merged.ids[touched], merged.places[touched] = keys[chosen], ids[chosen], places[chosen]
+        merged = BestResults(self.keys.copy(), self.ids.copy(), self.locations.copy())
+        merged.keys[touched], merged.ids[touched], merged.locations[touched] = (
+            keys[chosen],
+            ids[chosen],
+            locations[chosen],
+        )
         return merged
 
 
@@ -95,7 +97,7 @@ _OFFSET = (1 << 32) - 1
 
 
 class TieCandidates(NamedTuple):
-    """Results of one query that are as good as its k-th or better. `turns`: when FAISS's scan comes to each."""
+    """Results of one query that are at least as good as its k-th. `turns`: their order in FAISS's scan."""
 
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
@@ -110,17 +112,17 @@ def find_candidates(
     edges: NDArray[np.float32],
     kept: int,
 ) -> list[TieCandidates]:
-    """All candidates of each query in its row of `clusters` (-1: none), whose columns are in the order of FAISS's scan.
-    `edges`: the k-th key of each; `kept`: results to begin with."""
+    """Return all candidates of each query in its row of `clusters` (-1: no cluster), whose columns are in the order of
+    FAISS's scan. `edges`: the k-th key of each query; `kept`: results of the first scan."""
     found: list[TieCandidates] = [_NONE] * len(queries)
     left = np.arange(len(queries))
     while len(left):
-        distances, places = index.scan(queries[left], kept, clusters[left], coarse[left], places=True)
+        distances, locations = index.scan(queries[left], kept, clusters[left], coarse[left], locations=True)
         keys = -distances if index.similarity else distances
-        within = (keys <= edges[left, None]) & (places >= 0)
+        within = (keys <= edges[left, None]) & (locations >= 0)
         complete = ~within[:, -1]
         for row in np.flatnonzero(complete).tolist():
-            chosen = places[row, within[row]]
+            chosen = locations[row, within[row]]
             columns = np.argsort(clusters[left[row]], kind="stable")
             column = columns[np.searchsorted(clusters[left[row]], chosen >> 32, sorter=columns)]
             turns = (column.astype(np.int64) << 32) | (chosen & _OFFSET)
@@ -130,16 +132,16 @@ def find_candidates(
 
 
 def decide(parts: Sequence[TieCandidates], k: int, *, similarity: bool) -> SearchResult:
-    """The k results that FAISS keeps, best first.
+    """Return the k results that FAISS keeps, best first.
 
-    Its heap takes what is better than its worst, in place of the worst one with the largest id (for similarities the
-    smallest). Whatever is worse than the k-th has gone by then, so that these candidates alone decide.
+    Its heap replaces the worst result, and of equal ones that with the largest id (for similarities the smallest), by a
+    better one. All results worse than the k-th are replaced in the end, so these candidates alone decide.
     """
     keys, ids, turns = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     sign = 1 if similarity else -1
     heap: list[tuple[float, int]] = []
-    for place in np.argsort(turns, kind="stable").tolist():
-        key, id = float(keys[place]), int(ids[place])
+    for candidate in np.argsort(turns, kind="stable").tolist():
+        key, id = float(keys[candidate]), int(ids[candidate])
         if len(heap) < k:
             heappush(heap, (-key, sign * id))
         elif key < -heap[0][0]:

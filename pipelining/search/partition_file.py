@@ -1,4 +1,4 @@
-"""Partitions of an index file: ranges of clusters that are read into memory one by one (RAGDoll section 4.2)."""
+"""Partitions of an index file, read into memory one by one (RAGDoll section 4.2)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ class PartitionLists:
 class PartitionFile:
     """An IVF index on disk, its clusters cut into `count` ranges of about equal bytes.
 
-    FAISS maps such files, and a page that cannot be read then ends the process. Here only centroids, sizes and places
-    come through FAISS; the lists are read, so that a failing disk is an OSError. Clusters `bounds[p]` to
-    `bounds[p + 1]` are partition p; `home[cluster]` is the partition of a cluster, and its last place, that of cluster
-    -1, is `count`.
+    Lists are read as a file, so that a failing disk raises OSError; a page of a mapped file would end the process.
+    Partition p has the clusters `bounds[p]` to `bounds[p + 1]`; `home[cluster]` is the partition of a cluster (`count`
+    for cluster -1).
 
-    `drop_pages`: pages leave the operating system's cache once they are read, and the index takes no memory but that of
-    its partitions. Raises TypeError for what is no path or no IVF index whose parts add up to its search, ValueError
-    for another file and for a `count` of partitions that it does not have, OSError for a file that cannot be read.
+    `drop_pages`: drop pages from the operating system's cache once they are read. Raises TypeError for an argument that
+    is not a path or an index whose parts do not add up to its search, ValueError for another file and for an invalid
+    `count`, and OSError for a file that cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, *, searcher: str, drop_pages: bool = True) -> None:
@@ -60,13 +59,13 @@ class PartitionFile:
         self.count = count
         self.code_size = int(lists.code_size)
         self.path = _lists_file(path, lists.filename)
-        places = [lists.lists.at(number) for number in range(ivf.nlist)]
-        self._sizes = np.array([place.size for place in places], np.int64)
-        self._capacities = np.array([place.capacity for place in places], np.int64)
-        self._offsets = [int(place.offset) for place in places]
-        del places
+        lists_at = [lists.lists.at(number) for number in range(ivf.nlist)]
+        self._sizes = np.array([each.size for each in lists_at], np.int64)
+        self._capacities = np.array([each.capacity for each in lists_at], np.int64)
+        self._offsets = [int(each.offset) for each in lists_at]
+        del lists_at
         self._check_whole(path)
-        # The last place is that of cluster -1: none.
+        # The last element is for cluster -1, which means no cluster.
         self.sizes = np.append(self._sizes, 0)
         self.bounds = _cut(self._sizes, count)
         self.home = np.append(np.repeat(np.arange(count), np.diff(self.bounds)), count)
@@ -75,11 +74,11 @@ class PartitionFile:
         self._none = [faiss.ArrayInvertedLists(int(width), self.code_size) for width in np.diff(self.bounds)]
         self._stack: Any = None
         self._file: int | None = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        # The mapping goes with FAISS's own lists.
+        # FAISS's mapping ends with its own lists.
         self.show({})
 
     def read(self, partition: int) -> PartitionLists:
-        """Raises OSError for a file that cannot be read or has been cut off, MemoryError if there is no room."""
+        """Raises MemoryError, and OSError for a file that cannot be read or is cut off."""
         faiss = load_faiss()
         first, last = int(self.bounds[partition]), int(self.bounds[partition + 1])
         lists, total = faiss.ArrayInvertedLists(last - first, self.code_size), 0
@@ -97,14 +96,14 @@ class PartitionFile:
         return PartitionLists(lists, total)
 
     def show(self, loaded: Mapping[int, PartitionLists]) -> None:
-        """The clusters of these partitions are what the index scans; the others are empty."""
+        """Let the index scan the clusters of these partitions; all others are empty."""
         faiss = load_faiss()
         parts = faiss.InvertedListsPtrVector()
         for partition, none in enumerate(self._none):
             parts.push_back(loaded[partition].invlists if partition in loaded else none)
         stack = faiss.VStackInvertedLists(parts.size(), parts.data())
         self.index.ivf.replace_invlists(stack)
-        # The former one is in use up to here.
+        # The former stack is in use up to here.
         self._stack = stack
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
             "its path"
         )
     with open(path, "rb"):
-        # A file that cannot be read is an OSError with its name, not FAISS's RuntimeError.
+        # Raises an OSError with the file's name instead of FAISS's RuntimeError.
         pass
     try:
         return faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
@@ -162,7 +161,6 @@ def _open_index(path: str | os.PathLike[str], searcher: str) -> Any:
 
 
 def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
-    """Where an index has its lists: between its other parts, in a file of their own, or in one moved with it."""
     lists = Path(filename or path)
     if lists.exists():
         return lists
@@ -175,12 +173,11 @@ def _lists_file(path: str | os.PathLike[str], filename: str) -> Path:
 
 
 def _reason(error: RuntimeError) -> str:
-    """FAISS's sentence without the place in its source."""
     return re.sub(r"^Error in .*? at \S+:\d+: ", "", str(error)).partition("\n")[0][:200]
 
 
 def _cut(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Bounds of `count` ranges of about equal sizes, none without a cluster."""
+    """Return the bounds of `count` ranges of about equal sizes, each with at least one cluster."""
     total = np.cumsum(sizes)
     bounds = [0]
     for number in range(1, count):

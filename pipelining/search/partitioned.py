@@ -24,31 +24,31 @@ from ragorder.pipelining.staged._ivf import read_nprobe
 
 __all__ = ["PartitionedPass", "PartitionedSearch"]
 
-# Partitions that are held stay unless another is used this much more: exchanging them saves nothing by itself.
+# A resident partition stays unless another is used this much more: an exchange saves nothing by itself.
 _STAY = 1.1
-# A use counts half after so many searches.
-_FORGETTING = 0.5 ** (1 / 64)
+# The weight of a use halves after 64 searches.
+_DECAY = 0.5 ** (1 / 64)
 _CODE_S = 1e-8
 
 
 class PartitionedSearch:
-    """Searches an IVF index that stays on disk: a batch of queries passes over its partitions once.
+    """Searches an IVF index that stays on disk; a batch of queries passes over its partitions once.
 
         search = PartitionedSearch("index.faiss", partitions=32, resident=8)
         for stage in search.search(queries, k=5): ...      # a StagedSearch; the last stage equals index.search
 
-    - `path`: an IVF index written by FAISS, its inverted lists in the file or in one of their own (OnDiskInvertedLists)
+    - `path`: an IVF index written by FAISS, with inverted lists in the same file or their own (OnDiskInvertedLists)
     - `partitions`: ranges of clusters of about equal bytes
-    - `resident`: so many stay in memory, those that are used most; they are loaded as searches read them
-    - `nprobe`: clusters of each search (default: the index's own); partitions without any of them are not read
-    - `cores`: that scan (default: FAISS's threads)
-    - `read_ahead`: a thread reads the next partition during the scan of one, and memory holds two beside the residents
-    - `drop_pages`: what has been read leaves the operating system's cache, too
+    - `resident`: number of most used partitions that stay in memory
+    - `nprobe`: clusters of each search (default: the index's own)
+    - `cores`: to scan (default: FAISS's threads)
+    - `read_ahead`: read the next partition in a thread during a scan; memory then has two beside the resident ones
+    - `drop_pages`: drop pages from the operating system's cache once they are read
 
-    The first stage scans the residents, each other one a partition, whose memory is then given back. Between two stages
-    other queries may join (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next call of `next`
-    goes on with the same partition. Searches may run concurrently. Raises what `PartitionFile` raises, and ValueError
-    for settings out of range.
+    The first stage scans the resident partitions, each later stage one other, whose memory is then freed. Other queries
+    may join between two stages (`PartitionedPass.join`). If a stage raises OSError or MemoryError, the next call of
+    `next` continues with the same partition. Searches may run concurrently. Raises what `PartitionFile` raises, and
+    ValueError for invalid settings.
     """
 
     def __init__(
@@ -94,12 +94,10 @@ class PartitionedSearch:
 
     @property
     def resident(self) -> int:
-        """How many may stay in memory."""
         return self._resident
 
     @property
     def held(self) -> Sequence[int]:
-        """Partitions that are in memory now."""
         return sorted(self._held)
 
     @property
@@ -108,14 +106,13 @@ class PartitionedSearch:
 
     @property
     def similarity(self) -> bool:
-        """Larger distances are nearer."""
         return self._file.index.similarity
 
     def search(self, queries: Any, k: int) -> PartitionedPass:
-        """See `StagedSearch.search`. Also raises ValueError if `max_codes` or `parallel_mode` of the index rule out
+        """See `StagedSearch.search`. Also raises ValueError if `max_codes` or `parallel_mode` of the index exclude
         stages, and RuntimeError after `close`."""
         index = self._file.index
-        # The pass goes on while the caller uses its array for the next queries.
+        # The caller may change its array during the pass.
         k, rows = read_k(k), read_queries(queries, index.core.outer.d).copy()
         index.check_settings()
         self._check_open()
@@ -128,15 +125,15 @@ class PartitionedSearch:
         return PartitionedPass(self, begin)
 
     def resume(self, parts: Sequence[PassRows]) -> PartitionedPass:
-        """A pass of the queries of several others, each of which goes on where it was. Raises ValueError for none, and
-        for different k."""
+        """Return a pass that continues with queries of other passes. Raises ValueError for no queries, and for
+        different k."""
         if not parts:
             raise ValueError("a pass has at least one query")
         return PartitionedPass(self, lambda: PassRows.join(parts))
 
     def resize(self, resident: int) -> None:
-        """Hold at most so many partitions: those used least are given back now, others are kept as searches read them.
-        Waits for the stage that runs. Raises ValueError for more than there are."""
+        """Set the most partitions in memory: free the least used ones now, keep others as searches read them. Waits for
+        the running stage. Raises ValueError for more than there are."""
         self._check_resident(resident)
         with self._lock:
             self._resident = resident
@@ -148,7 +145,7 @@ class PartitionedSearch:
             _give_back()
 
     def relieve(self) -> bool:
-        """Hold one partition less. False: none was held."""
+        """Free one partition. Return False if there is none in memory."""
         with self._lock:
             if not self._held:
                 return False
@@ -158,7 +155,7 @@ class PartitionedSearch:
         return True
 
     def close(self) -> None:
-        """End after the scan that runs; stages that still read, and later ones, raise RuntimeError."""
+        """End after the running scan; reads and later stages raise RuntimeError."""
         with self._lock:
             if self._closed:
                 return
@@ -189,7 +186,7 @@ class PartitionedSearch:
         del self._held[min(self._held, key=self._uses.__getitem__)]
 
     def _advance(self, rows: PassRows, walk: _Walk) -> None:
-        """The residents that are needed, or the next other partition. Whatever it raises, `rows` are as before."""
+        """Scan the needed resident partitions, or the next other one. If it raises, `rows` are unchanged."""
         with self._lock:
             self._check_open()
             needed = walk.order(rows.needed)
@@ -201,7 +198,7 @@ class PartitionedSearch:
             try:
                 chosen[read] = walk.take(read)
             except Exception:
-                # A file that is closed meanwhile, and a read that is cancelled, are no errors of the disk.
+                # If the search was closed meanwhile, the error is not the disk's.
                 self._check_open()
                 raise
         if others:
@@ -233,7 +230,6 @@ class PartitionedSearch:
         np.add.at(self._uses, file.home[visits.clusters], visits.codes)
 
     def _keep(self, partition: int, lists: PartitionLists) -> bool:
-        """Whether it stays in memory."""
         if partition in self._held or not self._resident:
             return partition in self._held
         if len(self._held) >= self._resident:
@@ -246,7 +242,7 @@ class PartitionedSearch:
 
     def _begun(self) -> None:
         with self._lock:
-            self._uses *= _FORGETTING
+            self._uses *= _DECAY
 
     def _read(self, partition: int) -> PartitionLists:
         lists = self._file.read(partition)
@@ -255,8 +251,8 @@ class PartitionedSearch:
 
 
 class PartitionedPass(Iterator[Stage]):
-    """The stages of one search. `rows` hold what each query has found and what it still needs: a checkpoint, also of
-    some of the queries alone (`rows.part`), after whatever a stage has raised."""
+    """The stages of one search. `rows`: what each query has found and still needs. They are a checkpoint, also for
+    single queries (`rows.part`), after any error of a stage."""
 
     def __init__(self, search: PartitionedSearch, begin: Callable[[], PassRows]) -> None:
         self._search = search
@@ -275,7 +271,7 @@ class PartitionedPass(Iterator[Stage]):
 
     @property
     def joinable(self) -> bool:
-        """A partition has been read since queries joined: if they join no sooner, the others go on."""
+        """Whether a partition has been read since queries last joined."""
         return self._walk.moved
 
     def __next__(self) -> Stage:
@@ -291,19 +287,18 @@ class PartitionedPass(Iterator[Stage]):
         return self._stage(left)
 
     def join(self, parts: Sequence[PassRows]) -> None:
-        """Queries of other searches go on with this pass, between two stages. Their rows follow those that are here;
-        what they need of the partitions passed before comes when the pass has gone around. Results are those of a pass
-        of their own. Raises ValueError for another k or number of clusters."""
+        """Let queries of other searches join between two stages. Their rows follow the existing ones, and partitions
+        they missed are scanned on the next round. Results equal those of a separate pass. Raises ValueError for another
+        k or number of clusters."""
         self._rows = PassRows.join([self.rows, *parts])
         self._walk.moved = False
         self._over = False
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with these queries alone, whose rows are renumbered."""
+        """Rows are renumbered."""
         self._rows = self.rows.part(chosen)
 
     def close(self) -> None:
-        """Give back what has been read ahead."""
         self._over = True
         self._walk.drop()
 
@@ -314,23 +309,21 @@ class PartitionedPass(Iterator[Stage]):
 
 
 class _Walk:
-    """Where a pass stands, and at most one partition ahead of it, read while another is scanned. `moved`: a partition
-    has been read since queries joined."""
+    """The position of a pass, and at most one partition that is read ahead during a scan. `moved`: a partition has been
+    read since queries joined."""
 
     def __init__(self, search: PartitionedSearch) -> None:
         self.moved = True
         self._search = search
-        self._place = 0
+        self._next = 0
         self._partition = -1
         self._reading: Future[PartitionLists] | None = None
 
     def order(self, needed: NDArray[np.intp]) -> list[int]:
-        """Sorted partitions from here on, and around."""
-        ordered: list[int] = [*needed[needed >= self._place].tolist(), *needed[needed < self._place].tolist()]
+        ordered: list[int] = [*needed[needed >= self._next].tolist(), *needed[needed < self._next].tolist()]
         return ordered
 
     def begin(self, partition: int) -> None:
-        """Read it ahead."""
         if self._search._reader is None or self._partition == partition:
             return
         self.drop()
@@ -340,7 +333,7 @@ class _Walk:
             self._partition = partition
 
     def take(self, partition: int) -> PartitionLists:
-        """Raises what reading has raised; the next call reads again."""
+        """Raises what reading raised; the next call reads again."""
         if self._partition != partition or self._reading is None:
             self.drop()
             return self._search._read(partition)
@@ -348,13 +341,13 @@ class _Walk:
         return reading.result()
 
     def go_on(self, read: int | None, others: Sequence[int]) -> None:
-        """The residents, or the partition that was read, have been scanned; `others` are still needed."""
+        """Advance after a scan of the resident partitions or of `read`; `others` are still needed."""
         self.moved |= read is not None
         if others:
             # It is being read: queries that join begin with it.
-            self._place = others[0]
+            self._next = others[0]
         elif read is not None:
-            self._place = read + 1
+            self._next = read + 1
 
     def drop(self) -> None:
         reading, self._reading, self._partition = self._reading, None, -1
@@ -363,6 +356,6 @@ class _Walk:
 
 
 def _give_back() -> None:
-    """Freed memory goes back to the operating system (glibc: MADV_DONTNEED) instead of staying with the process."""
+    """Return freed memory to the operating system (glibc: MADV_DONTNEED)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Queries of a pass over partitions: what each has found, and what it still has to scan."""
+"""Queries of a pass over partitions, with their results so far."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ragorder.pipelining.search.running import Visits
 
 __all__ = ["PassRows"]
 
-# The second scan of a query: of what is as good as its k-th result.
+# Candidates in the first scan for ties, as a multiple of k + 1.
 _FIRST_KEPT = 2
 
 
 @dataclass(slots=True, eq=False)
 class PassRows:
-    """Each query's clusters, nearest first, and `due[row, partition]`: partitions that have not been scanned for it.
+    """Each query's clusters, nearest first, and `due[row, partition]`: partitions that must still be scanned for it.
 
-    `edges`: NaN, or the key of a tied last place, for which the partitions are visited once more: the `candidates` that
-    are as good decide which of them FAISS keeps. Rows do not depend on each other: those of several searches with one
-    `k` can be joined, at any point of their passes.
+    `edges`: NaN, or the key of a tied last result. For a tie the partitions are scanned again, and the `candidates`
+    decide which of the equals FAISS keeps. Rows of several searches with the same `k` can be joined at any point.
     """
 
     k: int
@@ -47,7 +46,7 @@ class PassRows:
         clusters: NDArray[np.int64],
         file: PartitionFile,
     ) -> Self:
-        # An empty cluster is no reason to read a partition.
+        # A partition is not read for an empty cluster.
         homes = np.where(file.sizes[clusters] > 0, file.home[clusters], file.count)
         count = len(queries)
         due = np.zeros((count, file.count + 1), np.bool_)
@@ -62,7 +61,7 @@ class PassRows:
         """Raises ValueError for searches with different k or numbers of clusters."""
         if len({(part.k, part.clusters.shape[1]) for part in parts}) > 1:
             raise ValueError("searches can be joined if they have the same k and nprobe")
-        columns = ("keys", "ids", "places")
+        columns = ("keys", "ids", "locations")
         best = BestResults(*(np.concatenate([getattr(part.best, name) for part in parts]) for name in columns))
         names = ("queries", "clusters", "coarse", "homes", "due")
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
@@ -72,7 +71,7 @@ class PassRows:
 
     def part(self, rows: Sequence[int]) -> Self:
         chosen = np.array(rows, np.intp)
-        best = BestResults(self.best.keys[chosen], self.best.ids[chosen], self.best.places[chosen])
+        best = BestResults(self.best.keys[chosen], self.best.ids[chosen], self.best.locations[chosen])
         return type(self)(
             self.k,
             self.queries[chosen],
@@ -90,24 +89,21 @@ class PassRows:
 
     @property
     def ended(self) -> NDArray[np.bool_]:
-        """Queries whose results are final."""
         ended: NDArray[np.bool_] = np.logical_not(self.due.any(axis=1))
         return ended
 
     @property
     def needed(self) -> NDArray[np.intp]:
-        """Partitions that are still to be scanned for a query."""
         return np.flatnonzero(self.due.any(axis=0))
 
     def visits(self, partitions: NDArray[np.bool_], sizes: NDArray[np.int64]) -> Visits:
-        """First scans of these partitions."""
         rows, columns = np.nonzero(self._due_clusters(partitions) & np.isnan(self.edges)[:, None])
         clusters = self.clusters[rows, columns]
         return Visits(rows, clusters, self.coarse[rows, columns], sizes[clusters])
 
     def scanned(self, partitions: NDArray[np.bool_], best: BestResults, found: dict[int, TieCandidates]) -> None:
-        """`best` of the first scans of these partitions, and candidates `found` by the second scans, by row. Nothing
-        can fail here: a pass that goes on after an error is where it was."""
+        """Store `best` after first scans of these partitions, and candidates `found` by second scans, by row. Must not
+        fail, so that a pass can continue after an error."""
         self.best = best
         for row, candidates in found.items():
             self.candidates[row].append(candidates)
@@ -122,7 +118,7 @@ class PassRows:
             self.due[row, -1] = False
 
     def find_ties(self, partitions: NDArray[np.bool_], file: PartitionFile) -> dict[int, TieCandidates]:
-        """Second scans of these partitions."""
+        """Scan these partitions again for tied queries."""
         second = self.due[:, partitions].any(axis=1) & ~np.isnan(self.edges)
         rows = np.flatnonzero(second)
         if not len(rows):
@@ -134,7 +130,7 @@ class PassRows:
         return dict(zip(rows.tolist(), found, strict=True))
 
     def results(self, *, similarity: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Distances and ids so far, each of shape (queries, k)."""
+        """Return distances and ids so far, each of shape (queries, k)."""
         keys, ids = self.best.keys[:, : self.k].copy(), self.best.ids[:, : self.k].copy()
         for row in np.flatnonzero(self.ended & ~np.isnan(self.edges)).tolist():
             keys[row], ids[row] = decide(self.candidates[row], self.k, similarity=similarity)

@@ -1,4 +1,4 @@
-"""A search in a process of its own: the side that asks (HedraRAG section 5)."""
+"""Search in a separate process: the caller's side (HedraRAG section 5)."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _END_S = 10.0
 
 
 class SearchProcessError(RuntimeError):
-    """The search's process has ended."""
+    """The search process has ended."""
 
 
 class SearchProcess(SharedSearch["_Request"]):
-    """`ContinuousIVF` in a process of its own, on a file of faiss.write_index that is mapped into its memory.
+    """`ContinuousIVF` in a separate process, on a mapped file of faiss.write_index.
 
         with SearchProcess("wiki.index", nprobe=64) as search:
             search.submit(vector, k=5, history=history).result().ids
 
-    Scans then take nothing from this process' interpreter lock. Methods, results and errors are those of
-    `ContinuousIVF`. If the process dies, its searches fail with SearchProcessError and it is started again, `restarts`
-    times in a row without an answer in between. At most `max_searches` are in flight: more raise QueueFullError. A
-    script needs the guard `if __name__ == "__main__":`.
+    Scans then do not hold this process's interpreter lock. Methods, results and errors are those of `ContinuousIVF`. If
+    the process dies, its searches fail with SearchProcessError and it is started again, `restarts` times in a row
+    without an answer in between. More than `max_searches` in flight raise QueueFullError. A script needs `if __name__
+    == "__main__":`.
 
-    - `tiers` makes the index's tiers in that process, on its device: a function of a module, or
+    - `tiers`: returns the index's tiers in that process, on its device: a function of a module, or
       functools.partial(IndexTiers, TorchClusterScan("L2", "cuda"), 4 << 30)
     - Selectors are sent by their ids: faiss.IDSelectorArray, Range, Bitmap, All, and Not, And, Or, XOr of them.
-      IDSelectorBatch, which does not give back its ids, raises ValueError.
+      IDSelectorBatch does not return its ids and raises ValueError.
 
-    `similarity`: larger distances are nearer. `tier_gains`: see `ContinuousIVF`, as of the latest answer. Raises what
-    `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read, TypeError for `tiers` that cannot be sent.
+    Raises what `ContinuousIVF` raises, RuntimeError for a file that FAISS cannot read, and TypeError for `tiers` that
+    cannot be sent.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class SearchProcess(SharedSearch["_Request"]):
         self._ready = threading.Event()
         self._deaths = self._dimensions = self._vectors = 0
         self.similarity = False
-        # Until the process has measured any.
+        # Values until the process has measured some.
         self.tier_gains = None if tiers is None else TierGains(0.0, math.inf, math.inf)
         self._worker = _Worker(self._path, self._options, self._answer, self._died)
-        # Else the end of this program would end the process, which would be started again.
+        # Otherwise the end of this program would end the process, which would be started again.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         if not self._ready.wait(_START_S) or self._broken is not None:
             error = self._broken or SearchProcessError(f"the search process was not ready within {_START_S:g} s")
@@ -97,16 +97,13 @@ class SearchProcess(SharedSearch["_Request"]):
 
     @property
     def in_flight(self) -> int:
-        """Searches that have not ended."""
         return len(self._pending)
 
     @property
     def pid(self) -> int | None:
-        """Of the process that searches now."""
         return self._worker.process.pid
 
     def close(self) -> None:
-        """Also ends the process."""
         self._at_exit.cancel()
         with self._lock:
             self._broken = self._broken or RuntimeError("this search is closed")
@@ -118,7 +115,7 @@ class SearchProcess(SharedSearch["_Request"]):
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> _Request:
         k, rows = read_k(k), read_queries(queries, self._dimensions)
         if k > self._vectors:
-            raise ValueError(f"k={k}, but the index has {self._vectors} vectors: ask for at most as many")
+            raise ValueError(f"k={k}, but the index has {self._vectors} vectors: give a smaller k")
         nprobe, selector = read_parameters(params)
         check_history(selector, history)
         packed = None if selector is None else pack(selector_of(params))
@@ -131,9 +128,9 @@ class SearchProcess(SharedSearch["_Request"]):
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            # Of those that were cancelled a process that hangs has taken neither message.
+            # Messages about cancelled searches may still be unsent if the process hangs.
             if len(self._pending) >= self._max_searches or self._worker.unsent > 2 * self._max_searches:
-                raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or ask later")
+                raise QueueFullError(f"{self._max_searches} searches are in flight: raise max_searches, or retry later")
             self._pending[number] = handle
             if history is not None:
                 self._histories[number] = history
@@ -175,7 +172,7 @@ class SearchProcess(SharedSearch["_Request"]):
         with self._lock:
             handle = self._pending.pop(number, None)
             self._deaths = 0
-            # What a search found comes before its end.
+            # The results for the history arrive before the end.
             self._histories.pop(number, None)
         if handle is not None:
             end(handle)
@@ -191,7 +188,7 @@ class SearchProcess(SharedSearch["_Request"]):
                 try:
                     self._worker = _Worker(self._path, self._options, self._answer, self._died)
                 except Exception as failed:
-                    # As after an end for lack of memory; callers would wait for ever.
+                    # For example out of memory; callers would wait forever.
                     self._broken = SearchProcessError(f"the search process cannot be started again: {failed}")
         self._ready.set()
         for handle in pending.values():
@@ -231,7 +228,7 @@ def _picklable(tiers: Callable[[], IndexTiers] | None) -> Callable[[], IndexTier
 
 
 class _Worker:
-    """The process, the thread that sends to it, and the one that takes its answers."""
+    """The search process, the thread that sends to it, and the thread that reads its answers."""
 
     def __init__(
         self,
@@ -240,7 +237,7 @@ class _Worker:
         answer: Callable[[str, int, Any], None],
         died: Callable[[int | None], None],
     ) -> None:
-        # A fork would copy locks that FAISS's threads hold.
+        # A fork would copy locks of FAISS's threads.
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, path, options), name="ragorder-search", daemon=True)
@@ -257,7 +254,7 @@ class _Worker:
         return self._messages.qsize()
 
     def send(self, what: str, number: int, content: object = None) -> None:
-        # A pipe holds few searches, and a process that starts takes none: an event loop cannot wait for that.
+        # A pipe has room for few searches, and an event loop must not wait while the process starts.
         self._messages.put(ForkingPickler.dumps((what, number, content)))
 
     def close(self) -> None:
@@ -268,7 +265,7 @@ class _Worker:
         self._reader.join(_END_S)
 
     def _write(self) -> None:
-        # A dead process: its searches fail when the reader notices.
+        # If the process has died, its searches fail when the reader notices.
         with suppress(OSError):
             while (message := self._messages.get()) is not None:
                 self._connection.send_bytes(message)

@@ -1,4 +1,4 @@
-"""A search as it was asked for."""
+"""Checked arguments and history of a search."""
 
 from __future__ import annotations
 
@@ -18,53 +18,52 @@ __all__ = ["History", "PastSearch", "SearchRequest", "check_history", "one_row",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastSearch:
-    """A search that has ended: its query as the index compares it, the scanned `clusters`, its best results, best
-    first, with their `vectors` (None: the index cannot decode them), and the key of its k-th result, `reach`."""
+    """A search that has ended: its query as the index compares it, the scanned `clusters`, its results, best first,
+    with their `vectors` (None if the index cannot decode them), and the key of the k-th result, `reach`."""
 
     query: NDArray[np.float32]
     clusters: NDArray[np.int64]
     keys: NDArray[np.float32]
     ids: NDArray[np.int64]
-    places: NDArray[np.int64]
+    locations: NDArray[np.int64]
     vectors: NDArray[np.float32] | None
     reach: float
     metric: Metric | None
 
     def order(self, clusters: NDArray[np.int64]) -> NDArray[np.intp]:
-        """A permutation of a new search's clusters: those with this search's results first, then those that it scanned,
-        then the others; within each of the three the nearest first."""
-        found = np.isin(clusters, self.places >> 32)
+        """Return a permutation of a new search's clusters: first those with results of this search, then those that it
+        scanned, then the others; nearest first within each group."""
+        found = np.isin(clusters, self.locations >> 32)
         scanned = np.isin(clusters, self.clusters)
         return np.argsort(np.where(found, 0, np.where(scanned, 1, 2)), kind="stable")
 
     def key(self, query: NDArray[np.float32]) -> float | None:
-        """Between the two queries; None: not known in this metric."""
         if self.metric is None:
             return None
         return float(_keys(query, self.query[None], self.metric)[0])
 
     def recall(self, query: NDArray[np.float32], clusters: NDArray[np.int64]) -> BestResults | None:
-        """Those of these results that are in some clusters, for another query, best first, by the vectors as the index
-        encodes them."""
+        """Return the results in these clusters, for another query, best first, by the vectors as the index encodes
+        them."""
         if self.vectors is None or self.metric is None:
             return None
-        there = np.flatnonzero(np.isin(self.places >> 32, clusters))
+        there = np.flatnonzero(np.isin(self.locations >> 32, clusters))
         keys = _keys(query, self.vectors[there], self.metric)
         order = np.argsort(keys, kind="stable")
         chosen = there[order]
-        return BestResults(keys[None, order], self.ids[None, chosen], self.places[None, chosen])
+        return BestResults(keys[None, order], self.ids[None, chosen], self.locations[None, chosen])
 
 
 class History:
-    """The last searches of one request, from which its next ones take the order of their clusters.
+    """The last searches of one request, which order the clusters of its next searches.
 
         history = History()
         search.submit(vector, k=5, history=history).result()
         search.submit(next_vector, k=5, history=history)
 
-    Results are the same, and are found earlier. A search is taken as similar if its query is as near as its own k-th
-    result (Figure 7a); the nearest of the last `searches` counts. Of each, `kept` results are remembered, 20 in the
-    paper. Not to be shared between requests. Raises ValueError if one of the two is below 1.
+    Results are the same, but found earlier. A past search is similar if its query is as near as its own k-th result
+    (Figure 7a); the nearest of the last `searches` is used. `kept`: results stored of each search, 20 in the paper.
+    Must not be shared between requests. Raises ValueError if one of the two is below 1.
     """
 
     def __init__(self, kept: int = 20, searches: int = 4) -> None:
@@ -77,7 +76,6 @@ class History:
         return len(self._past)
 
     def branch(self) -> History:
-        """A history that begins with what this one has, for a course that the request may not take."""
         branch = History(self.kept, self._past.maxlen or 1)
         branch._past.extend(self._past.copy())
         return branch
@@ -89,8 +87,7 @@ class History:
     def add(self, past: PastSearch) -> None:
         self._past.append(past)
 
-    def forget(self) -> None:
-        """What was found on a branch that the request has left."""
+    def clear(self) -> None:
         self._past.clear()
 
     def similar(self, query: NDArray[np.float32]) -> PastSearch | None:
@@ -127,13 +124,13 @@ class SearchRequest:
     def read(
         cls, index: ClusterIndex, queries: Any, k: int, nprobe: int | None, params: Any, history: History | None = None
     ) -> Self:
-        """`nprobe` holds where `params`, a faiss.SearchParametersIVF, are None. Raises TypeError for parameters of
-        another class, ValueError for whatever else has no answer."""
+        """Check the arguments. `nprobe` is used if `params`, a faiss.SearchParametersIVF, is None. Raises TypeError for
+        parameters of another class, and ValueError for other invalid arguments."""
         outer = index.core.outer
-        # The search goes on while the caller uses its array for the next query.
+        # The caller may change its array.
         k, rows = read_k(k), read_queries(queries, outer.d).copy()
         if k > outer.ntotal:
-            raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: ask for at most as many")
+            raise ValueError(f"k={k}, but the index has {outer.ntotal} vectors: give a smaller k")
         index.check_settings()
         own_nprobe, selector = read_parameters(params)
         check_history(selector, history)
@@ -142,7 +139,7 @@ class SearchRequest:
 
 
 def one_row(query: Any) -> NDArray[Any]:
-    """A query as an array of one row. Raises ValueError for several."""
+    """Raises ValueError for several queries."""
     row = np.asarray(query)
     if row.ndim == 2 and len(row) != 1:
         raise ValueError(f"submit takes one query, got {len(row)}: use search")
@@ -150,13 +147,13 @@ def one_row(query: Any) -> NDArray[Any]:
 
 
 def check_history(selector: Any, history: History | None) -> None:
-    """Raises ValueError for both."""
+    """Raises ValueError if both are given."""
     if selector is not None and history is not None:
-        raise ValueError("a search with a selector has no history: its ids may be others' secrets")
+        raise ValueError("a search with a selector has no history: ids of the history may be secret")
 
 
 def read_parameters(params: Any) -> tuple[int | None, Any]:
-    """nprobe and selector of a faiss.SearchParametersIVF; None for no parameters."""
+    """Return nprobe and selector of a faiss.SearchParametersIVF, or None for both."""
     if params is None:
         return None, None
     name = type(params).__name__

@@ -1,4 +1,4 @@
-"""A search in progress, as its driver sees it."""
+"""Search in progress, and visits to clusters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["RunningSearch", "Visits"]
 
 
 class RunningSearch:
-    """Some queries that advance together, cluster by cluster: `done` of `total` are scanned.
+    """Queries that advance together, cluster by cluster: `done` of `total` clusters are scanned.
 
-    `codes[i]` vectors are in the first i clusters, of all queries together.
+    `codes[i]`: vectors in the first i clusters of all queries together.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class RunningSearch:
         return self.done - self._changed_at
 
     def prepare(self, index: ClusterIndex, sizes: NDArray[np.int64]) -> None:
-        """The clusters to scan, in the order of the visit."""
         self.queries = index.core.transform_queries(self.queries)
         self.total = self._request.nprobe
         self._nearest = index.nearest_clusters(self.queries, self.total, self._request.slices)
@@ -70,18 +69,18 @@ class RunningSearch:
         self.codes = [0, *np.cumsum(sizes[self.clusters].sum(axis=0)).tolist()]
 
     def end_of_piece(self, codes: float, *, whole: bool) -> int:
-        """The cluster before which a piece with room for so many codes ends: at least one is scanned, and a small rest
-        is no piece of its own."""
+        """Return the cluster before which a piece with room for `codes` vectors ends. It has at least one cluster, and
+        no small rest is left."""
         stop = self.total if whole or self.handle.whole else bisect_right(self.codes, self.codes[self.done] + codes) - 1
         if self.codes[-1] - self.codes[stop] < codes / 4:
             stop = self.total
         if self._patience is not None:
-            # A run of clusters without change begins and ends at the same places in every interleaving.
+            # A run of clusters without change has the same bounds in every interleaving.
             stop = min(stop, self.done + self._patience - self.done % self._patience)
         return min(self.total, max(stop, self.done + 1))
 
     def advance(self, stop: int, best: BestResults) -> bool:
-        """Whether the search has ended."""
+        """Store the results up to `stop`. Return whether the search has ended."""
         if (best.ids[:, : self.k] != self.best.ids[:, : self.k]).any():
             self._changed_at, self._changed = stop, True
         self.best, self.done = best, stop
@@ -94,7 +93,6 @@ class RunningSearch:
         return ended
 
     def finish(self, index: ClusterIndex) -> None:
-        """The final stage."""
         distances, ids = self._results(self.best, index.similarity)
         if self.done == self.total and len(rows := self.best.tied(self.k)):
             coarse, clusters = self._nearest
@@ -106,11 +104,11 @@ class RunningSearch:
         self.handle.publish(stage, final=True)
 
     def publish(self, index: ClusterIndex) -> None:
-        """The best so far, and what an earlier search recalls of the clusters that are still to be scanned."""
+        """Publish the best results so far, with those of an earlier search in clusters that are still to be scanned."""
         best, recalled = self.best, self._recalled
         if recalled is not None:
-            left = ~np.isin(recalled.places[0] >> 32, self.clusters[0, : self.done])
-            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.places[0, left])
+            left = ~np.isin(recalled.locations[0] >> 32, self.clusters[0, : self.done])
+            new = BestResults(recalled.keys[0, left], recalled.ids[0, left], recalled.locations[0, left])
             best = best.merge(np.zeros(len(new.ids), np.intp), new, similarity=index.similarity) if left.any() else best
         self._publish(index, best, similarity=index.similarity)
 
@@ -118,8 +116,8 @@ class RunningSearch:
         if self.history is None or not self.done:
             return
         found = self.best.ids[0] != -1
-        keys, ids, places = (
-            array[0, found][: self.history.kept] for array in (self.best.keys, self.best.ids, self.best.places)
+        keys, ids, locations = (
+            array[0, found][: self.history.kept] for array in (self.best.keys, self.best.ids, self.best.locations)
         )
         if len(ids):
             self.history.add(
@@ -128,8 +126,8 @@ class RunningSearch:
                     clusters=self.clusters[0, : self.done],
                     keys=keys,
                     ids=ids,
-                    places=places,
-                    vectors=index.vectors(places),
+                    locations=locations,
+                    vectors=index.vectors(locations),
                     reach=float(keys[min(self.k, len(keys)) - 1]),
                     metric=index.metric,
                 )
@@ -150,12 +148,12 @@ def _stage(
     return lambda: Stage(number, stages, index.core.ids(ids), distances, settled)
 
 
-# Of a share: a cluster that is no larger does not matter to it.
+# Largest cluster, as a share of a core's work, that may spoil an even split.
 _EVEN = 1 / 8
 
 
 class Visits(NamedTuple):
-    """(row of a query, cluster) pairs, sorted by row; `codes` are those of each cluster."""
+    """(row of a query, cluster) pairs, sorted by row; `codes`: vectors of each cluster."""
 
     rows: NDArray[np.intp]
     clusters: NDArray[np.int64]
@@ -164,7 +162,6 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> Visits:
-        """Of searches, each up to a cluster."""
         rows, clusters, coarse, row = [], [], [], 0
         for search, stop in piece:
             queries, width = len(search.queries), stop - search.done
@@ -182,7 +179,7 @@ class Visits(NamedTuple):
         return Visits(self.rows[chosen], self.clusters[chosen], self.coarse[chosen], self.codes[chosen])
 
     def deal(self, shares: int) -> list[Visits]:
-        """At most so many parts of about equal codes, none empty."""
+        """Split into at most `shares` parts of about equal codes, none empty."""
         if shares == 1 or not len(self.rows):
             return [self] if len(self.rows) else []
         total = np.cumsum(self.codes)
@@ -192,7 +189,7 @@ class Visits(NamedTuple):
         return [self.part(slice(start, stop)) for start, stop in pairwise((0, *cuts, len(self.rows))) if start < stop]
 
     def _deal_by_size(self, shares: int) -> list[Visits]:
-        """Largest first, each to the core that has least: of few clusters one more would be a long wait."""
+        """Assign the largest first, each to the least busy core."""
         order = np.argsort(-self.codes, kind="stable")
         busy = [(0, core) for core in range(shares)]
         cores = []
@@ -205,7 +202,7 @@ class Visits(NamedTuple):
         return [dealt.part(slice(start, stop)) for start, stop in pairwise((0, *cuts)) if start < stop]
 
     def padded(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
-        """The rows, and the clusters of each in a row of its own, filled up by -1, which FAISS passes over."""
+        """Return the rows, and the clusters of each in a row, padded with -1, which FAISS skips."""
         rows = self.rows
         if rows[0] == rows[-1]:
             return rows[:1], self.clusters[None], self.coarse[None]

@@ -1,4 +1,4 @@
-"""Clusters of one piece, scanned on several cores."""
+"""Scan of a piece's clusters on several cores."""
 
 from __future__ import annotations
 
@@ -21,25 +21,23 @@ from ragorder.pipelining.staged._ivf import ClusterIndex
 
 __all__ = ["PieceScanner", "one_thread", "shares_of"]
 
-# What it costs to hand a share to another thread.
+# Cost of a share for another thread.
 _HAND_S = 3e-5
 
 
 class _Rows(NamedTuple):
-    """The queries of a piece, what is asked of each call, and which of them may use the fast tier."""
-
     queries: NDArray[np.float32]
     kept: int
-    places: bool
+    locations: bool
     selector: Any = None
     fast: NDArray[np.bool_] | None = None
 
 
 class PieceScanner:
-    """Deals a piece's clusters to cores in equal numbers of codes: a search's clusters may go to several.
+    """Shares the clusters of a piece among cores by codes; clusters of one search may go to several.
 
-    FAISS would split by queries, and scans given clusters on one thread. Results are the same for any split. `scan_s`
-    is the time that the last piece spent in FAISS.
+    FAISS would split by queries, and scans given clusters on one thread. Results are the same for any split. `scan_s`:
+    time that the last piece spent in FAISS.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class PieceScanner:
             self._helpers = ThreadPoolExecutor(cores - 1, "ragorder-scan", lambda: load_faiss().omp_set_num_threads(1))
 
     def scan(self, piece: Sequence[tuple[RunningSearch, int]], sizes: NDArray[np.int64]) -> list[BestResults]:
-        """The best results of each search after its clusters up to the given one."""
         if (whole := self._whole_alone(piece)) is not None:
             return [whole]
         searches = [search for search, _ in piece]
@@ -71,9 +68,9 @@ class PieceScanner:
         return [best.part(start, stop, search.kept) for search, (start, stop) in zip(searches, bounds, strict=True)]
 
     def scan_visits(self, visits: Visits, queries: NDArray[np.float32], best: BestResults) -> BestResults:
-        """The best results of each query after these visits, on the cores alone."""
+        """Scan without the fast tier."""
         self.scan_s = 0.0
-        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], places=False)))
+        return self._merge(best, self._on_cores(visits, _Rows(queries, best.keys.shape[1], locations=False)))
 
     def close(self) -> None:
         if self._helpers is not None:
@@ -82,25 +79,26 @@ class PieceScanner:
             self._tiers.close()
 
     def _whole_alone(self, piece: Sequence[tuple[RunningSearch, int]]) -> BestResults | None:
-        """A search in one piece on one core is a call of FAISS, with nothing to deal out or to merge."""
+        """Scan a single search in one piece on one core with one call of FAISS, without split and merge; return None in
+        other cases."""
         search, stop = piece[0]
         if len(piece) > 1 or search.done or stop < search.total or self._cores > 1 or self._tiers is not None:
             return None
-        places = search.history is not None and search.selector is None
+        locations = search.history is not None and search.selector is None
         start_s = self._clock()
         distances, found = self._index.scan(
-            search.queries, search.kept, search.clusters, search.coarse, selector=search.selector, places=places
+            search.queries, search.kept, search.clusters, search.coarse, selector=search.selector, locations=locations
         )
         self.scan_s = self._clock() - start_s
         self.costs.learn(search.codes[-1], self.scan_s)
         ids = found
-        if places:
+        if locations:
             ids = np.full_like(found, -1)
             ids[found != -1] = self._index.ids_at(found[found != -1])
         keys = -distances if self._index.similarity else distances
-        if not places:
+        if not locations:
             return BestResults(keys, ids, np.full_like(found, -1))
-        # FAISS has ordered equals by place, and orders those of a search by id.
+        # FAISS has ordered equals by location, but those of a search by id.
         order = np.lexsort((-ids if self._index.similarity else ids, keys), axis=-1)
         return BestResults(
             np.take_along_axis(keys, order, axis=1),
@@ -116,12 +114,12 @@ class PieceScanner:
         if not len(visits.rows):
             return []
         queries = np.concatenate([search.queries for search, _ in piece])
-        places = any(search.history is not None for search, _ in piece)
+        locations = any(search.history is not None for search, _ in piece)
         fast = np.repeat([search.handle.fast for search, _ in piece], [len(search.queries) for search, _ in piece])
         parts: list[ScannedPart] = []
         for selector, share in _by_selector(piece, visits):
             if selector is None:
-                parts += self._on_tiers(share, _Rows(queries, kept, places, fast=fast))
+                parts += self._on_tiers(share, _Rows(queries, kept, locations, fast=fast))
             else:
                 parts += self._on_cores(share, _Rows(queries, kept, False, selector))
         return parts
@@ -158,7 +156,7 @@ class PieceScanner:
                 futures = [self._helpers.submit(self._share, share, rows) for share in others]
             done = [self._share(own, rows)]
         finally:
-            # FAISS writes into arrays of theirs.
+            # FAISS writes into arrays that belong to these calls.
             if futures:
                 wait(futures)
         done.extend(future.result() for future in futures)
@@ -171,38 +169,38 @@ class PieceScanner:
         rows, clusters, coarse = visits.padded()
         start_s = self._clock()
         distances, ids = self._index.scan(
-            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, places=of.places
+            of.queries[rows], of.kept, clusters, coarse, selector=of.selector, locations=of.locations
         )
         seconds = self._clock() - start_s
         keys = -distances if self._index.similarity else distances
-        return ScannedPart(rows, keys, ids, of.places), int(visits.codes.sum()), seconds
+        return ScannedPart(rows, keys, ids, of.locations), int(visits.codes.sum()), seconds
 
     def _merge(self, best: BestResults, parts: Sequence[ScannedPart]) -> BestResults:
         rows, new = self._better(best, parts)
         return best.merge(rows, new, similarity=self._index.similarity) if len(rows) else best
 
     def _better(self, best: BestResults, parts: Sequence[ScannedPart]) -> tuple[NDArray[np.intp], BestResults]:
-        rows, keys, ids, places = [], [], [], []
+        rows, keys, ids, locations = [], [], [], []
         for part in parts:
             row, column = np.nonzero(best.better(part))
             found = part.ids[row, column]
             rows.append(part.rows[row])
             keys.append(part.keys[row, column])
-            ids.append(self._index.ids_at(found) if part.places else found)
-            places.append(found if part.places else np.full(len(found), -1))
+            ids.append(self._index.ids_at(found) if part.locations else found)
+            locations.append(found if part.locations else np.full(len(found), -1))
         if not rows:
             return np.empty(0, np.intp), best
-        return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(places))
+        return np.concatenate(rows), BestResults(np.concatenate(keys), np.concatenate(ids), np.concatenate(locations))
 
 
 def shares_of(codes: int, cores: int, costs: ClusterCosts) -> int:
-    """How many cores a piece is worth: work / n + n * (what it costs to hand a share over) is least."""
+    """Return the number of cores for a piece, the minimum of work / n + n * (cost of a share)."""
     work_s = codes * costs.code_s
     return max(1, min(cores, int(work_s / max(costs.call_s, _HAND_S)), int(math.sqrt(work_s / _HAND_S))))
 
 
 def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> Iterator[tuple[Any, Visits]]:
-    """A call of FAISS has one selector: visits of searches without any go together."""
+    """Group visits by selector: a call of FAISS has one, and searches without a selector go together."""
     selectors = [search.selector for search, _ in piece]
     plain = np.array([selector is None for selector in selectors])
     if plain.all():
@@ -219,7 +217,6 @@ def _by_selector(piece: Sequence[tuple[RunningSearch, int]], visits: Visits) -> 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """FAISS stays on the calling thread."""
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Searches that many callers submit, wherever they are scanned."""
+"""Searches and handles that callers submit to a shared search."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ _logger = logging.getLogger("ragorder")
 
 
 class SearchHandle:
-    """A search among others. Every method may be called from any thread.
+    """A search among others. Thread-safe.
 
         handle = search.submit(vector, k=5)
         for stage in handle.stages(): ...
         handle.result().ids
 
-    `due`: it is waited for. `whole`: it is not cut into pieces. `fast`: clusters that the fast tier holds may be
-    scanned there; `prefetch`: its clusters are loaded into that. `done`: it has a result, has failed, or was cancelled.
-    Of the stages that came since the last one was taken, the latest is next; the final one is never skipped.
+    - `due`: a caller waits for it, so it is not speculative; `whole`: it is not cut into pieces
+    - `fast`: its clusters may be scanned in the fast tier; `prefetch`: they are loaded into that tier
+    - `done`: it has a result, has failed, or was cancelled
+
+    A caller that takes stages gets the latest one and skips those in between, but never the final one.
     """
 
     def __init__(self, drive: Callable[[], object] | None, *, due: bool = True, whole: bool = False) -> None:
@@ -52,16 +54,16 @@ class SearchHandle:
 
     @property
     def stage(self) -> Stage | None:
-        """The latest one, without waiting."""
+        """The latest stage, without waiting."""
         stage = self._stage
         return None if stage is None else stage()
 
     def promote(self) -> None:
-        """A search that was submitted ahead of need (`due=False`) is now waited for."""
+        """Make a speculative search (`due=False`) due."""
         self.due = True
 
     def cancel(self) -> bool:
-        """End it: its scan stops with the piece that runs now. False: it was done before."""
+        """End it after the running piece. Return False if it was done."""
         return self.fail(CancelledError("the search was cancelled"))
 
     def stages(self) -> Iterator[Stage]:
@@ -81,11 +83,11 @@ class SearchHandle:
                 self._drive()
 
     async def stages_async(self) -> AsyncGenerator[Stage, None]:
-        """The same without a thread that waits."""
+        """As `stages`, without a waiting thread."""
         loop, wake, seen = asyncio.get_running_loop(), asyncio.Event(), None
 
         def notify() -> None:
-            # A closed loop: no caller waits any more.
+            # In a closed loop no caller waits.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake.set)
 
@@ -105,7 +107,7 @@ class SearchHandle:
                 await wake.wait()
 
     def result(self, timeout_s: float | None = None) -> Stage:
-        """The final stage. Raises the search's error, concurrent.futures.CancelledError if it was cancelled, and
+        """Return the final stage. Raises the search's error, concurrent.futures.CancelledError if it was cancelled, and
         TimeoutError."""
         if self._drive is None:
             with self._changed:
@@ -122,7 +124,7 @@ class SearchHandle:
                 notify()
 
     def publish(self, stage: Callable[[], Stage], *, final: bool) -> None:
-        """For the search's driver. `stage` is called when a caller takes it."""
+        """Publish a stage, for the search's driver. `stage` is called when a caller takes it."""
         with self._changed:
             if not self.done:
                 self._stage, self.done = stage, final
@@ -147,7 +149,7 @@ class SearchHandle:
             try:
                 listener()
             except Exception as error:
-                # In the driver's thread, which has the other callers' searches, too.
+                # This is the driver's thread, which also serves other callers.
                 _logger.warning("a listener to a search failed: %s", type(error).__name__)
 
 
@@ -155,8 +157,6 @@ S = TypeVar("S")
 
 
 class SubmitOptions(NamedTuple):
-    """See `SharedSearch.submit`."""
-
     due: bool = True
     whole: bool = False
     fast: bool = True
@@ -164,7 +164,7 @@ class SubmitOptions(NamedTuple):
 
 
 class SharedSearch(ABC, Generic[S]):
-    """A `StagedSearch` whose searches share their time. `S`: a search as it was asked for, its arguments checked."""
+    """A `StagedSearch` whose searches share their time. `S`: a search with checked arguments."""
 
     @abstractmethod
     def _read(self, queries: Any, k: int, params: Any, history: History | None = None) -> S: ...
@@ -174,12 +174,12 @@ class SharedSearch(ABC, Generic[S]):
 
     @abstractmethod
     def close(self) -> None:
-        """Cancel what is in flight; what is submitted afterwards raises RuntimeError."""
+        """Cancel searches in flight; later ones raise RuntimeError."""
 
     def search(self, queries: Any, k: int, *, params: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF, nprobe and selector of this search. Also
-        raises TypeError for other parameters, ValueError if k exceeds the vectors of the index, or `max_codes` or
-        `parallel_mode` rule out parts, and RuntimeError after `close`."""
+        """See `StagedSearch.search`. `params`: a faiss.SearchParametersIVF with nprobe and selector. Also raises
+        TypeError for other parameters, ValueError if k exceeds the vectors of the index or `max_codes` or
+        `parallel_mode` exclude parts, and RuntimeError after `close`."""
         request = self._read(queries, k, params)
 
         def stages() -> Iterator[Stage]:
@@ -192,7 +192,7 @@ class SharedSearch(ABC, Generic[S]):
         return stages()
 
     def search_async(self, queries: Any, k: int, *, params: Any = None) -> AsyncGenerator[Stage, None]:
-        """`search` for an event loop: no thread waits for a stage."""
+        """As `search`, for an event loop: no thread waits for a stage."""
         request = self._read(queries, k, params)
 
         async def stages() -> AsyncGenerator[Stage, None]:
@@ -217,13 +217,13 @@ class SharedSearch(ABC, Generic[S]):
         prefetch: bool = False,
         params: Any = None,
     ) -> SearchHandle:
-        """A search for one query, of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
+        """Start a search for one query of shape (dimensions,) or (1, dimensions). Raises what `search` raises.
 
-        - `history`: the earlier searches of this request; its clusters are visited first, and this search joins it. Not
+        - `history`: earlier searches of this request; their clusters are scanned first, and this search is added. Not
           with a selector.
-        - `due=False`: ahead of need, in the time that due searches leave
+        - `due=False`: speculative, while due searches leave cores idle
         - `whole`: in one piece
-        - `fast=False`: on the cores alone; `prefetch`: its clusters are loaded into the fast tier
+        - `fast=False`: without the fast tier; `prefetch`: load its clusters into the fast tier
         """
         return self._join(self._read(one_row(query), k, params, history), SubmitOptions(due, whole, fast, prefetch))
 

@@ -1,4 +1,4 @@
-"""Clusters of an index in a faster tier, by use (HedraRAG section 4.4)."""
+"""Fast tier for the most used clusters of an index (HedraRAG section 4.4)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["ClusterScan", "FastShare", "IndexTiers", "TierGains"]
 
 _logger = logging.getLogger("ragorder")
 
-# Clusters that are held stay unless others are used this much more: moving them costs time.
+# A cluster in the tier stays unless others are used this much more: an exchange takes time.
 _STAY = 1.1
 _TRIALS = 8
 
 
 class ClusterScan(Protocol):
-    """A fast place for the vectors of some clusters. `put` may run in one thread while `scan` reads other clusters in
+    """A fast tier for the vectors of some clusters. `put` may run in one thread while `scan` reads other clusters in
     another."""
 
     @property
@@ -47,13 +47,13 @@ class ClusterScan(Protocol):
     def scan(
         self, queries: NDArray[np.float32], k: int, clusters: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The k best of each query in its row of `clusters` (-1: none): distances, and places, cluster << 32 | offset;
-        as FAISS, -1 and its worst distance where fewer are found."""
+        """Return the k best of each query in its row of `clusters` (-1: no cluster): distances, and locations, cluster
+        << 32 | offset. As in FAISS, -1 and its worst distance if fewer are found."""
 
 
 class TierGains(NamedTuple):
-    """Seconds that the tiers are expected to save a search (inf: not measured yet): `scan_s` by what is held,
-    `prefetch_s` more if all its clusters were. `hit_share`: see `IndexTiers`."""
+    """Seconds that the tier is expected to save a search (inf: not measured yet): `scan_s` with its current clusters,
+    `prefetch_s` more if it had all clusters of the search. `hit_share`: see `IndexTiers`."""
 
     hit_share: float
     scan_s: float
@@ -62,25 +62,23 @@ class TierGains(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FastShare:
-    """Visits to clusters that are held, `chosen` of a piece's."""
-
     visits: Visits
     chosen: NDArray[np.bool_]
     part: Future[tuple[ScannedPart, float]]
 
 
 class IndexTiers:
-    """Keeps the clusters that are used most in `fast`, in at most `capacity_bytes`.
+    """Keeps the most used clusters in `fast`, with at most `capacity_bytes`.
 
         search = ContinuousIVF(index, tiers=IndexTiers(TorchClusterScan("L2", "cuda"), capacity_bytes=4 << 30))
 
-    A piece's clusters that are held are scanned there, the others on the cores meanwhile, if that is faster by the
-    costs measured. Every `every` pieces clusters are exchanged; they are loaded during pieces, and scanned on the cores
-    until then. A use counts half after `half_life` pieces. For IndexIVFFlat, IndexIVFScalarQuantizer and IndexIVFPQ;
-    distances are those of `fast`, to its rounding. For one `ContinuousIVF`. If `fast` raises, the cores go on alone.
+    Clusters of a piece that are in the tier are scanned there while the cores scan the others, if measured costs say
+    that this is faster. Clusters are exchanged every `every` pieces. The weight of a use halves after `half_life`
+    pieces. For IndexIVFFlat, IndexIVFScalarQuantizer and IndexIVFPQ; distances are those of `fast`, with its rounding.
+    For one `ContinuousIVF`. If `fast` raises, the cores continue alone.
 
-    Vectors that are exchanged for as many others go unnoticed: call `reset` after that. Raises ValueError for sizes
-    below 1.
+    Call `reset` after vectors were exchanged for the same number of others, which is not noticed. Raises ValueError for
+    sizes below 1.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class IndexTiers:
         self._held_share = RunningMean(arithmetic_start=True)
         self._fast = fast
         self._every = every
-        self._forgetting = 0.5 ** (every / half_life)
+        self._decay = 0.5 ** (every / half_life)
         self._clock = clock
         self._index: ClusterIndex
         self._attached = False
@@ -118,7 +116,7 @@ class IndexTiers:
 
     @property
     def hit_share(self) -> float:
-        """Of the codes scanned so far, those scanned in the fast tier."""
+        """Share of the codes scanned so far that were scanned in the fast tier."""
         return self.fast_codes / self.codes if self.codes else 0.0
 
     @property
@@ -126,19 +124,19 @@ class IndexTiers:
         return int(self._bytes[self._held].sum())
 
     def gains(self, codes: float | None, slow_s: float) -> TierGains:
-        """Of a search of so many codes (None: not known), which takes the cores `slow_s` seconds."""
+        """Return the gains of a search of `codes` vectors (None: unknown) that takes the cores `slow_s` seconds."""
         if self._failed:
             return TierGains(self.hit_share, 0.0, 0.0)
         if codes is None or self.costs.calls < self._trials:
             return TierGains(self.hit_share, math.inf, math.inf)
         held = self._held_share.value or 0.0
-        # Both at a time; where the fast tier would take longer than the cores, these scan all.
+        # Both scan at the same time; if the tier were slower than the cores, they would scan all.
         now_s = min(slow_s, max((1 - held) * slow_s, self.costs.seconds(held * codes))) if held else slow_s
         return TierGains(self.hit_share, slow_s - now_s, now_s - self.costs.seconds(codes))
 
     def attach(self, index: ClusterIndex) -> None:
-        """Raises TypeError for an index whose vectors cannot be scanned elsewhere, ValueError for another metric, or if
-        it belongs to a search already."""
+        """Use these tiers for an index. Raises TypeError for an index whose vectors cannot be scanned elsewhere, and
+        ValueError for another metric, or if they belong to another search."""
         if self._attached:
             raise ValueError("these tiers belong to another search: make others")
         index.check_decoded()
@@ -149,7 +147,7 @@ class IndexTiers:
         self._index, self._attached = index, True
 
     def resize(self, sizes: NDArray[np.int64]) -> None:
-        """The index has clusters of these sizes, the last place being no cluster; nothing is held any more."""
+        """Set the sizes of clusters, the last element for no cluster, and empty the tier."""
         self.reset()
         dimensions = int(self._index.ivf.d)
         self._bytes = np.array([self._fast.bytes_of(size, dimensions) for size in sizes.tolist()], float)
@@ -158,7 +156,7 @@ class IndexTiers:
         self._held = np.zeros(len(sizes), bool)
 
     def reset(self) -> None:
-        """Load what has come into use. Not during a search."""
+        """Empty the tier. Not during a search."""
         for cluster in np.flatnonzero(self._held).tolist():
             self._drop(cluster)
         self._to_load.clear()
@@ -166,8 +164,8 @@ class IndexTiers:
     def start(
         self, visits: Visits, queries: NDArray[np.float32], k: int, slow_s: float, fast: NDArray[np.bool_] | None = None
     ) -> FastShare | None:
-        """Begin a piece that would take the cores `slow_s` seconds. Its visits to clusters that are held are scanned,
-        of the queries that are `fast` (default: all); None: the cores are faster. `end` it."""
+        """Begin a piece that would take the cores `slow_s` seconds; the caller must call `end`. Scan its visits to
+        clusters in the tier, of queries that are `fast` (default: all). Return None if the cores are faster."""
         np.add.at(self._uses, visits.clusters, 1)
         total = int(visits.codes.sum())
         self.codes += total
@@ -187,9 +185,8 @@ class IndexTiers:
         self.fast_codes += codes
         return FastShare(share, chosen, self._threads.submit(self._scan, share, queries, k))
 
-    def foresee(self, clusters: NDArray[np.int64]) -> None:
-        """Load clusters that a search is about to visit, nearest first, in place of those used less. Between two
-        pieces."""
+    def prefetch(self, clusters: NDArray[np.int64]) -> None:
+        """Load clusters that a search will visit, nearest first. Between two pieces."""
         if self._failed:
             return
         wanted = clusters[(clusters >= 0) & ~self._held[clusters]]
@@ -219,10 +216,9 @@ class IndexTiers:
             self._exchange()
 
     def fail(self, error: Exception) -> None:
-        """The cores go on alone."""
         if not self._failed:
             self._failed = True
-            _logger.warning("the fast tier of the index is given up: %s", type(error).__name__)
+            _logger.warning("the fast tier of the index failed and is not used any more: %s", type(error).__name__)
         self._to_load.clear()
         held = np.flatnonzero(self._held).tolist()
         self._held[:] = False
@@ -236,13 +232,15 @@ class IndexTiers:
     def _scan(self, visits: Visits, queries: NDArray[np.float32], k: int) -> tuple[ScannedPart, float]:
         rows, clusters, _ = visits.padded()
         start_s = self._clock()
-        distances, places = self._fast.scan(queries[rows], k, clusters)
+        distances, locations = self._fast.scan(queries[rows], k, clusters)
         seconds = self._clock() - start_s
         self.costs.learn(int(visits.codes.sum()), seconds)
-        return ScannedPart(rows, -distances if self._index.similarity else distances, places, places=True), seconds
+        return ScannedPart(
+            rows, -distances if self._index.similarity else distances, locations, locations=True
+        ), seconds
 
     def _load(self) -> None:
-        """At least one cluster, and others until the piece ends: outside of pieces the index may change."""
+        """Load at least one cluster, and others until the piece ends: between pieces the index may change."""
         while self._to_load:
             cluster = self._to_load.popleft()
             self._fast.put(cluster, self._index.cluster_vectors(cluster))
@@ -251,7 +249,8 @@ class IndexTiers:
                 return
 
     def _exchange(self) -> None:
-        """The most used clusters per byte: as the work of a visit grows with a cluster's bytes, those visited most."""
+        """Choose the most used clusters per byte: the work of a visit grows with a cluster's bytes, so those visited
+        most."""
         order = np.argsort(-self._uses * np.where(self._held, _STAY, 1.0), kind="stable")
         order = order[(self._uses[order] > 0) & (self._bytes[order] > 0) & (self._bytes[order] <= self.capacity_bytes)]
         chosen = order[np.cumsum(self._bytes[order]) <= self.capacity_bytes]
@@ -260,8 +259,8 @@ class IndexTiers:
         for cluster in np.flatnonzero(self._held & ~stays).tolist():
             self._drop(cluster)
         self._to_load = deque(cluster for cluster in chosen.tolist() if not self._held[cluster])
-        self._uses *= self._forgetting
-        # Costs change with what else the device does.
+        self._uses *= self._decay
+        # Costs change with other work of the device.
         self._trials = self.costs.calls + 1
 
     def _drop(self, cluster: int) -> None:

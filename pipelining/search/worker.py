@@ -1,4 +1,4 @@
-"""A search in a process of its own: the process' side."""
+"""Search in a separate process: the process's side."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from ragorder.pipelining.staged._faiss import load_faiss
 __all__ = ["Asked", "pack", "selector_of", "serve", "unpack"]
 
 _PackedSelector = tuple[str, tuple[Any, ...]]
-"""Name of a FAISS class, and the arguments of its constructor: numbers, arrays, and other selectors, packed as well."""
+"""Name of a FAISS class and the arguments of its constructor: numbers, arrays, and packed selectors."""
 
 _OF_OTHERS = ("IDSelectorNot", "IDSelectorAnd", "IDSelectorOr", "IDSelectorXOr")
 
 
 def selector_of(params: Any) -> Any:
-    """The selector that a faiss.SearchParametersIVF was given. What its attribute returns is of no particular class."""
+    """Return the selector of a faiss.SearchParametersIVF; its attribute would return one of a base class."""
     return getattr(params, "_sp_field_refs", {}).get("sel", params.sel)
 
 
 def pack(selector: Any) -> _PackedSelector:
-    """Raises ValueError for a selector that does not give back its ids."""
+    """Raises ValueError for a selector that does not return its ids."""
     name = type(selector).__name__
     if name == "IDSelectorAll":
         return name, ()
     if name == "IDSelectorRange":
         return name, (selector.imin, selector.imax, selector.assume_sorted)
     if name == "IDSelectorArray":
-        # Membership in an array is searched for, in a set it is looked up.
+        # A set is faster than a search in an array.
         return "IDSelectorBatch", (_copied(selector.ids, selector.n, np.int64),)
     if name == "IDSelectorBitmap":
         return name, (_copied(selector.bitmap, selector.n, np.uint8),)
     if name in _OF_OTHERS and hasattr(selector, "referenced_objects"):
-        # FAISS keeps those of one constructor in a list, or in a tuple in a list.
+        # FAISS keeps the arguments of a constructor in a list, or in a tuple in a list.
         kept = selector.referenced_objects
         return name, tuple(map(pack, kept[0] if isinstance(kept[0], tuple) else kept))
     raise ValueError(
@@ -62,7 +62,7 @@ def _copied(pointer: Any, count: int, kind: Any) -> Any:
 
 
 class Asked(NamedTuple):
-    """A search as it is sent. `params`: nprobe and selector; `past`: what its history holds; None: it has none."""
+    """A search as it is sent. `params`: nprobe and selector; `past`: the searches of its history, None without one."""
 
     queries: NDArray[np.float32]
     k: int
@@ -72,12 +72,12 @@ class Asked(NamedTuple):
 
 
 def serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
-    """Answer until the other end closes. Each message is (what, number of the search, content)."""
-    # An interrupt is for the process that asks.
+    """Answer messages of (what, number of the search, content) until the other end closes."""
+    # An interrupt is for the calling process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faiss = load_faiss()
     try:
-        # The file's pages are shared, and read when they are scanned.
+        # Processes share the file's pages, which are read when they are scanned.
         index = faiss.read_index(path, faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
         make_tiers = options.pop("tiers")
         search = ContinuousIVF(index, **options, tiers=None if make_tiers is None else make_tiers())
@@ -139,7 +139,7 @@ class _Answers:
             self._news.notify()
 
     def _send_news(self) -> None:
-        """The latest stage of each search; those in between are skipped."""
+        """Send the latest stage of each search, without those in between."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._changed or self._ended)
@@ -177,7 +177,7 @@ def _parameters(nprobe: int, selector: _PackedSelector | None) -> Any:
 
 
 class _SentHistory(History):
-    """What joins it is sent back, too."""
+    """A history that also sends its new searches back."""
 
     def __init__(self, asked: Asked, send: Callable[[PastSearch], None]) -> None:
         super().__init__(asked.kept, max(1, len(asked.past or ()) + 1))
@@ -191,7 +191,7 @@ class _SentHistory(History):
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Of a type that the other end has."""
+    """Return an error of a type that the other process has."""
     if type(error) in (ValueError, TypeError, RuntimeError, MemoryError, ImportError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""FAISS indexes without their wrappers, and checked arguments."""
+"""FAISS indexes without wrappers, and checked arguments."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class UnwrappedIndex:
     def ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         for wrapper in reversed(self.wrappers):
             if not _transforms(wrapper) and wrapper.id_map.size():
-                # A fresh view of FAISS's table each time: adding moves the table.
+                # A new view each time: FAISS moves the table when ids are added.
                 table = load_faiss().rev_swig_ptr(wrapper.id_map.data(), wrapper.id_map.size())
                 ids = np.where(ids < 0, ids, table[ids])
         return ids
 
 
 def unwrap(index: Any) -> UnwrappedIndex:
-    """Unwraps IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for no FAISS index."""
+    """Remove IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for other objects than FAISS indexes."""
     faiss = load_faiss()
     if not isinstance(index, faiss.Index):
         raise TypeError(f"expected a FAISS index of float vectors, got {type(index).__name__}")

@@ -29,14 +29,14 @@ _EXACT = {
     "IndexIVFProductResidualQuantizer",
     "IndexIVFProductLocalSearchQuantizer",
 }
-# Those of them whose distances are to decoded vectors.
+# Of these, indexes whose distances are to decoded vectors.
 _DECODED = {"IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"}
 _OFFSET = (1 << 32) - 1
 
 
 class ClusterIndex:
     """A FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform, whose scanned parts add up to its
-    search. `searcher` is the class that errors name. Raises TypeError for any other index."""
+    search. `searcher`: the class in error messages. Raises TypeError for any other index."""
 
     def __init__(self, index: Any, searcher: str) -> None:
         self.core = unwrap(index)
@@ -49,13 +49,13 @@ class ClusterIndex:
         self.similarity: bool = self._faiss.is_similarity_metric(self.ivf.metric_type)
 
     def check_decoded(self) -> None:
-        """Raises TypeError unless a search's distances are those to the vectors that codes stand for."""
+        """Raises TypeError unless distances of a search are those to the decoded vectors."""
         name = type(self.ivf).__name__
         if name not in _DECODED or getattr(self.ivf, "polysemous_ht", False):
             raise TypeError(f"{name} cannot have tiers: use IndexIVFFlat, IndexIVFScalarQuantizer, or plain IndexIVFPQ")
 
     def check_settings(self) -> None:
-        """Raises ValueError if `max_codes` or `parallel_mode` rule out parts."""
+        """Raises ValueError if `max_codes` or `parallel_mode` exclude parts."""
         name = type(self.ivf).__name__
         if self.ivf.max_codes:
             raise ValueError(f"{name} has max_codes={self.ivf.max_codes}, a limit across stages: set it to 0")
@@ -65,13 +65,14 @@ class ClusterIndex:
             )
 
     def nprobe(self, nprobe: int | None) -> int:
-        """As asked for, or the index's own; at most all clusters. Raises ValueError if that is 0."""
+        """Return the given number or the index's own, at most all clusters. Raises ValueError if that is 0."""
         if nprobe is None and self.ivf.nprobe < 1:
             raise ValueError("the index has nprobe 0: set it to at least 1")
         return min(int(self.ivf.nlist), int(self.ivf.nprobe) if nprobe is None else nprobe)
 
     def slices(self, queries: int) -> int:
-        """FAISS cuts queries into as many slices: distances to many centroids at once differ in their last bits."""
+        """Return the number of slices into which FAISS cuts queries: distances to many centroids at once differ in
+        their last bits."""
         if queries > 1 and self.ivf.parallel_mode == 0:
             return min(int(self._faiss.omp_get_max_threads()), queries)
         return 1
@@ -92,16 +93,17 @@ class ClusterIndex:
         coarse: NDArray[np.float32],
         *,
         selector: Any = None,
-        places: bool = False,
+        locations: bool = False,
     ) -> SearchResult:
-        """The k best of each query in its row of `clusters` (-1: none). `places`: cluster << 32 | offset, not ids."""
+        """Return the k best of each query in its row of `clusters` (-1: no cluster). `locations`: return cluster << 32
+        | offset instead of ids."""
         faiss = self._faiss
         queries, coarse = np.ascontiguousarray(queries), np.ascontiguousarray(coarse)
         clusters = np.ascontiguousarray(clusters)
         distances = np.empty((len(queries), k), np.float32)
         ids = np.empty((len(queries), k), np.int64)
         chosen = {} if selector is None else {"sel": selector}
-        # FAISS's Python wrapper takes no parameters, and would need the index's nprobe changed.
+        # FAISS's Python wrapper has no parameters; the index's nprobe would have to be changed.
         self.ivf.search_preassigned_c(
             len(queries),
             faiss.swig_ptr(queries),
@@ -110,15 +112,15 @@ class ClusterIndex:
             faiss.swig_ptr(coarse),
             faiss.swig_ptr(distances),
             faiss.swig_ptr(ids),
-            places,
+            locations,
             faiss.SearchParametersIVF(nprobe=clusters.shape[1], **chosen),
         )
         return distances, ids
 
-    def ids_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def ids_at(self, locations: NDArray[np.int64]) -> NDArray[np.int64]:
         lists = self.ivf.invlists
-        ids = (lists.get_single_id(place >> 32, place & _OFFSET) for place in places.tolist())
-        return np.fromiter(ids, np.int64, len(places))
+        ids = (lists.get_single_id(location >> 32, location & _OFFSET) for location in locations.tolist())
+        return np.fromiter(ids, np.int64, len(locations))
 
     def cluster_vectors(self, cluster: int) -> NDArray[np.float32]:
         faiss, lists, size = self._faiss, self.ivf.invlists, self.ivf.get_list_size(cluster)
@@ -131,12 +133,12 @@ class ClusterIndex:
                 lists.release_codes(cluster, codes)
         return vectors
 
-    def vectors(self, places: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """As the index encodes them; None if it cannot decode."""
-        vectors = np.empty((len(places), self.ivf.d), np.float32)
+    def vectors(self, locations: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Return vectors as the index encodes them, or None if it cannot decode."""
+        vectors = np.empty((len(locations), self.ivf.d), np.float32)
         try:
-            for vector, place in zip(vectors, places.tolist(), strict=True):
-                self.ivf.reconstruct_from_offset(place >> 32, place & _OFFSET, self._faiss.swig_ptr(vector))
+            for vector, location in zip(vectors, locations.tolist(), strict=True):
+                self.ivf.reconstruct_from_offset(location >> 32, location & _OFFSET, self._faiss.swig_ptr(vector))
         except RuntimeError:
             return None
         return vectors
@@ -153,11 +155,11 @@ def _check_type(ivf: Any, searcher: str) -> None:
     if name in _EXACT and not (name == "IndexIVFRaBitQ" and ivf.rabitq.nb_bits > 1):
         return
     if name == "IndexIVFRaBitQ":
-        advice = "with more than one bit it passes over codes by the best so far; use RaBitQ with one bit"
+        advice = "with more than one bit it skips codes by the best results so far; use RaBitQ with one bit"
     elif not isinstance(ivf, load_faiss().IndexIVF):
         advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
     elif "FastScan" in name:
-        advice = "it keeps others of its many ties; use the index without fast scan"
+        advice = "it keeps other ones of its many ties; use the index without fast scan"
     else:
         advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
     raise TypeError(f"{searcher} cannot search {name} in stages exactly: {advice}, or search it without stages")

@@ -1,4 +1,4 @@
-"""Staged HNSW search: repeated with a growing candidate list."""
+"""Staged HNSW search, repeated with a growing candidate list."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class StagedHNSW:
     - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `ef_search`: of the last stage (default: the index's own)
     - `stages`: each has four times the efSearch of the one before
-    - `schedule`: growing efSearch of each stage instead
+    - `schedule`: the growing efSearch of all stages instead
 
-    FAISS searches with at least k candidates: stages below that become one. It cannot resume a traversal, as RAGCache
-    does; starting over costs at most 1/4 + 1/16 of the last stage for three stages. Raises TypeError for another index,
-    ValueError for a schedule that does not grow.
+    FAISS uses at least k candidates: stages with fewer become one. It cannot resume a traversal, as RAGCache does: each
+    stage starts over. Raises TypeError for another index, and ValueError for a schedule that does not grow.
     """
 
     def __init__(
@@ -48,7 +47,9 @@ class StagedHNSW:
             if not self._schedule or any(before >= after for before, after in pairwise((0, *self._schedule))):
                 raise ValueError(f"schedule must hold growing efSearch of at least 1, got {self._schedule}")
             if ef_search not in (None, self._schedule[-1]):
-                raise ValueError(f"ef_search={ef_search}, but the last of schedule={self._schedule} is another")
+                raise ValueError(
+                    f"ef_search={ef_search}, but the last of schedule={self._schedule} is {self._schedule[-1]}"
+                )
         if ef_search is not None and ef_search < 1:
             raise ValueError(f"ef_search must be at least 1, got {ef_search}")
         if stages < 1:

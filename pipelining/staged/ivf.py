@@ -1,4 +1,4 @@
-"""Staged IVF search: the nearest clusters first."""
+"""Staged IVF search, nearest clusters first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["StagedIVF"]
 
 
 class StagedIVF:
-    """Searches an IVF index in stages, each of which scans the next nearest clusters.
+    """Searches an IVF index in stages; each stage scans the next nearest clusters.
 
         for stage in StagedIVF(index, stages=4).search(queries, k=5):
             print(stage.number, stage.ids)
@@ -26,10 +26,10 @@ class StagedIVF:
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `stages`: at most one for each cluster
     - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's clusters
-    - `nprobe`: clusters to scan in all (default: the index's own)
+    - `nprobe`: clusters of all stages (default: the index's own)
 
     The last stage equals `index.search` with the same nprobe, ties included. The index must not change during a search.
-    Raises TypeError for an index that cannot be staged exactly, ValueError for settings that make no stages.
+    Raises TypeError for an index that cannot be staged exactly, and ValueError for invalid settings.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class StagedIVF:
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
         """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids. Also raises ValueError if
-        `max_codes` or `parallel_mode` of the index rule out stages, and at the first stage FAISS's RuntimeError if it
-        is not trained."""
+        `max_codes` or `parallel_mode` of the index exclude stages, and FAISS's RuntimeError at the first stage of an
+        untrained index."""
         k, rows = read_k(k), read_queries(queries, self._index.core.outer.d)
         self._index.check_settings()
         nprobe = self._index.nprobe(self._nprobe)
@@ -90,10 +90,10 @@ def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None
 
 
 class TopKMerge:
-    """The k best so far of each query, as FAISS's own heap would have kept them.
+    """The k best results so far of each query, as in FAISS's own heap.
 
-    The heap evicts the largest id among equals first (for similarities the smallest). So ties for the last places
-    depend on the order of the scan, which is lost if ties of a later part do not all fit: `uncertain` has those
+    The heap evicts the largest id among equals first (for similarities the smallest), so ties for the last results
+    depend on the order of the scan. That order is lost if not all ties of a later part fit: `uncertain` are those
     queries.
     """
 
@@ -123,7 +123,7 @@ class TopKMerge:
         edge = all_keys[rows, order[:, k - 1]]
         beyond = order[:, k]
         cut = (edge == all_keys[rows, beyond]) & (all_ids[rows, beyond] != -1)
-        # Had the parts before k vectors as good, none of this part's came in by a tie, and what they hold is in order.
+        # If earlier parts had k vectors as good, no tie of this part was added, and their order is right.
         if cut.any() and (cut := cut & (edge < self._keys[:, -1]) & (keys == edge[:, None]).any(axis=1)).any():
             doubt = np.full(len(keys), np.nan, np.float32) if self._doubt is None else self._doubt
             self._doubt = np.where(cut, edge, doubt)

@@ -1,13 +1,12 @@
-"""Values that a node's run stores."""
+"""Inputs and outputs of a workflow's nodes."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from string import Formatter
 from typing import Any
 
+from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval, State, Step, UnusableValueError
 
 __all__ = [
@@ -32,15 +31,10 @@ def found(node: Retrieval, documents: Iterable[Any]) -> dict[str, Any]:
 
 
 async def call_step(node: Step, state: State) -> Mapping[str, Any]:
-    """Raises what the function raises, UnusableValueError for a result other than values for `writes`."""
+    """Raises what the function raises, and UnusableValueError for other values than those in `writes`."""
     for name in node.reads:
         state[name]
-    if inspect.iscoroutinefunction(node.function):
-        values: Any = await node.function(state)
-    else:
-        values = await asyncio.to_thread(node.function, state)
-        if inspect.isawaitable(values):
-            values = await values
+    values = await call(node.function, state)
     if not isinstance(values, Mapping):
         raise UnusableValueError(f"a step must return a mapping of names to values, got {type(values).__name__}")
     if unknown := [name for name in values if name not in node.writes]:
@@ -52,7 +46,7 @@ _DOCUMENTS_ABOVE = "the documents above"
 
 
 def fields(template: str | Callable[[State], str]) -> frozenset[str]:
-    """The names that a template reads; a function's are not known. Raises ValueError for a field that is no plain
+    """Return the names that a template reads, none for a function. Raises ValueError for a field that is not a plain
     name."""
     if callable(template):
         return frozenset()
@@ -64,7 +58,7 @@ def fields(template: str | Callable[[State], str]) -> frozenset[str]:
 
 
 def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
-    """As `fields`; a query without braces is one name."""
+    """Return the names that a query reads; a query without braces is a name."""
     if callable(query) or "{" in query or "}" in query:
         return fields(query)
     if not query.isidentifier():
@@ -73,7 +67,7 @@ def query_fields(query: str | Callable[[State], str]) -> frozenset[str]:
 
 
 def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuestion:
-    """Raises what a prompt's function raises, UnusableValueError for a prompt that is no string."""
+    """Raises what the prompt's function raises, and UnusableValueError if the prompt is not a string."""
     shown = state.updated(dict.fromkeys(node.documents, _DOCUMENTS_ABOVE))
     options = dict(node.options)
     temperature = options.pop("temperature", 0.0)
@@ -81,7 +75,7 @@ def question_of(node: Generation, state: State, scope: Any = None) -> NodeQuesti
 
 
 def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
-    """The documents that the prompt shows, each once. Raises UnusableValueError for a value of another kind."""
+    """Return the documents that the prompt shows, without duplicates. Raises UnusableValueError for other values."""
     found = [document for name in node.documents for document in _documents(state[name])]
     if len(node.documents) < 2:
         return tuple(found)
@@ -92,7 +86,7 @@ def documents_of(node: Generation, state: State) -> tuple[Any, ...]:
 
 
 def query_of(node: Retrieval, state: State) -> str:
-    """Raises what a query's function raises, UnusableValueError for a query that is no string."""
+    """Raises what the query's function raises, and UnusableValueError if it is not a string."""
     if isinstance(node.query, str) and "{" not in node.query:
         return _checked(state[node.query])
     return _text(node.query, state)

@@ -43,13 +43,12 @@ class RAGraph:
         graph.add_edge(START, "guess").add_edge("guess", "search").add_edge("search", "answer").add_edge("answer", END)
         compiled = graph.compile()
 
-    - The user's question is {query}, or {input}. `inputs` are other names, or one, that each run's state must give.
-    - `max_rounds`: how often a node may run in a request. A graph with a loop needs it.
-    - Several edges from a node are all taken, so its successors run side by side. A node that several branches lead to
-      runs once, when each of them that can still reach it has arrived, a branch's loops included; in a loop, once in
-      each round.
+    - The user's question is {query} or {input}. `inputs`: names that the state of each run must have, too.
+    - `max_rounds`: the most runs of a node in a request. A graph with a loop needs it.
+    - A request follows all edges of a node, so its successors run in parallel. A node where branches meet runs once,
+      after all branches that can still reach it, including their loops; in a loop, once in each round.
 
-    A wrong argument raises GraphError where it is given; `compile` checks the whole.
+    Raises GraphError for a wrong argument; `compile` checks the whole graph.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class RAGraph:
         max_tokens: int = 256,
         **options: Any,
     ) -> Self:
-        """`documents`: the names of those that the prompt shows (None: the outputs of retrievals that the template
-        names). `options` are the engine's; temperature is 0.0 without one."""
+        """Add a generation. `documents`: names in the state of the documents that the prompt shows (default: outputs of
+        retrievals that the template names). `options` go to the engine; temperature is 0.0 by default."""
         names = _names(documents)
         return self._add(Generation(id, prompt, output, names, parse, max_tokens, MappingProxyType(options)))
 
@@ -100,9 +99,9 @@ class RAGraph:
         *,
         to: NodeId | Terminal | Sequence[NodeId | Terminal] = (),
     ) -> Self:
-        """A function of the state as `target` is a conditional edge; `to` is what it may return, or a list of that
-        (default: any node, or END). It should be quick: it runs on the event loop."""
-        to = _places(to)
+        """Add an edge, which is conditional if `target` is a function of the state. `to`: what the function may return,
+        one or several (default: any node or END). The function must be quick: it runs on the event loop."""
+        to = _as_tuple(to)
         edge = Edge(source, to, target) if callable(target) else Edge(source, (target,))
         problem = edge_problem(edge, to)
         if problem is not None:
@@ -111,10 +110,13 @@ class RAGraph:
         return self
 
     def compile(self, max_rounds: int | None = None, *, answer: str | None = None) -> CompiledGraph:
-        """`answer`: the state's name of the result (default: the output of the generations that come last). Raises
-        GraphError for a node that cannot be reached, a loop without a bound, no way to END, an input that no node
-        writes before, nodes side by side that write the same name, or a loop that branches side by side enter at
-        several nodes."""
+        """Check the graph and return it ready to run. `answer`: the state's name of the result (default: the output of
+        the last generations).
+
+        Raises GraphError for a node that cannot be reached, a loop without a bound, no way to END, an input that no
+        node writes before, parallel nodes that write the same name, or a loop that parallel branches enter at several
+        nodes.
+        """
         max_rounds = self.max_rounds if max_rounds is None else max_rounds
         edges: dict[NodeId | Terminal, tuple[Edge, ...]] = {}
         everywhere = (*self._nodes, END)
@@ -142,7 +144,7 @@ class RAGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGraph:
-    """A graph that can be run, by any number of requests. `answer`: the state's name of the result."""
+    """A checked graph, for any number of requests. `answer`: the state's name of the result."""
 
     name: str
     nodes: Mapping[NodeId, Node]
@@ -153,8 +155,8 @@ class CompiledGraph:
     topology: Topology = field(repr=False)
 
     def begin(self, question: str, values: Mapping[str, Any] | None = None) -> State:
-        """The state of a new request. Raises GraphError if one of `inputs` is missing, or a value replaces the
-        question."""
+        """Return the state of a new request. Raises GraphError if one of `inputs` is missing, or a value has another
+        name."""
         values = values or {}
         if missing := [name for name in self.inputs if name not in values]:
             raise GraphError(f"workflow {self.name!r}: give {', '.join(map(repr, missing))} in `state`")
@@ -168,8 +170,8 @@ class CompiledGraph:
         return tuple(target for target in self.successors(START, state) if target is not END)
 
     def successors(self, id: NodeId | Terminal, state: State) -> tuple[NodeId | Terminal, ...]:
-        """Where a request goes after a node. Raises GraphError if a conditional edge returns what it may not, and what
-        its function raises."""
+        """Return the nodes that follow a node. Raises what a conditional edge's function raises, and GraphError if it
+        returns a node that it must not."""
         targets: dict[NodeId | Terminal, None] = {}
         for edge in self.edges[id]:
             target = edge.target(state)
@@ -182,17 +184,16 @@ class CompiledGraph:
             targets[target] = None
         return tuple(targets)
 
-    def foreseen(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
-        """What may come directly after a node."""
+    def next_nodes(self, id: NodeId | Terminal) -> tuple[NodeId, ...]:
         return tuple(target for target in _targets(self.edges[id]) if target is not END)
 
     def to_mermaid(self) -> str:
-        """A flowchart; conditional edges are dotted."""
+        """Return a Mermaid flowchart; conditional edges are dotted."""
         return _flowchart(self.nodes, self.edges)
 
 
 def checked_graph(graph: CompiledGraph | RAGraph) -> CompiledGraph:
-    """Raises GraphError for one that is not compiled."""
+    """Raises GraphError if the graph is not compiled."""
     if isinstance(graph, RAGraph):
         raise GraphError(f"workflow {graph.name!r}: compile() the graph first, and run what that returns")
     return graph
@@ -202,9 +203,8 @@ def _targets(edges: Iterable[Edge]) -> tuple[NodeId | Terminal, ...]:
     return tuple(dict.fromkeys(target for edge in edges for target in edge.targets))
 
 
-def _places(places: Any) -> tuple[NodeId | Terminal, ...]:
-    """A name is an iterable of letters, too."""
-    return (places,) if isinstance(places, str) or not isinstance(places, Iterable) else tuple(places)
+def _as_tuple(vertices: Any) -> tuple[NodeId | Terminal, ...]:
+    return (vertices,) if isinstance(vertices, str) or not isinstance(vertices, Iterable) else tuple(vertices)
 
 
 def _names(names: str | Iterable[str] | None) -> tuple[str, ...]:

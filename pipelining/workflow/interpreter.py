@@ -1,4 +1,4 @@
-"""Workflows run stage by stage: the baseline, and the reference for every faster way."""
+"""Workflows run one node at a time: baseline and reference."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ async def interpret(
     state: Mapping[str, Any] | None = None,
     scope: Hashable = None,
 ) -> WorkflowResult:
-    """One node after another, each whole. `retrieve(query, topk)` returns the documents, best first. Raises GraphError
-    if the graph does not end within its rounds, NodeError for a node that fails."""
+    """Run one node after another, each to its end.
+
+    `retrieve(query, topk)` returns documents, best first. Raises GraphError if the graph does not end within its
+    rounds, and NodeError for a node that fails.
+    """
 
     async def values_of(run: NodeRun) -> Mapping[str, Any]:
         node = run.node
@@ -66,7 +69,7 @@ async def _generate(
                 text.append(chunk.text)
                 usage = chunk.usage or usage
     except BaseException:
-        # A computed prompt stays in the cache, even if the answer failed.
+        # The prompt is cached once it is computed, even if the answer failed.
         if text:
             committed.confirm(usage)
         else:

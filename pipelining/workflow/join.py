@@ -1,4 +1,4 @@
-"""Nodes that may start: branches that run side by side, and meet again."""
+"""Positions of a request in its graph, with branches that run in parallel and join."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["NodeRun", "Tokens"]
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One run of a node in a request, its first in `round` 0."""
+    """One run of a node in a request; the first has `round` 0."""
 
     node: Node = field(compare=False)
     id: NodeId
@@ -35,7 +35,7 @@ class NodeRun:
 
 
 class Tokens:
-    """The places of one request in its graph.
+    """The positions of one request in its graph.
 
         tokens = Tokens(graph, state)
         while runs := tokens.take():
@@ -43,10 +43,10 @@ class Tokens:
                 tokens.finish(run, values_of(run))
         tokens.state
 
-    A node with a token starts when no other token can still reach it in this round of the loops around it; tokens that
-    have met are one, their states joined. A token that leads back to a loop's head waits until all others in the loop
-    have left it or are there, too: that is the next round. So a node outside of all loops runs at most once, neither
-    order nor times of the runs make a difference, and a slow branch holds up only what needs it.
+    A node with a token starts when no other token can reach it any more in this round of its loops; tokens that meet
+    become one, and their states are joined. A token that returns to the head of a loop waits until all others have left
+    the loop or are at its head, too: then the next round begins. So results do not depend on the order or duration of
+    runs.
     """
 
     def __init__(self, graph: CompiledGraph, state: State) -> None:
@@ -59,10 +59,9 @@ class Tokens:
         self._send(START, 0, state)
 
     def copy(self) -> Tokens:
-        """The same places, from which another course may be tried."""
         other = Tokens.__new__(Tokens)
         other._graph = self._graph
-        other._waiting = {place: list(tokens) for place, tokens in self._waiting.items()}
+        other._waiting = {position: list(tokens) for position, tokens in self._waiting.items()}
         other._running, other._ended = dict(self._running), list(self._ended)
         other._runs, other._ages = self._runs.copy(), dict(self._ages)
         return other
@@ -77,16 +76,15 @@ class Tokens:
 
     @property
     def state(self) -> State:
-        """What all branches have written, once `done`."""
         return _joined(self._ended)
 
     def take(self) -> list[NodeRun]:
-        """Runs to start now, each returned once. Raises GraphError for a node that has run `max_rounds` times."""
+        """Return the runs to start now, each once. Raises GraphError for a node that has run `max_rounds` times."""
         started = []
         active = [*self._waiting, *((id, False) for id, _ in self._running)]
         awaits = self._graph.topology.awaits
-        for place in [one for one in self._waiting if not any(awaits(one, other) for other in active)]:
-            tokens, (id, again) = self._waiting.pop(place), place
+        for position in [one for one in self._waiting if not any(awaits(one, other) for other in active)]:
+            tokens, (id, again) = self._waiting.pop(position), position
             round = self._runs[id]
             if round == self._graph.max_rounds:
                 raise GraphError(
@@ -100,8 +98,8 @@ class Tokens:
         return started
 
     def finish(self, run: NodeRun, values: Mapping[str, Any]) -> None:
-        """Store what a run has written, and go on along the edges. Raises GraphError and NodeError for a conditional
-        edge that fails."""
+        """Store the values of a run and follow its edges. Raises GraphError and NodeError for a conditional edge that
+        fails."""
         del self._running[run.id, run.round]
         state = run.state.updated(values)
         self._ages[run.id] = state.age
@@ -123,7 +121,7 @@ class Tokens:
             tokens.append((topology.order[source], round, state))
 
     def _age_before(self, id: NodeId, again: bool) -> int:
-        """Of all that the node has waited for, whether it came here or went elsewhere."""
+        """Return the greatest age of all states that the node has waited for, on any branch."""
         topology = self._graph.topology
         waited = topology.loop(id).nodes if again else topology.before(id)
         return max((age for other, age in self._ages.items() if other in waited), default=0)

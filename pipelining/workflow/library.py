@@ -15,7 +15,6 @@ _ANSWER = "Answer the question using {docs}: {query}"
 
 
 def one_shot(*, topk: int = 5, prompt: str = _ANSWER, max_tokens: int = 256) -> RAGraph:
-    """Search, then answer."""
     graph = RAGraph("one_shot")
     graph.add_retrieval("search", query="query", topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)
@@ -30,7 +29,7 @@ def hyde(
     guess_tokens: int = 128,
     max_tokens: int = 256,
 ) -> RAGraph:
-    """Search for a hypothetical answer instead of the question (HyDE)."""
+    """Search with a hypothetical answer instead of the question (HyDE)."""
     graph = RAGraph("hyde")
     graph.add_generation("guess", prompt=guess_prompt, output="guess", max_tokens=guess_tokens)
     graph.add_retrieval("search", query="guess", topk=topk)
@@ -49,8 +48,8 @@ def multistep(
     plan_tokens: int = 128,
     max_tokens: int = 256,
 ) -> RAGraph:
-    """Split the question, then search and answer for each subquestion with the earlier answers, and last for the
-    question itself: `rounds` at most."""
+    """Split the question, search and answer each subquestion with the earlier answers, then the question itself; at
+    most `rounds` in all."""
 
     def planned(text: str, state: State) -> tuple[str, ...]:
         return (*_lines(text)[: rounds - 1], state["query"])
@@ -75,8 +74,7 @@ def multistep(
 
 
 def irg(*, topk: int = 5, rounds: int = 3, prompt: str = _ANSWER, max_tokens: int = 256) -> RAGraph:
-    """Iterative retrieval and generation: search for the question with the last answer, and answer again, `rounds`
-    times (ITER-RETGEN)."""
+    """Search with the question and the last answer, and answer again, `rounds` times (ITER-RETGEN)."""
 
     def query(state: State) -> str:
         return f"{state['query']} {state.get('answer', '')}".rstrip()
@@ -104,8 +102,8 @@ def recomp(
     compress_tokens: int = 128,
     max_tokens: int = 256,
 ) -> RAGraph:
-    """Search, sum up the documents, all at once or each by itself, side by side, and answer from the summary alone
-    (RECOMP)."""
+    """Search, summarise the documents, and answer from the summary (RECOMP). `each`: one summary per document, in
+    parallel."""
     graph = RAGraph("recomp")
     graph.add_retrieval("search", query="query", topk=topk)
     graph.add_generation("answer", prompt=prompt, max_tokens=max_tokens)
@@ -147,7 +145,7 @@ def _compress(graph: RAGraph, rank: int, prompt: str, max_tokens: int) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Without the bullets and numbers of a list."""
+    """Return the lines without bullets and numbers of a list."""
     return [question for line in text.splitlines() if (question := _BULLET.sub("", line).strip())]
 
 

@@ -1,4 +1,4 @@
-"""Nodes of a workflow (HedraRAG section 4.1)."""
+"""Nodes, edges, state and errors of a workflow (HedraRAG section 4.1)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkflowError(Exception):
 
 
 class GraphError(WorkflowError, ValueError):
-    """A graph that cannot be run, or an edge that led nowhere. The message names graph, node, and what to change."""
+    """A graph that cannot run, or an edge that returned no node. The message names graph, node, and what to change."""
 
 
 class UnknownNameError(WorkflowError, KeyError):
@@ -45,15 +45,15 @@ class UnknownNameError(WorkflowError, KeyError):
 
 
 class UnusableValueError(WorkflowError, TypeError):
-    """A prompt, query or result of another type."""
+    """A prompt, query or result of the wrong type."""
 
 
 class RefusedSearchError(WorkflowError, ValueError):
-    """A search that the index cannot answer: a vector of another dimension, more results than it has vectors."""
+    """A search that the index cannot answer, such as a vector of another dimension or more results than vectors."""
 
 
 class NodeError(WorkflowError, RuntimeError):
-    """A node that failed in one request. The message names graph and node, never a text; `__cause__` is the failure."""
+    """A node that failed in one request. The message names graph and node, never a text; `__cause__` is the error."""
 
     def __init__(self, graph: str, node: object, failure: str) -> None:
         super().__init__(f"workflow {graph!r}, node {node!r}: {failure}")
@@ -66,16 +66,16 @@ class NodeError(WorkflowError, RuntimeError):
 
     @classmethod
     def of(cls, graph: str, node: object, error: BaseException) -> NodeError:
-        """To be raised from `error`, whose own message is shown only if it is ours."""
+        """Return the error to raise from `error`. Messages of other packages are not shown: they may have texts."""
         return cls(graph, node, str(error) if isinstance(error, WorkflowError) else type(error).__name__)
 
 
 QUESTION = ("input", "query")
-"""The names of the user's question; HedraRAG's Listing 1 uses both."""
+"""Names of the user's question, both from HedraRAG's Listing 1."""
 
 
 class State(Mapping[str, Any]):
-    """Values by name, read-only. A node sees what the nodes before it have written, and nothing of those beside it."""
+    """Values by name, read-only. A node sees the values of nodes before it, but not of parallel nodes."""
 
     __slots__ = ("_age", "_values", "_written")
 
@@ -101,12 +101,11 @@ class State(Mapping[str, Any]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        # Values are prompts and documents.
+        # Values are prompts and documents, which must not be logged.
         return f"State({', '.join(self._values)})"
 
     @property
     def age(self) -> int:
-        """Greater than that of all states which have led to this one."""
         return self._age
 
     def with_(self, name: str, value: Any) -> State:
@@ -121,7 +120,7 @@ class State(Mapping[str, Any]):
 
     @classmethod
     def joined(cls, states: Iterable[State], age: int = 0) -> State:
-        """Of each name the youngest value, among equals the first state's. Values written next are younger than
+        """Return the newest value of each name, from the first state among equals. Values written next are newer than
         `age`."""
         first, *others = states
         if not others and first._age >= age:
@@ -155,9 +154,9 @@ START, END = Terminal.START, Terminal.END
 class Generation:
     """An answer of the language model, stored as `output`.
 
-    `documents` are the state's names of the documents that the prompt shows: they come first, in an order of the
-    request builder's, and where the prompt names them it reads "the documents above". `parse(text, state)` makes the
-    stored value; without it, that is the text without surrounding white space.
+    `documents`: names in the state of the documents that the prompt shows. They come first, in the request builder's
+    order, and the prompt has "the documents above" where it names them. `parse(text, state)` returns the value to store
+    (default: the text without surrounding white space).
     """
 
     id: NodeId
@@ -175,8 +174,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """A search for `query` (a state's name, a template, or a function), whose `topk` best documents are stored as a
-    tuple."""
+    """A search for `query` (a name of the state, a template, or a function), which stores a tuple of the `topk` best
+    documents."""
 
     id: NodeId
     query: str | Callable[[State], str]
@@ -190,9 +189,11 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plain function, such as a filter: it returns values for the names in `writes`. `reads` are the names that it
-    cannot do without. A function that is no coroutine runs in a thread. `pure`: it has no effect but its result, and is
-    quick: it may be called ahead of need, on half a text, on the event loop."""
+    """A plain function, such as a filter, which returns values for the names in `writes`.
+
+    `reads`: names that it needs. A function that is not a coroutine runs in a thread. `pure`: it has no side effects
+    and is quick, so it may be called speculatively, on part of a text, on the event loop.
+    """
 
     id: NodeId
     function: Callable[[State], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
@@ -206,8 +207,8 @@ Node = Generation | Retrieval | Step
 
 @dataclass(frozen=True, slots=True)
 class NodeQuestion:
-    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: these may be put in
-    the order of the engine's cache, else they stay in that of their rank."""
+    """The question of a `RequestBuilder`: a generation's prompt without its documents. `ordered`: documents may be in
+    the order of the engine's cache, else they are in rank order."""
 
     text: str = field(repr=False)
     scope: Hashable = field(default=None, repr=False)
@@ -222,7 +223,7 @@ Choice = Callable[[State], NodeId | Terminal]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """To its one target, or to that of `targets` which `choose` returns (empty: any)."""
+    """An edge to its one target, or to the one of `targets` that `choose` returns (empty: any)."""
 
     source: NodeId | Terminal
     targets: tuple[NodeId | Terminal, ...]

@@ -1,21 +1,31 @@
-"""Result of a workflow."""
+"""Result, trace and stream of a workflow's request."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
+from ragorder.pipelining.servers import AnswerStream
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.nodes import NodeError, NodeId, State
 
-__all__ = ["AnswerText", "Kind", "Outcome", "PieceTrace", "Worker", "WorkflowResult", "WorkflowStream", "WorkflowTrace"]
+__all__ = [
+    "AnswerText",
+    "Kind",
+    "Outcome",
+    "WorkItemTrace",
+    "Worker",
+    "WorkflowResult",
+    "WorkflowStream",
+    "WorkflowTrace",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkflowResult:
-    """`text` is the graph's answer, `state` everything that its nodes have written, `trace` how the request ran (None:
-    stage by stage)."""
+    """`text` is the graph's answer, `state` all values of its nodes, `trace` the course of the request (None for
+    `interpret`)."""
 
     text: str = field(repr=False)
     state: State = field(repr=False)
@@ -23,7 +33,7 @@ class WorkflowResult:
 
     @classmethod
     def of(cls, graph: CompiledGraph, state: State, trace: Any = None) -> Self:
-        """Raises NodeError if no branch that was taken has written the answer."""
+        """Raises NodeError if no node of the taken branches wrote the answer."""
         if graph.answer not in state:
             raise NodeError(graph.name, "END", f"no node on the way has written the answer, {graph.answer!r}")
         value = state[graph.answer]
@@ -34,20 +44,20 @@ Kind = Literal["due", "speculative"]
 Worker = Literal["engine", "search", "step"]
 Outcome = Literal["running", "used", "wasted", "rolled back", "cancelled", "failed"]
 
-_MAX_PIECES = 1000
+_MAX_ITEMS = 1000
 
 
 @dataclass(slots=True)
-class PieceTrace:
-    """One piece of work, in seconds from its request's start (`ended_s` None: still running).
+class WorkItemTrace:
+    """One work item, in seconds from its request's start (`ended_s` None: still running).
 
-    - `planned_s`: it became due, or was foreseen; until `started_s` it waited for a scheduling cycle
-    - `outcome`: "used"; a speculation "wasted" (right, but its branch was left) or "rolled back" (wrong); "cancelled"
+    - `planned_s`: when it became due or was predicted; until `started_s` it waited for a scheduling cycle
+    - `outcome`: "used"; for a speculation "wasted" (right, on a dropped branch) or "rolled back" (wrong); "cancelled"
       or "failed" with its request
-    - `tokens` generated, `prompt_tokens` and `cached_tokens` by the engine's report (None: not reported)
-    - `stages` seen of a search, `clusters` scanned, and for how many of them the result had `settled`
-    - `embed_s`: of a search's query; `first_token_s`: from the request's start
-    - `stages_ahead` of need: 1 if it was foreseen from a due piece, 2 from one that was ahead itself
+    - `tokens` generated; `prompt_tokens` and `cached_tokens` as the engine reports (None: not reported)
+    - of a search: `stages` seen, `clusters` scanned, and for how many of these the result had `settled`
+    - `embed_s`: to embed the query; `first_token_s`: from the request's start
+    - `stages_ahead`: 1 if predicted from a due item, 2 if predicted from a speculative one
     - `applied`: names of the transformations
     """
 
@@ -72,12 +82,12 @@ class PieceTrace:
 
 @dataclass(slots=True)
 class WorkflowTrace:
-    """What happened to one request, in seconds; `started_s` is by the server's clock.
+    """One request, in seconds; `started_s` is by the server's clock.
 
-    - `waited_s`: for its turn, before it started (`total_s` does not count it)
-    - `rounds`: how often each node ran
-    - `refused`, `declined`: speculations without room, and those without a gain
-    - `dropped`: pieces beyond the first 1000, which are not recorded
+    - `waited_s`: in the queue before the start, not part of `total_s`
+    - `rounds`: runs of each node
+    - `refused`, `declined`: speculations without room, and without a gain
+    - `dropped`: work items after the first 1000, which are not recorded
     """
 
     graph: str
@@ -85,71 +95,51 @@ class WorkflowTrace:
     waited_s: float = 0.0
     total_s: float | None = None
     outcome: Literal["running", "answered", "failed", "cancelled"] = "running"
-    pieces: list[PieceTrace] = field(default_factory=list)
+    pieces: list[WorkItemTrace] = field(default_factory=list)
     rounds: dict[NodeId, int] = field(default_factory=dict)
     refused: int = 0
     declined: int = 0
     dropped: int = 0
 
-    def add(self, piece: PieceTrace) -> None:
-        if len(self.pieces) < _MAX_PIECES:
-            self.pieces.append(piece)
+    def add(self, item: WorkItemTrace) -> None:
+        if len(self.pieces) < _MAX_ITEMS:
+            self.pieces.append(item)
         else:
             self.dropped += 1
 
     def as_record(self) -> dict[str, Any]:
-        """For JSON. Ids of nodes become strings."""
+        """Return fields for JSON; ids of nodes become strings."""
         record = asdict(self)
-        for piece in record["pieces"]:
-            piece["node"] = str(piece["node"])
+        for item in record["pieces"]:
+            item["node"] = str(item["node"])
         record["rounds"] = {str(node): count for node, count in self.rounds.items()}
         return record
 
 
-class WorkflowStream(AsyncIterator[str]):
-    """The pieces of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
+class WorkflowStream(AnswerStream[str | WorkflowResult]):
+    """Text of an answer, with the `result` at the end, see `AnswerStream`."""
 
-    `text` is what has arrived so far; `result` is there at the end.
-    """
-
-    def __init__(self, pieces: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
+    def __init__(self, parts: AsyncGenerator[str | WorkflowResult, None], trace: WorkflowTrace) -> None:
+        super().__init__(parts)
         self.trace = trace
         self.result: WorkflowResult | None = None
-        self._pieces = pieces
-        self._text: list[str] = []
 
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
-
-    async def __anext__(self) -> str:
-        async for piece in self._pieces:
-            if isinstance(piece, WorkflowResult):
-                self.result = piece
-            else:
-                self._text.append(piece)
-                return piece
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._pieces.aclose()
+    def _read(self, part: str | WorkflowResult) -> str:
+        if isinstance(part, str):
+            return part
+        self.result = part
+        return ""
 
 
 class AnswerText:
-    """Chunks of a text without the white space around it."""
+    """Chunks of a text, without the white space around it."""
 
     def __init__(self) -> None:
         self.began = False
         self._space = ""
 
     def add(self, chunk: str) -> str:
-        """What is certain to be in the text."""
+        """Return the next characters that are certainly in the text."""
         text = self._space + chunk if self.began else chunk.lstrip()
         shown = text.rstrip()
         self._space = text[len(shown) :]

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.pipelining.protocols import EngineRequest, Usage
 from ragorder.pipelining.reordering import CachedLengths
+from ragorder.pipelining.servers import wait_for_end
 from ragorder.pipelining.workflow.execution import answered, call_step, documents_of, found, query_of
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import END, Generation, NodeError, Retrieval, State
-from ragorder.pipelining.workflow.result import Outcome, PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.result import Outcome, WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.searching import Handle
-from ragorder.pipelining.workflow.speculations import GenerationAhead, Speculations, Workers, question_for
-from ragorder.pipelining.workflow.wavefront import Piece, worker_of
+from ragorder.pipelining.workflow.speculations import Speculations, SpeculativeGeneration, Workers, question_for
+from ragorder.pipelining.workflow.wavefront import WorkItem, worker_of
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
@@ -28,14 +29,14 @@ __all__ = ["WorkflowRun"]
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
 
-_LOOK_EVERY = 8
-"""Tokens of a generation between two scheduling cycles that look at it."""
+_CHECK_EVERY = 8
+"""Tokens of a generation between two scheduling cycles."""
 
 
 class WorkflowRun(Generic[D, R]):
-    """Starts nodes when their inputs are there, and pieces ahead of need where a scheduling cycle has added them.
+    """Starts due nodes, and the speculative items of scheduling cycles.
 
-    `emit` is called with the answer's text as it is generated, where no later node can change it.
+    `emit` is called with the answer's text as it is generated, if no later node can change it.
     """
 
     def __init__(
@@ -55,26 +56,26 @@ class WorkflowRun(Generic[D, R]):
         self._emit = emit
         self._context = copy_context()
         self._history: History | None = None
-        self._results: asyncio.Queue[tuple[Piece, Mapping[str, Any] | BaseException]] = asyncio.Queue()
-        self._pieces: set[Piece] = set()
+        self._results: asyncio.Queue[tuple[WorkItem, Mapping[str, Any] | BaseException]] = asyncio.Queue()
+        self._items: set[WorkItem] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
-        self._ahead = Speculations(workers, scope, self._elapsed_s, self._begun, self._end)
+        self._speculations = Speculations(workers, scope, self._elapsed_s, self._begun, self._end)
 
     async def run(self) -> State:
-        """Raises GraphError and NodeError. Whatever runs for it has ended."""
+        """Run the graph to its end. Raises GraphError and NodeError. All work has ended when this returns or raises."""
         self._tokens: Tokens
         try:
             self._tokens = tokens = Tokens(self.graph, self._state)
             while not tokens.done:
                 for run in tokens.take():
                     self._add(run)
-                self._leave(self._ahead.left(tokens), "wasted")
-                piece, values = await self._results.get()
+                self._leave(self._speculations.left(tokens), "wasted")
+                item, values = await self._results.get()
                 if isinstance(values, BaseException):
-                    raise NodeError.of(self.graph.name, piece.run.id, values) from values
-                tokens.finish(piece.run, values)
-            self._leave(self._ahead.drop_all("wasted"), "wasted")
+                    raise NodeError.of(self.graph.name, item.run.id, values) from values
+                tokens.finish(item.run, values)
+            self._leave(self._speculations.drop_all("wasted"), "wasted")
             return tokens.state
         finally:
             await self._close()
@@ -83,203 +84,196 @@ class WorkflowRun(Generic[D, R]):
     def searches(self) -> int:
         return 0 if self._history is None else len(self._history)
 
-    def foreseen(self, piece: Piece, /) -> list[NodeRun]:
-        return self._context.copy().run(self._ahead.foreseen, self._tokens, piece)
+    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
+        return self._context.copy().run(self._speculations.predicted_runs, self._tokens, item)
 
-    def has_place(self, piece: Piece, /) -> bool:
-        return self._context.copy().run(self._ahead.has_place, piece)
+    def is_speculated(self, item: WorkItem, /) -> bool:
+        return self._context.copy().run(self._speculations.is_speculated, item)
 
-    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
-        node, predict = piece.node, getattr(self._workers.prompts, "lengths", None)
+    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
+        node, predict = item.node, getattr(self._workers.prompts, "lengths", None)
         if predict is None or not isinstance(node, Generation):
             return None
 
         def lengths() -> Any:
-            return predict(question_for(piece, node, self.scope), documents_of(node, piece.run.state))
+            return predict(question_for(item, node, self.scope), documents_of(node, item.run.state))
 
         try:
             found: Callable[[], CachedLengths] | None = self._context.copy().run(lengths)
         except Exception:
-            # The generation itself meets the error.
+            # The generation raises the error itself.
             return None
         return found
 
-    def start(self, piece: Piece, /) -> None:
-        # A scheduling cycle runs in the context of whichever request asked for it.
-        self._context.copy().run(self._start, piece)
+    def start(self, item: WorkItem, /) -> None:
+        # A scheduling cycle runs in the context of one of the requests, not necessarily this one.
+        self._context.copy().run(self._start, item)
 
-    def _start(self, piece: Piece) -> None:
-        if piece.after is None:
-            self._begun(piece)
-            self._spawn(self._work(piece), self._working)
+    def _start(self, item: WorkItem) -> None:
+        if item.after is None:
+            self._begun(item)
+            self._spawn(self._work(item), self._working)
             return
-        piece.trace.planned_s = self._elapsed_s()
+        item.trace.planned_s = self._elapsed_s()
         try:
-            self._ahead.begin(piece, piece.after, self._branched)
+            self._speculations.begin(item, item.after, self._branched)
         except Exception:
-            # It was foreseen from half a text.
-            self._end(piece, "cancelled")
+            # The functions of the graph have seen only part of a text.
+            self._end(item, "cancelled")
 
     def _elapsed_s(self) -> float:
         return self._workers.clock() - self.trace.started_s
 
     def _add(self, run: NodeRun) -> None:
         self.trace.rounds[run.id] = self.trace.rounds.get(run.id, 0) + 1
-        piece = Piece(self, run, PieceTrace(run.id, "due", worker_of(run.node), self._elapsed_s()))
-        self._pieces.add(piece)
-        self._workers.wavefront.add(piece)
+        item = WorkItem(self, run, WorkItemTrace(run.id, "due", worker_of(run.node), self._elapsed_s()))
+        self._items.add(item)
+        self._workers.wavefront.add(item)
 
-    def _begun(self, piece: Piece) -> None:
-        piece.trace.started_s = self._elapsed_s()
-        self.trace.add(piece.trace)
+    def _begun(self, item: WorkItem) -> None:
+        item.trace.started_s = self._elapsed_s()
+        self.trace.add(item.trace)
 
-    def _end(self, piece: Piece, outcome: Outcome) -> None:
-        self._pieces.discard(piece)
-        self._workers.wavefront.end(piece, outcome, self._elapsed_s())
+    def _end(self, item: WorkItem, outcome: Outcome) -> None:
+        self._items.discard(item)
+        self._workers.wavefront.end(item, outcome, self._elapsed_s())
 
     def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def _leave(self, generations: list[GenerationAhead[D, R]], outcome: Outcome) -> None:
+    def _leave(self, generations: list[SpeculativeGeneration[D, R]], outcome: Outcome) -> None:
         for generation in generations:
             self._spawn(generation.leave(outcome), self._leaving)
 
     async def _close(self) -> None:
-        """Ends what still runs; a caller that is cancelled meanwhile waits all the same."""
-        for piece in tuple(self._pieces):
-            self._end(piece, "cancelled")
-        # What leaves is not cancelled: it would not wait for the engine, or not even begin to.
+        """End all work. A caller that is cancelled meanwhile waits, too."""
+        for item in tuple(self._items):
+            self._end(item, "cancelled")
+        # Generations in `_leaving` are not cancelled: they wait until the engine has ended their requests.
         for task in self._working:
             task.cancel()
-        self._leave(self._ahead.drop_all("cancelled"), "cancelled")
-        cancelled: asyncio.CancelledError | None = None
-        while tasks := self._working | self._leaving | self._ahead.tasks:
-            try:
-                await asyncio.wait(tasks)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        self._leave(self._speculations.drop_all("cancelled"), "cancelled")
+        await wait_for_end(lambda: self._working | self._leaving | self._speculations.tasks)
 
-    async def _work(self, piece: Piece) -> None:
+    async def _work(self, item: WorkItem) -> None:
         values: Mapping[str, Any] | BaseException
         try:
-            if isinstance(piece.node, Generation):
-                values = await self._generate(piece, piece.node)
-            elif isinstance(piece.node, Retrieval):
-                values = await self._retrieve(piece, piece.node)
+            if isinstance(item.node, Generation):
+                values = await self._generate(item, item.node)
+            elif isinstance(item.node, Retrieval):
+                values = await self._retrieve(item, item.node)
             else:
-                values = await call_step(piece.node, piece.run.state)
+                values = await call_step(item.node, item.run.state)
         except asyncio.CancelledError as error:
-            if piece.ended:
+            if item.ended:
                 raise
-            # Not the request: something that the node waited for.
+            # The request was not cancelled, but something that the node awaits.
             values = error
         except Exception as error:
             values = error
-        self._end(piece, "failed" if isinstance(values, BaseException) else "used")
-        self._results.put_nowait((piece, values))
+        self._end(item, "failed" if isinstance(values, BaseException) else "used")
+        self._results.put_nowait((item, values))
 
-    async def _retrieve(self, piece: Piece, node: Retrieval) -> Mapping[str, Any]:
-        facts, searcher = self._workers.facts, self._workers.searcher
-        query = query_of(node, piece.run.state)
-        handle, history = await self._ahead.search(piece, query)
+    async def _retrieve(self, item: WorkItem, node: Retrieval) -> Mapping[str, Any]:
+        measured, searcher = self._workers.measured, self._workers.searcher
+        query = query_of(node, item.run.state)
+        handle, history = await self._speculations.search(item, query)
         if history is not None:
             self._history = history
         started_s = self._elapsed_s()
         near = self.searches > 0
         if handle is None:
             vector = await searcher.vector(query)
-            piece.trace.embed_s = self._elapsed_s() - started_s
-            facts.embed_s.add(piece.trace.embed_s)
+            item.trace.embed_s = self._elapsed_s() - started_s
+            measured.embed_s.add(item.trace.embed_s)
             started_s = self._elapsed_s()
-            if self._history is None and piece.reorder:
+            if self._history is None and item.reorder:
                 self._history = searcher.history()
-            # What a search ahead of need has found is used in any case.
-            past = self._history if piece.reorder or history is not None else None
-            handle = searcher.submit(vector, node.topk, history=past, split=piece.split, fast=piece.fast)
-            stage = await self._stages(piece, handle)
-            facts.search_s.add(self._elapsed_s() - started_s)
+            # Results of a speculative search are used in any case.
+            past = self._history if item.reorder or history is not None else None
+            handle = searcher.submit(vector, node.topk, history=past, split=item.split, fast=item.fast)
+            stage = await self._stages(item, handle)
+            measured.search_s.add(self._elapsed_s() - started_s)
         else:
-            stage = await self._stages(piece, handle)
-        piece.trace.clusters, piece.trace.settled = stage.number, stage.settled
-        (facts.settled_near if near else facts.settled).add(1 - stage.settled / max(1, stage.stages))
+            stage = await self._stages(item, handle)
+        item.trace.clusters, item.trace.settled = stage.number, stage.settled
+        (measured.settled_near if near else measured.settled).add(1 - stage.settled / max(1, stage.stages))
         return found(node, searcher.documents(stage))
 
-    async def _stages(self, piece: Piece, handle: Handle) -> Stage:
+    async def _stages(self, item: WorkItem, handle: Handle) -> Stage:
         seen: dict[int, tuple[bytes, float]] = {}
         try:
             async with aclosing(handle.stages_async()) as stages:
                 async for stage in stages:
-                    piece.stage = stage
-                    piece.trace.stages += 1
+                    item.stage = stage
+                    item.trace.stages += 1
                     ids = stage.ids.tobytes()
                     if stage.final:
                         break
-                    seen[piece.part] = ids, self._elapsed_s()
-                    if ids != piece.speculated:
-                        self._workers.wavefront.progress(piece)
+                    seen[item.part] = ids, self._elapsed_s()
+                    if ids != item.speculated:
+                        self._workers.wavefront.progress(item)
         finally:
             handle.cancel()
         if seen:
             now_s = self._elapsed_s()
             rights = [(before == ids, now_s - at_s) for before, at_s in seen.values()]
-            self._workers.facts.odds(piece).learn(rights, seen)
+            self._workers.measured.odds(item).learn(rights, seen)
         return stage
 
-    async def _generate(self, piece: Piece, node: Generation) -> Mapping[str, Any]:
-        ahead = self._ahead.generation(piece.run)
+    async def _generate(self, item: WorkItem, node: Generation) -> Mapping[str, Any]:
+        speculative = self._speculations.generation(item.run)
         try:
-            usage = await self._answer(piece, node, ahead)
+            usage = await self._answer(item, node, speculative)
         finally:
-            if not ahead.idle:
-                self._leave([ahead], "rolled back")
-        self._note_usage(piece, usage)
-        return answered(node, "".join(piece.text), piece.run.state)
+            if not speculative.idle:
+                self._leave([speculative], "rolled back")
+        self._note_usage(item, usage)
+        return answered(node, "".join(item.text), item.run.state)
 
-    async def _answer(self, piece: Piece, node: Generation, ahead: GenerationAhead[D, R]) -> Usage | None:
-        emit = self._emit if self._emit is not None and self._is_answer(piece, node) else None
+    async def _answer(self, item: WorkItem, node: Generation, speculative: SpeculativeGeneration[D, R]) -> Usage | None:
+        emit = self._emit if self._emit is not None and self._is_answer(item, node) else None
         usage: Usage | None = None
         started_s = self._elapsed_s()
-        question, documents = question_for(piece, node, self.scope), documents_of(node, piece.run.state)
-        async with aclosing(ahead.attempt.answer(question, documents)) as chunks:
+        question, documents = question_for(item, node, self.scope), documents_of(node, item.run.state)
+        async with aclosing(speculative.attempt.answer(question, documents)) as chunks:
             async for chunk in chunks:
-                if piece.trace.first_token_s is None:
-                    piece.trace.first_token_s = self._elapsed_s()
-                    ahead.used(right=ahead.right)
+                if item.trace.first_token_s is None:
+                    item.trace.first_token_s = self._elapsed_s()
+                    speculative.used(right=speculative.right)
                 usage = chunk.usage or usage
                 if not chunk.text:
                     continue
-                piece.text.append(chunk.text)
-                before, piece.tokens = piece.tokens, piece.tokens + chunk.tokens
+                item.text.append(chunk.text)
+                before, item.tokens = item.tokens, item.tokens + chunk.tokens
                 if emit is not None:
                     emit(chunk.text)
-                if piece.tokens // _LOOK_EVERY > before // _LOOK_EVERY:
-                    self._workers.wavefront.progress(piece)
-        if not ahead.right:
-            self._workers.facts.generation_s.add(self._elapsed_s() - started_s)
+                if item.tokens // _CHECK_EVERY > before // _CHECK_EVERY:
+                    self._workers.wavefront.progress(item)
+        if not speculative.right:
+            self._workers.measured.generation_s.add(self._elapsed_s() - started_s)
         return usage
 
-    def _note_usage(self, piece: Piece, usage: Usage | None) -> None:
-        piece.trace.tokens = piece.tokens
+    def _note_usage(self, item: WorkItem, usage: Usage | None) -> None:
+        item.trace.tokens = item.tokens
         if usage is None:
             return
-        piece.trace.tokens = usage.completion_tokens or piece.tokens
-        piece.trace.prompt_tokens, piece.trace.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        if piece.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
-            self._workers.facts.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
+        item.trace.tokens = usage.completion_tokens or item.tokens
+        item.trace.prompt_tokens, item.trace.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        if item.ordered and usage.prompt_tokens and usage.cached_tokens is not None:
+            self._workers.measured.cached_share.add(usage.cached_tokens / usage.prompt_tokens)
 
-    def _is_answer(self, piece: Piece, node: Generation) -> bool:
-        """One that nothing changes: no later node, and none beside it that leads to another answer."""
-        graph, others = self.graph, [run.id for run in self._tokens.running if run != piece.run]
-        ahead = {place for id in others for place in (id, *graph.topology.later(id)) if place is not END}
+    def _is_answer(self, item: WorkItem, node: Generation) -> bool:
+        """Return whether the text is final: no later node changes it, and no parallel node leads to another answer."""
+        graph, others = self.graph, [run.id for run in self._tokens.running if run != item.run]
+        later = {vertex for id in others for vertex in (id, *graph.topology.later(id)) if vertex is not END}
         return (
             node.parse is None
             and node.output == graph.answer
-            and not graph.foreseen(node.id)
-            and not any(graph.answer in graph.nodes[id].writes for id in ahead)
+            and not graph.next_nodes(node.id)
+            and not any(graph.answer in graph.nodes[id].writes for id in later)
         )
 
     def _branched(self) -> History | None:

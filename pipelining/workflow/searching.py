@@ -1,12 +1,12 @@
-"""Searches of workflows: shared ones that advance in pieces, and plain ones."""
+"""Shared and plain searches of workflows."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from ragorder.pipelining.servers import call
 from ragorder.pipelining.workflow.nodes import RefusedSearchError, UnusableValueError
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ class Handle(Protocol):
 
 
 class Searcher(Generic[D]):
-    """Embeds queries, searches for them, and fetches documents.
+    """Embeds queries, searches, and fetches documents.
 
-    `search` is a `ContinuousIVF`, or has its `submit`; or a `StagedSearch`; or a function of a vector and k that
-    returns ids, best first. The latter two search whole. `embed` and functions run in a thread, coroutine functions on
-    the event loop.
+    `search`: a `ContinuousIVF` or another object with its `submit`; or a `StagedSearch`; or a function of a vector and
+    k that returns ids, best first. The latter two are not cut into parts. Functions and `embed` run in a thread,
+    coroutine functions on the event loop.
     """
 
     def __init__(self, search: Any, embed: Callable[[str], Any], document: Callable[[int], D]) -> None:
@@ -48,7 +48,7 @@ class Searcher(Generic[D]):
         self._checks = self._shared and _is_ours(search)
 
     async def vector(self, query: str) -> Any:
-        return await _called(self._embed, query)
+        return await call(self._embed, query)
 
     def submit(
         self,
@@ -61,7 +61,7 @@ class Searcher(Generic[D]):
         fast: bool = True,
         prefetch: bool = False,
     ) -> Handle:
-        """Raises what the search raises, RefusedSearchError where one of ours says what to change."""
+        """Start a search. Raises what it raises, as RefusedSearchError if the search is ours."""
         if not self._shared:
             return _WholeSearch(self._search, vector, k)
         options = {"history": history, "due": due} | ({} if split else {"whole": True})
@@ -124,7 +124,7 @@ class _WholeSearch:
 
         from ragorder.pipelining.staged import Stage
 
-        ids: Sequence[int] = await _called(self._search, self._vector, self._k)
+        ids: Sequence[int] = await call(self._search, self._vector, self._k)
         found = np.atleast_1d(ids)
         if found.size and (found.dtype.kind not in "iu" or found.size != found.shape[-1]):
             raise UnusableValueError(
@@ -135,14 +135,7 @@ class _WholeSearch:
 
 
 def _is_ours(search: Any) -> bool:
-    """Whose errors name shapes, counts and settings, and no query."""
+    """Messages of our searches name shapes, counts and settings, never a query."""
     from ragorder.pipelining.search.shared import SharedSearch
 
     return isinstance(search, SharedSearch)
-
-
-async def _called(function: Callable[..., Any], *args: Any) -> Any:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return await function(*args)
-    result = await asyncio.to_thread(function, *args)
-    return await result if inspect.isawaitable(result) else result

@@ -1,4 +1,4 @@
-"""Server of workflows: many requests whose searches and generations share their time (HedraRAG section 4.5)."""
+"""Server of many workflows that share engine and search (HedraRAG section 4.5)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import AnswerChunk, EngineRequest, RequestBuilder, StreamingEngine
 from ragorder.pipelining.reordering import CacheAwareQueue, ConcurrencyLimiter
+from ragorder.pipelining.servers import end_all, run_batch
 from ragorder.pipelining.workflow.graph import CompiledGraph, checked_graph
 from ragorder.pipelining.workflow.nodes import NodeQuestion
 from ragorder.pipelining.workflow.result import AnswerText, WorkflowResult, WorkflowStream, WorkflowTrace
@@ -19,7 +20,7 @@ from ragorder.pipelining.workflow.run import WorkflowRun
 from ragorder.pipelining.workflow.searching import Searcher
 from ragorder.pipelining.workflow.speculations import Workers
 from ragorder.pipelining.workflow.transformations import Transformation, all_transformations
-from ragorder.pipelining.workflow.wavefront import EngineQueue, Facts, Wavefront
+from ragorder.pipelining.workflow.wavefront import EngineQueue, Measurements, Wavefront
 
 __all__ = ["RunOptions", "WorkflowServer", "checked_options"]
 
@@ -28,28 +29,28 @@ R = TypeVar("R", bound=EngineRequest)
 
 
 class _BoundedEngine(Generic[R]):
-    """At most `limit` requests are on the engine, those that it aborts until they have ended; another waits that long.
-    Raises ValueError for a limit below 1."""
+    """An engine with at most `limit` requests at once, including aborted ones until they have ended. Raises ValueError
+    for a limit below 1."""
 
     def __init__(self, engine: StreamingEngine[R], limit: int) -> None:
         self._engine = engine
-        self._places: ConcurrencyLimiter[None] = ConcurrencyLimiter(limit, CacheAwareQueue(window=0))
+        self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(limit, CacheAwareQueue(window=0))
 
     async def stream(self, request: R, /) -> AsyncGenerator[AnswerChunk, None]:
-        async with self._places.slot(None), aclosing(self._engine.stream(request)) as chunks:
+        async with self._limiter.slot(None), aclosing(self._engine.stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
 
 class RunOptions(TypedDict, total=False):
-    """`state`: values for the graph's `inputs`; `scope`: the tenant, whose cached prefixes are its own."""
+    """`state`: values for the graph's `inputs`; `scope`: the tenant, which shares no cached prefixes with others."""
 
     state: Mapping[str, Any] | None
     scope: Hashable
 
 
 def checked_options(options: RunOptions) -> RunOptions:
-    """Raises TypeError for others: without its scope a request would share the prefixes of those that have none."""
+    """Raises TypeError for unknown options: with a misspelt scope a request would share the prefixes of others."""
     unknown = options.keys() - RunOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}: its options are state and scope")
@@ -60,23 +61,23 @@ _logger = logging.getLogger("ragorder")
 
 
 class WorkflowServer(Generic[D, R]):
-    """Runs workflows for many requests at once. For one event loop.
+    """Runs workflows of many requests at once. For one event loop.
 
         async with WorkflowServer(engine, ContinuousIVF(index), embed, documents.__getitem__, prompts) as server:
             result = await server.run(graph, "Which drawer?")
             async with server.stream(graph, "Which drawer?") as stream: ...
             async for number, result in server.batch(graph, questions): ...
 
-    - `search`, `embed`, `document`: see `Searcher`. `document` returns that of an index id, and must be quick.
-    - `transformations`: of each scheduling cycle, in this order (None: all; (): stage by stage)
-    - `load`: admits speculative generations (None: while fewer than 4 wait for their first token)
-    - `max_requests` run at once, `max_waiting` others wait in line; beyond, QueueFullError
-    - `max_generations` are on the engine at once (None: the engine queues them itself). The due one with most of its
-      prompt cached goes next, as far as `prompts` has `lengths`; one is overtaken by at most `window` later ones
-    - `observer` is called with the trace of each request that has ended.
+    - `search`, `embed`, `document`: see `Searcher`. `document` returns the document of an index id, and must be quick.
+    - `transformations`: of each scheduling cycle, in this order (None: all; (): none)
+    - `load`: admits speculative generations (None: while fewer than 4 requests wait for their first token)
+    - `max_requests` run at once and `max_waiting` others wait; further ones raise QueueFullError
+    - `max_generations` are on the engine at once (None: no limit). The due one with the largest cached share goes next
+      if `prompts` has `lengths`; at most `window` later ones may overtake it
+    - `observer`: called with the trace of each request that has ended
 
-    Answers are those of `interpret` with the same prompts: a speculation is used only if its request is the final one.
-    A node that fails ends its own request. Raises ValueError for limits below 1.
+    Answers equal those of `interpret` with the same prompts. A node that fails ends its own request only. Raises
+    ValueError for limits below 1.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class WorkflowServer(Generic[D, R]):
     ) -> None:
         self.transformations = all_transformations() if transformations is None else tuple(transformations)
         self.wavefront = Wavefront(self._wake, EngineQueue(max_generations, window))
-        self.facts = Facts(load or EngineLoad(4, clock=clock), self.wavefront, search)
+        self.measurements = Measurements(load or EngineLoad(4, clock=clock), self.wavefront, search)
         self.cycles = 0
         searcher = Searcher(search, embed, document)
         if max_generations is not None:
             engine = _BoundedEngine(engine, max_generations)
-        self._workers = Workers(engine, prompts, searcher, self.facts, self.wavefront, clock)
+        self._workers = Workers(engine, prompts, searcher, self.measurements, self.wavefront, clock)
         self._limiter: ConcurrencyLimiter[None] = ConcurrencyLimiter(
             max_requests, CacheAwareQueue(window=0), max_waiting=max_waiting
         )
@@ -115,16 +116,17 @@ class WorkflowServer(Generic[D, R]):
         self._failing: set[str] = set()
 
     async def run(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowResult:
-        """Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed. Cancelling it frees
-        its pieces."""
+        """Return the result. Raises GraphError, NodeError, QueueFullError, and RuntimeError if the server is closed.
+        Cancelling it ends its work."""
         return await self._run(graph, question, WorkflowTrace(graph.name), checked_options(options))
 
     def stream(self, graph: CompiledGraph, question: str, **options: Unpack[RunOptions]) -> WorkflowStream:
-        """The answer as it is generated, or whole where a later node may change it; lazy. Raises what `run` raises."""
+        """Stream the answer as it is generated, or at once if a later node may change it; lazy. Raises what `run`
+        raises."""
         trace = WorkflowTrace(graph.name)
         return WorkflowStream(self._stream(graph, question, trace, checked_options(options)), trace)
 
-    async def batch(
+    def batch(
         self,
         graph: CompiledGraph,
         questions: Iterable[str],
@@ -132,36 +134,18 @@ class WorkflowServer(Generic[D, R]):
         scope: Hashable = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> AsyncGenerator[tuple[int, WorkflowResult | Exception], None]:
-        """(number of the question, result or error) in the order in which they end. Questions are taken in their order,
-        at most `max_requests` ahead; while the queue is full, they wait for a place in it. `on_progress` is called with
-        how many have ended."""
+        """Yield (number of the question, result or error) in the order of their ends. At most `max_requests` questions
+        are read ahead; they wait while the queue is full. `on_progress` is called with the number of ended requests."""
 
         def ask(question: str) -> Coroutine[Any, Any, WorkflowResult]:
             return self._run(graph, question, WorkflowTrace(graph.name), {"scope": scope}, patient=True)
 
-        numbered = enumerate(questions)
-        tasks: dict[asyncio.Task[WorkflowResult], int] = {}
-        ended = 0
-        try:
-            while True:
-                while len(tasks) < self._limiter.limit and (item := next(numbered, None)) is not None:
-                    tasks[asyncio.create_task(ask(item[1]))] = item[0]
-                if not tasks:
-                    return
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    number = tasks.pop(task)
-                    ended += 1
-                    if on_progress is not None:
-                        on_progress(ended)
-                    yield number, _outcome(task)
-        finally:
-            await _end(tasks)
+        return run_batch(questions, ask, at_once=self._limiter.limit, on_progress=on_progress)
 
     async def close(self) -> None:
         """End all requests with RuntimeError. Engine and search stay open."""
         self._closed = True
-        await _end(self._running)
+        await end_all(self._running)
 
     async def __aenter__(self) -> Self:
         return self
@@ -229,7 +213,7 @@ class WorkflowServer(Generic[D, R]):
                 yield result.text
             yield result
         finally:
-            await _end((task,))
+            await end_all((task,))
 
     def _wake(self) -> None:
         if not self._awake:
@@ -237,16 +221,16 @@ class WorkflowServer(Generic[D, R]):
             asyncio.get_running_loop().call_soon(self._cycle)
 
     def _cycle(self) -> None:
-        """What has become due starts whatever a transformation does."""
+        """Run the transformations and start work. Due work starts even if a transformation fails."""
         self._awake = False
         self.cycles += 1
         for transformation in self.transformations:
             try:
-                transformation.apply(self.wavefront, self.facts)
+                transformation.apply(self.wavefront, self.measurements)
             except Exception as error:
                 self._warn(transformation.name, error)
-        for piece in self.wavefront.take():
-            piece.request.start(piece)
+        for item in self.wavefront.take():
+            item.request.start(item)
         if self.wavefront.next_may_start:
             self._wake()
 
@@ -261,27 +245,3 @@ class WorkflowServer(Generic[D, R]):
         if name not in self._failing:
             self._failing.add(name)
             _logger.warning("%s failed: %s; later failures are not logged", name, type(error).__name__)
-
-
-def _outcome(task: asyncio.Task[WorkflowResult]) -> WorkflowResult | Exception:
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel them, and wait for all. A caller that is cancelled meanwhile waits all the same."""
-    left = set(tasks)
-    for task in left:
-        task.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while left := {task for task in left if not task.done()}:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled

@@ -1,4 +1,4 @@
-"""Work of one request that is ahead of need."""
+"""Speculative work of one request."""
 
 from __future__ import annotations
 
@@ -11,69 +11,69 @@ from ragorder.pipelining.attempt import Attempt
 from ragorder.pipelining.load import EngineLoad
 from ragorder.pipelining.protocols import EngineRequest, PipelineTrace, RequestBuilder, StreamingEngine
 from ragorder.pipelining.workflow.execution import answered, documents_of, found, query_of, question_of
-from ragorder.pipelining.workflow.foresight import SearchAhead, foresee
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Generation, NodeId, NodeQuestion, Retrieval, Step
+from ragorder.pipelining.workflow.prediction import SpeculativeSearch, predict_runs
 from ragorder.pipelining.workflow.result import Outcome
 from ragorder.pipelining.workflow.searching import Handle, Searcher
-from ragorder.pipelining.workflow.wavefront import ANY_PART, Facts, Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import ANY_PART, Measurements, Wavefront, WorkItem
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["GenerationAhead", "Place", "Speculations", "Workers", "question_for"]
+__all__ = ["RunKey", "Speculations", "SpeculativeGeneration", "Workers", "question_for"]
 
 D = TypeVar("D")
 R = TypeVar("R", bound=EngineRequest)
 
 
-class GenerationAhead(Generic[D, R]):
-    """Speculations on one run of a generation, one at a time. `begun` and `ended` are called for their pieces, and
-    `off_engine` once the engine is done with one that is still of use."""
+class SpeculativeGeneration(Generic[D, R]):
+    """Speculations on one run of a generation, one at a time.
+
+    `begun` and `ended` are called with their items, `off_engine` when the engine is done with one that may still be
+    used.
+    """
 
     def __init__(
         self,
         attempt: Attempt[NodeQuestion, D, R],
         trace: PipelineTrace,
-        begun: Callable[[Piece], None],
-        ended: Callable[[Piece, Outcome], None],
-        off_engine: Callable[[Piece], None],
+        begun: Callable[[WorkItem], None],
+        ended: Callable[[WorkItem, Outcome], None],
+        off_engine: Callable[[WorkItem], None],
     ) -> None:
         self.attempt = attempt
         self._trace = trace
         self._begun = begun
         self._ended = ended
         self._off_engine = off_engine
-        self._piece: Piece | None = None
-        self._next: Piece | None = None
+        self._current: WorkItem | None = None
+        self._next: WorkItem | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def right(self) -> bool:
-        """The answer is that of a speculation."""
         return self._trace.right
 
     @property
     def idle(self) -> bool:
-        """There has been none."""
         return self._task is None
 
     @property
     def beginning(self) -> bool:
-        """A speculation waits for the abort of the last one."""
         return self._next is not None
 
-    def has_place(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
-        """A speculation is on the engine, or has been answered and is right."""
-        piece = self._piece
-        return piece is not None and (not piece.released or self.attempt.foresaw(question, documents))
+    def is_speculated(self, question: NodeQuestion, documents: Sequence[D]) -> bool:
+        """Return whether a speculation is on the engine, or has answered this request."""
+        item = self._current
+        return item is not None and (not item.released or self.attempt.speculates_on(question, documents))
 
-    def begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
-        self._next = piece
-        self._task = asyncio.create_task(self._begin(piece, question, documents, load))
+    def begin(self, item: WorkItem, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
+        self._next = item
+        self._task = asyncio.create_task(self._begin(item, question, documents, load))
 
     def due(self) -> None:
-        """The generation is due: a speculation that runs stays, none begins."""
+        """Keep a speculation that runs, and begin no other: the generation is due."""
         if self._next is not None:
             self._ended(self._next, "cancelled")
             self._next = None
@@ -84,229 +84,230 @@ class GenerationAhead(Generic[D, R]):
         self._replace(None, "used" if right else "rolled back")
 
     async def leave(self, outcome: Outcome) -> None:
-        """Returns when the engine is done with it."""
+        """End the speculations; return when the engine is done with them."""
         self.due()
         self._replace(None, outcome)
         await self.attempt.abort()
 
-    async def _begin(self, piece: Piece, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
+    async def _begin(self, item: WorkItem, question: NodeQuestion, documents: Sequence[D], load: EngineLoad) -> None:
         began = self._trace.speculations
         kept = await self.attempt.speculate(
-            question, documents, load, lambda: True, lambda: piece.admission, lambda: self._off_engine(piece)
+            question, documents, load, lambda: True, lambda: item.admission, lambda: self._off_engine(item)
         )
         self._next = None
         if self._trace.speculations > began:
-            self._replace(piece, "rolled back")
-            self._begun(piece)
+            self._replace(item, "rolled back")
+            self._begun(item)
         else:
-            # The request is the last one's, or there is no room.
-            self._ended(piece, "cancelled")
+            # The request equals the last one, or there is no room.
+            self._ended(item, "cancelled")
         if not kept:
             self._replace(None, "rolled back")
-            if piece.after is not None:
-                piece.after.speculated = None
+            if item.after is not None:
+                item.after.speculated = None
 
-    def _replace(self, piece: Piece | None, outcome: Outcome) -> None:
-        if self._piece is not None:
-            self._ended(self._piece, outcome)
-        self._piece = piece
+    def _replace(self, item: WorkItem | None, outcome: Outcome) -> None:
+        if self._current is not None:
+            self._ended(self._current, outcome)
+        self._current = item
 
 
-Place = tuple[NodeId, int]
+RunKey = tuple[NodeId, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Workers(Generic[D, R]):
-    """What all requests share."""
+    """Parts of the server that all requests share."""
 
     engine: StreamingEngine[R]
     prompts: RequestBuilder[NodeQuestion, D, R]
     searcher: Searcher[D]
-    facts: Facts
+    measured: Measurements
     wavefront: Wavefront
     clock: Callable[[], float]
 
 
-def _place_of(run: NodeRun) -> Place:
+def _run_key(run: NodeRun) -> RunKey:
     return run.id, run.round
 
 
-def question_for(piece: Piece, node: Generation, scope: Hashable) -> NodeQuestion:
-    """Raises what `question_of` raises."""
-    return replace(question_of(node, piece.run.state, scope), ordered=piece.ordered)
+def question_for(item: WorkItem, node: Generation, scope: Hashable) -> NodeQuestion:
+    return replace(question_of(node, item.run.state, scope), ordered=item.ordered)
 
 
 class _Guesses(NamedTuple):
-    """Prompts and documents that a search ahead of need led to, by its part, and when they were foreseen."""
+    """Prompts and documents predicted from a speculative search, by its part, and the times of prediction."""
 
-    source: Piece
+    source: WorkItem
     by_part: dict[int, tuple[tuple[NodeQuestion, tuple[Any, ...]], float]]
 
 
 class Speculations(Generic[D, R]):
-    """Generations and searches of one request that are not due yet. `begun` and `ended` are called for their pieces.
-    `tasks` of searches, cancelled ones until they have ended."""
+    """Speculative generations and searches of one request.
+
+    `begun` and `ended` are called with their items. `tasks`: those of searches, including cancelled ones until they
+    end.
+    """
 
     def __init__(
         self,
         workers: Workers[D, R],
         scope: Hashable,
         elapsed_s: Callable[[], float],
-        begun: Callable[[Piece], None],
-        ended: Callable[[Piece, Outcome], None],
+        begun: Callable[[WorkItem], None],
+        ended: Callable[[WorkItem, Outcome], None],
     ) -> None:
         self._workers = workers
         self._scope = scope
         self._elapsed_s = elapsed_s
         self._begun = begun
         self._ended = ended
-        self._generations: dict[Place, GenerationAhead[D, R]] = {}
-        self._searches: dict[Place, SearchAhead] = {}
+        self._generations: dict[RunKey, SpeculativeGeneration[D, R]] = {}
+        self._searches: dict[RunKey, SpeculativeSearch] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        self._sources: dict[Place, Piece] = {}
-        self._looks: dict[Place, dict[int, tuple[str, float]]] = {}
-        self._guesses: dict[Place, _Guesses] = {}
+        self._sources: dict[RunKey, WorkItem] = {}
+        self._predicted_queries: dict[RunKey, dict[int, tuple[str, float]]] = {}
+        self._guesses: dict[RunKey, _Guesses] = {}
 
-    def foreseen(self, tokens: Tokens, piece: Piece) -> list[NodeRun]:
-        """See `Request.foreseen`. Functions of a graph may not be ready for half a text: then nothing is foreseen."""
+    def predicted_runs(self, tokens: Tokens, item: WorkItem) -> list[NodeRun]:
+        """Functions of a graph may fail on part of a text: then nothing is predicted."""
         try:
-            chain = (piece,) if piece.after is None else (piece.after, piece)
-            runs = foresee(tokens, *((each.run, self._values(each)) for each in chain))
-            return [run for run in runs if self._is_new(piece, run)]
+            chain = (item,) if item.after is None else (item.after, item)
+            runs = predict_runs(tokens, *((each.run, self._values(each)) for each in chain))
+            return [run for run in runs if self._is_new(item, run)]
         except Exception:
             return []
 
-    def begin(self, piece: Piece, source: Piece, history: Callable[[], History | None]) -> None:
-        """A piece ahead of need, because of another one's progress. Raises what the prompt's or query's function
-        raises."""
-        place, node = _place_of(piece.run), piece.node
-        self._sources[place] = source
+    def begin(self, item: WorkItem, source: WorkItem, history: Callable[[], History | None]) -> None:
+        """Raises what the prompt's or query's function raises."""
+        key, node = _run_key(item.run), item.node
+        self._sources[key] = source
         if isinstance(node, Generation):
-            question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
+            question, documents = question_for(item, node, self._scope), documents_of(node, item.run.state)
             source.speculated = None if source.stage is None else source.stage.ids.tobytes()
-            generation = self._generation(place)
+            generation = self._generation(key)
             if generation.beginning:
-                # Two searches that led to it had news in one cycle.
-                self._ended(piece, "cancelled")
+                # Two searches that lead to this generation had new results in one cycle.
+                self._ended(item, "cancelled")
             else:
-                generation.begin(piece, question, documents, self._workers.facts.load)
+                generation.begin(item, question, documents, self._workers.measured.load)
         elif isinstance(node, Retrieval):
-            query, before = query_of(node, piece.run.state), self._searches.get(place)
+            query, before = query_of(node, item.run.state), self._searches.get(key)
             if before is not None:
                 before.cancel()
-                self._ended(before.piece, "rolled back")
-            past = None if not piece.reorder else history() if before is None else before.history
+                self._ended(before.item, "rolled back")
+            past = None if not item.reorder else history() if before is None else before.history
             workers = self._workers
-            ahead = SearchAhead(piece, node, query, past, before, workers.searcher, workers.facts, self._spawn)
-            self._searches[place] = ahead
+            speculative = SpeculativeSearch(
+                item, node, query, past, before, workers.searcher, workers.measured, self._spawn
+            )
+            self._searches[key] = speculative
             if before is not None:
-                self._follow(before.piece, piece)
-            self._begun(piece)
+                self._reassign(before.item, item)
+            self._begun(item)
 
-    def has_place(self, piece: Piece) -> bool:
-        """See `Request.has_place`."""
-        generation, node = self._generations.get(_place_of(piece.run)), piece.node
+    def is_speculated(self, item: WorkItem) -> bool:
+        generation, node = self._generations.get(_run_key(item.run)), item.node
         if generation is None or not isinstance(node, Generation):
             return False
         generation.due()
         try:
-            question, documents = question_for(piece, node, self._scope), documents_of(node, piece.run.state)
+            question, documents = question_for(item, node, self._scope), documents_of(node, item.run.state)
         except Exception:
-            # The generation itself meets the error.
+            # The generation raises the error itself.
             return False
-        return generation.has_place(question, documents)
+        return generation.is_speculated(question, documents)
 
-    def generation(self, run: NodeRun) -> GenerationAhead[D, R]:
-        """The run is due. Its caller must leave what this returns."""
-        place = _place_of(run)
+    def generation(self, run: NodeRun) -> SpeculativeGeneration[D, R]:
+        """Return the speculations on a run that is due. The caller must call `leave`."""
+        key = _run_key(run)
         self._learn_guesses(run)
-        generation = self._generation(place)
-        del self._generations[place]
-        self._sources.pop(place, None)
+        generation = self._generation(key)
+        del self._generations[key]
+        self._sources.pop(key, None)
         generation.due()
         return generation
 
-    async def search(self, piece: Piece, query: str) -> tuple[Handle | None, History | None]:
-        """The piece is due: its search, if one for this query has begun, and the history in which it is."""
-        place = _place_of(piece.run)
-        self._learn(place, query)
-        ahead, _ = self._searches.pop(place, None), self._sources.pop(place, None)
-        if ahead is None:
+    async def search(self, item: WorkItem, query: str) -> tuple[Handle | None, History | None]:
+        """Return the speculative search for this query, or None, and its history. The item is due."""
+        key = _run_key(item.run)
+        self._learn(key, query)
+        speculative, _ = self._searches.pop(key, None), self._sources.pop(key, None)
+        if speculative is None:
             return None, None
-        self._follow(ahead.piece, piece)
+        self._reassign(speculative.item, item)
         try:
-            handle = await ahead.taken(query)
+            handle = await speculative.use(query)
         except BaseException:
-            ahead.cancel()
-            self._ended(ahead.piece, "cancelled")
+            speculative.cancel()
+            self._ended(speculative.item, "cancelled")
             raise
-        ahead.piece.trace.clusters = ahead.clusters
-        self._ended(ahead.piece, "rolled back" if handle is None else "used")
-        return handle, ahead.history
+        speculative.item.trace.clusters = speculative.clusters
+        self._ended(speculative.item, "rolled back" if handle is None else "used")
+        return handle, speculative.history
 
-    def left(self, tokens: Tokens) -> list[GenerationAhead[D, R]]:
-        """Drops what was foreseen on branches that were not taken. Returns generations, which their caller must
-        leave."""
+    def left(self, tokens: Tokens) -> list[SpeculativeGeneration[D, R]]:
+        """Drop speculations on branches that were not taken. Return generations, for which the caller must call
+        `leave`."""
         if any(isinstance(run.node, Step) for run in tokens.running):
-            # What was foreseen may lie behind it.
+            # Predicted runs may come after this step.
             return []
-        running = {_place_of(run) for run in tokens.running}
-        dropped: list[GenerationAhead[D, R]] = []
-        while places := [place for place, source in self._sources.items() if source.ended and place not in running]:
-            dropped += [generation for place in places for generation in self._drop(place, "wasted")]
+        running = {_run_key(run) for run in tokens.running}
+        dropped: list[SpeculativeGeneration[D, R]] = []
+        while keys := [key for key, source in self._sources.items() if source.ended and key not in running]:
+            dropped += [generation for key in keys for generation in self._drop(key, "wasted")]
         return dropped
 
-    def drop_all(self, outcome: Outcome) -> list[GenerationAhead[D, R]]:
-        places = {*self._sources, *self._generations}
-        return [generation for place in places for generation in self._drop(place, outcome)]
+    def drop_all(self, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
+        keys = {*self._sources, *self._generations}
+        return [generation for key in keys for generation in self._drop(key, outcome)]
 
-    def _drop(self, place: Place, outcome: Outcome) -> list[GenerationAhead[D, R]]:
-        self._sources.pop(place, None)
-        self._looks.pop(place, None)
-        self._guesses.pop(place, None)
-        search = self._searches.pop(place, None)
+    def _drop(self, key: RunKey, outcome: Outcome) -> list[SpeculativeGeneration[D, R]]:
+        self._sources.pop(key, None)
+        self._predicted_queries.pop(key, None)
+        self._guesses.pop(key, None)
+        search = self._searches.pop(key, None)
         if search is not None:
             search.cancel()
-            self._ended(search.piece, outcome)
-        generation = self._generations.pop(place, None)
+            self._ended(search.item, outcome)
+        generation = self._generations.pop(key, None)
         return [] if generation is None else [generation]
 
-    def _generation(self, place: Place) -> GenerationAhead[D, R]:
-        generation = self._generations.get(place)
+    def _generation(self, key: RunKey) -> SpeculativeGeneration[D, R]:
+        generation = self._generations.get(key)
         if generation is None:
             workers, trace = self._workers, PipelineTrace()
-            attempt = Attempt(workers.engine, workers.prompts, workers.facts.load, trace, self._elapsed_s)
-            generation = self._generations[place] = GenerationAhead(
+            attempt = Attempt(workers.engine, workers.prompts, workers.measured.load, trace, self._elapsed_s)
+            generation = self._generations[key] = SpeculativeGeneration(
                 attempt, trace, self._begun, self._ended, workers.wavefront.release
             )
         return generation
 
-    def _values(self, piece: Piece) -> Mapping[str, Any]:
-        node = piece.node
+    def _values(self, item: WorkItem) -> Mapping[str, Any]:
+        node = item.node
         if isinstance(node, Generation):
-            return answered(node, "".join(piece.text), piece.run.state)
-        if isinstance(node, Retrieval) and piece.stage is not None:
-            return found(node, self._workers.searcher.documents(piece.stage))
-        raise TypeError(f"nothing can be foreseen from a {type(node).__name__}")
+            return answered(node, "".join(item.text), item.run.state)
+        if isinstance(node, Retrieval) and item.stage is not None:
+            return found(node, self._workers.searcher.documents(item.stage))
+        raise TypeError(f"nothing can be predicted from a {type(node).__name__}")
 
-    def _is_new(self, piece: Piece, run: NodeRun) -> bool:
-        place, node = _place_of(run), run.node
-        if isinstance(node, Generation) and not piece.due:
-            guesses = self._guesses.setdefault(place, _Guesses(piece, {}))
-            guesses.by_part[piece.part] = self._input(node, run), self._elapsed_s()
+    def _is_new(self, item: WorkItem, run: NodeRun) -> bool:
+        key, node = _run_key(run), run.node
+        if isinstance(node, Generation) and not item.due:
+            guesses = self._guesses.setdefault(key, _Guesses(item, {}))
+            guesses.by_part[item.part] = self._input(node, run), self._elapsed_s()
         if not isinstance(node, Retrieval):
-            return place not in self._generations or not self._generations[place].beginning
+            return key not in self._generations or not self._generations[key].beginning
         query = query_of(node, run.state)
-        if piece.worker == "engine":
-            self._sources[place] = piece
-            self._looks.setdefault(place, {})[piece.part] = query, self._elapsed_s()
-        return bool(query.strip()) and (place not in self._searches or self._searches[place].query != query)
+        if item.worker == "engine":
+            self._sources[key] = item
+            self._predicted_queries.setdefault(key, {})[item.part] = query, self._elapsed_s()
+        return bool(query.strip()) and (key not in self._searches or self._searches[key].query != query)
 
-    def _follow(self, old: Piece, new: Piece) -> None:
-        """What was foreseen from one piece is kept for another."""
-        for place, source in self._sources.items():
+    def _reassign(self, old: WorkItem, new: WorkItem) -> None:
+        for key, source in self._sources.items():
             if source is old:
-                self._sources[place] = new
+                self._sources[key] = new
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -318,8 +319,8 @@ class Speculations(Generic[D, R]):
         return question_of(node, run.state, self._scope), documents_of(node, run.state)
 
     def _learn_guesses(self, run: NodeRun) -> None:
-        """A search ahead of need was right if it led to the prompt that is due."""
-        guesses, node = self._guesses.pop(_place_of(run), None), run.node
+        """Learn whether a speculative search led to the prompt that is due."""
+        guesses, node = self._guesses.pop(_run_key(run), None), run.node
         if guesses is None or not isinstance(node, Generation):
             return
         now_s = self._elapsed_s()
@@ -327,16 +328,16 @@ class Speculations(Generic[D, R]):
             final = self._input(node, run)
             seen = [(guess == final, now_s - at_s) for guess, at_s in guesses.by_part.values()]
         except Exception:
-            # The generation itself meets the error.
+            # The generation raises the error itself.
             return
-        odds = self._workers.facts.odds(guesses.source)
+        odds = self._workers.measured.odds(guesses.source)
         odds.learn(seen, guesses.by_part)
-        # There are many parts: one that is new is as likely right as the others.
+        # There are many parts: a part without data is as likely right as the others.
         odds.learn(seen, [ANY_PART] * len(seen))
 
-    def _learn(self, place: Place, query: str) -> None:
-        looks, source = self._looks.pop(place, None), self._sources.get(place)
-        if looks and source is not None:
+    def _learn(self, key: RunKey, query: str) -> None:
+        predicted, source = self._predicted_queries.pop(key, None), self._sources.get(key)
+        if predicted and source is not None:
             now_s = self._elapsed_s()
-            seen = [(foreseen == query, now_s - at_s) for foreseen, at_s in looks.values()]
-            self._workers.facts.odds(source).learn(seen, looks)
+            seen = [(guess == query, now_s - at_s) for guess, at_s in predicted.values()]
+            self._workers.measured.odds(source).learn(seen, predicted)

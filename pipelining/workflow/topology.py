@@ -1,4 +1,4 @@
-"""Static structure of a graph: its loops, what comes before a node, and what may run side by side."""
+"""Static structure of a graph, and checks of it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ragorder.pipelining.workflow.nodes import (
 
 __all__ = [
     "Loop",
-    "Place",
     "Position",
     "Topology",
+    "Vertex",
     "answer_name",
     "edge_problem",
     "node_problem",
@@ -34,97 +34,98 @@ __all__ = [
     "with_documents",
 ]
 
-Place = NodeId | Terminal
+Vertex = NodeId | Terminal
 
-Position = tuple[Place, bool]
-"""A node that a branch has come to; True if it is the head of a loop, and the branch waits for the next round."""
+Position = tuple[Vertex, bool]
+"""A node, and True if a branch waits there, at the head of a loop, for the next round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends its branch's round."""
+    """Nodes that can all reach each other. An edge from one of them to one of `heads` ends the round of its branch."""
 
-    nodes: frozenset[Place]
-    heads: frozenset[Place]
+    nodes: frozenset[Vertex]
+    heads: frozenset[Vertex]
 
 
 class Topology:
-    """`edges`: of each node, and START, the targets of each of its edges; several of a conditional one.
+    """Loops, order and parallel nodes. `edges`: for each node and START, the targets of each edge; a conditional edge
+    has several.
 
-    A loop's head is the node that is entered from outside. If there are several, it is the one that leads to all others
-    whatever the conditions; if none does, all are heads, and `parallel` says whether two may be entered at once. Loops
-    within a loop are those of its nodes without the heads.
+    The head of a loop is the node at which the loop is entered. If there are several, the head is the one that leads to
+    all others under any condition; if there is none, all are heads, and `parallel` tells whether two can be entered at
+    once.
     """
 
-    def __init__(self, edges: Mapping[Place, Sequence[tuple[Place, ...]]]) -> None:
+    def __init__(self, edges: Mapping[Vertex, Sequence[tuple[Vertex, ...]]]) -> None:
         self._edges = edges
-        self._next: dict[Place, tuple[Place, ...]] = {
-            place: tuple(dict.fromkeys(target for targets in out for target in targets)) for place, out in edges.items()
+        self._next: dict[Vertex, tuple[Vertex, ...]] = {
+            vertex: tuple(dict.fromkeys(target for targets in out for target in targets))
+            for vertex, out in edges.items()
         }
-        self._certain = {place: [targets[0] for targets in out if len(targets) == 1] for place, out in edges.items()}
-        self._later: dict[Place, frozenset[Place]] = {}
-        self._before: dict[Place, frozenset[Place]] = {}
-        self.order: dict[Place, int] = {place: rank for rank, place in enumerate(edges)}
+        self._certain = {vertex: [targets[0] for targets in out if len(targets) == 1] for vertex, out in edges.items()}
+        self._later: dict[Vertex, frozenset[Vertex]] = {}
+        self._before: dict[Vertex, frozenset[Vertex]] = {}
+        self.order: dict[Vertex, int] = {vertex: rank for rank, vertex in enumerate(edges)}
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Outer ones before those within them."""
-        return tuple(self._loops_within([place for place in self._edges if place is not START]))
+        """Outer loops first."""
+        return tuple(self._loops_within([vertex for vertex in self._edges if vertex is not START]))
 
     @cached_property
-    def back(self) -> tuple[tuple[Place, Place], ...]:
+    def back(self) -> tuple[tuple[Vertex, Vertex], ...]:
         """Edges that end a round."""
         return tuple(
-            (place, target) for place, out in self._next.items() for target in out if self.ends_round(place, target)
+            (vertex, target) for vertex, out in self._next.items() for target in out if self.ends_round(vertex, target)
         )
 
-    def loop(self, head: Place) -> Loop:
-        """That which begins its rounds there."""
+    def loop(self, head: Vertex) -> Loop:
         return self._headed[head]
 
-    def ends_round(self, source: Place, target: Place) -> bool:
+    def ends_round(self, source: Vertex, target: Vertex) -> bool:
         loop = self._headed.get(target)
         return loop is not None and source in loop.nodes
 
-    def later(self, place: Place) -> frozenset[Place]:
-        """All that can still come after a node, END included, and itself if it is in a loop."""
-        if place not in self._later:
-            self._later[place] = frozenset(_reached(self._next, self._next.get(place, ())))
-        return self._later[place]
+    def later(self, vertex: Vertex) -> frozenset[Vertex]:
+        """Return all nodes that can come after a node, including END, and itself in a loop."""
+        if vertex not in self._later:
+            self._later[vertex] = frozenset(_reached(self._next, self._next.get(vertex, ())))
+        return self._later[vertex]
 
-    def before(self, place: Place) -> frozenset[Place]:
-        """All from which a way leads to a node within one round of the loops that it is in."""
-        if place not in self._before:
-            seen: set[Place] = set()
-            waiting = [place]
+    def before(self, vertex: Vertex) -> frozenset[Vertex]:
+        """Return all nodes that lead to a node within one round of its loops."""
+        if vertex not in self._before:
+            seen: set[Vertex] = set()
+            waiting = [vertex]
             while waiting:
                 target = waiting.pop()
                 loop = self._headed.get(target)
-                around = loop.nodes if loop is not None and place in loop.nodes else ()
+                around = loop.nodes if loop is not None and vertex in loop.nodes else ()
                 new = [
                     source for source in self._sources.get(target, ()) if source not in seen and source not in around
                 ]
                 seen.update(new)
                 waiting += new
-            self._before[place] = frozenset(seen)
-        return self._before[place]
+            self._before[vertex] = frozenset(seen)
+        return self._before[vertex]
 
     def awaits(self, one: Position, other: Position) -> bool:
-        """Whether the one branch must wait until the other has come to it, or can no longer. A loop's next round waits
-        for all of this one."""
-        (place, again), (other_place, other_again) = one, other
-        loop, other_loop = self._headed.get(place), self._headed.get(other_place)
-        if again and loop is not None and other_place in loop.nodes:
+        """Return whether one branch must wait while the other can still reach it. The next round of a loop waits for
+        all of this round."""
+        (vertex, again), (other_vertex, other_again) = one, other
+        loop, other_loop = self._headed.get(vertex), self._headed.get(other_vertex)
+        if again and loop is not None and other_vertex in loop.nodes:
             return not (other_again and other_loop is loop)
-        if other_again and other_loop is not None and place in other_loop.nodes:
+        if other_again and other_loop is not None and vertex in other_loop.nodes:
             return False
-        return other_place in self.before(place)
+        return other_vertex in self.before(vertex)
 
     @cached_property
-    def parallel(self) -> Mapping[frozenset[Position], Place]:
-        """Where two branches of a request may be at one time, and where they parted; one may have to wait for the
-        other."""
-        found: dict[frozenset[Position], Place] = {}
+    def parallel(self) -> Mapping[frozenset[Position], Vertex]:
+        """Pairs of positions that two branches of a request can have at the same time, with the node where they parted.
+        One may have to wait for the other."""
+        found: dict[frozenset[Position], Vertex] = {}
         waiting = [
             ((target, self.ends_round(source, target)), (beside, self.ends_round(source, beside)), source)
             for source, out in self._edges.items()
@@ -146,55 +147,54 @@ class Topology:
                     ]
         return found
 
-    def reached(self, without: Place | None = None) -> set[Place]:
-        """START, and all that it leads to on ways that avoid a node."""
+    def reached(self, without: Vertex | None = None) -> set[Vertex]:
+        """Return the nodes on paths from START that avoid a node."""
         return {START} | _reached(self._next, [START], without)
 
-    def leads_to_end(self) -> set[Place]:
+    def leads_to_end(self) -> set[Vertex]:
         return _reached(self._sources, [END])
 
     @cached_property
-    def _headed(self) -> Mapping[Place, Loop]:
+    def _headed(self) -> Mapping[Vertex, Loop]:
         return {head: loop for loop in self.loops for head in loop.heads}
 
     @cached_property
-    def _sources(self) -> Mapping[Place, list[Place]]:
-        sources: dict[Place, list[Place]] = {}
-        for place, out in self._next.items():
+    def _sources(self) -> Mapping[Vertex, list[Vertex]]:
+        sources: dict[Vertex, list[Vertex]] = {}
+        for vertex, out in self._next.items():
             for target in out:
-                sources.setdefault(target, []).append(place)
+                sources.setdefault(target, []).append(vertex)
         return sources
 
-    def _loops_within(self, places: Collection[Place]) -> Iterator[Loop]:
-        inside = _within(self._next, places)
-        later = {place: _reached(inside, inside[place]) for place in places}
-        seen: set[Place] = set()
-        for place in places:
-            if place in later[place] and place not in seen:
-                nodes = [other for other in places if other in later[place] and place in later[other]]
+    def _loops_within(self, vertices: Collection[Vertex]) -> Iterator[Loop]:
+        inside = _within(self._next, vertices)
+        later = {vertex: _reached(inside, inside[vertex]) for vertex in vertices}
+        seen: set[Vertex] = set()
+        for vertex in vertices:
+            if vertex in later[vertex] and vertex not in seen:
+                nodes = [other for other in vertices if other in later[vertex] and vertex in later[other]]
                 seen.update(nodes)
                 heads = self._heads(frozenset(nodes))
                 yield Loop(frozenset(nodes), heads)
                 yield from self._loops_within([node for node in nodes if node not in heads])
 
-    def _heads(self, nodes: frozenset[Place]) -> frozenset[Place]:
+    def _heads(self, nodes: frozenset[Vertex]) -> frozenset[Vertex]:
         entered = frozenset(
-            target for place, out in self._next.items() if place not in nodes for target in out if target in nodes
+            target for vertex, out in self._next.items() if vertex not in nodes for target in out if target in nodes
         )
         certain = _within(self._certain, nodes)
-        first = [place for place in entered if entered <= {place} | _reached(certain, certain[place])]
+        first = [vertex for vertex in entered if entered <= {vertex} | _reached(certain, certain[vertex])]
         return frozenset(first) if len(first) == 1 else entered or nodes
 
 
-def _within(edges: Mapping[Place, Iterable[Place]], places: Collection[Place]) -> dict[Place, list[Place]]:
-    kept = frozenset(places)
-    return {place: [target for target in edges.get(place, ()) if target in kept] for place in places}
+def _within(edges: Mapping[Vertex, Iterable[Vertex]], vertices: Collection[Vertex]) -> dict[Vertex, list[Vertex]]:
+    kept = frozenset(vertices)
+    return {vertex: [target for target in edges.get(vertex, ()) if target in kept] for vertex in vertices}
 
 
 def _reached(
-    edges: Mapping[Place, Iterable[Place]], starts: Iterable[Place], without: Place | None = None
-) -> set[Place]:
-    """`starts`, and all that they lead to."""
+    edges: Mapping[Vertex, Iterable[Vertex]], starts: Iterable[Vertex], without: Vertex | None = None
+) -> set[Vertex]:
     waiting = list(starts)
     seen = set(waiting)
     while waiting:
@@ -209,7 +209,6 @@ Edges = Mapping[NodeId | Terminal, Sequence[Edge]]
 
 
 def node_problem(node: Node) -> str | None:
-    """What is wrong with a node by itself."""
     if isinstance(node.id, Terminal) or callable(node.id):
         return f"a node's id must be a name or a number, got {node.id!r}"
     for name in (*_reads_declared(node), *node.writes):
@@ -238,15 +237,13 @@ def edge_problem(edge: Edge, to: Sequence[object]) -> str | None:
 
 
 def reads(node: Node) -> frozenset[str]:
-    """Names without which a node fails, as far as they are known. Raises ValueError for a template that has a wrong
-    field."""
+    """Return the known names that a node needs. Raises ValueError for a template with a wrong field."""
     if isinstance(node, Generation):
         return fields(node.prompt) | frozenset(node.documents)
     return query_fields(node.query) if isinstance(node, Retrieval) else frozenset(node.reads)
 
 
 def with_documents(nodes: Mapping[NodeId, Node]) -> dict[NodeId, Node]:
-    """Generations without `documents` whose template names the output of a retrieval show that."""
     retrieved = {node.output for node in nodes.values() if isinstance(node, Retrieval)}
     return {
         id: replace(node, documents=tuple(sorted(fields(node.prompt) & retrieved)))
@@ -259,7 +256,7 @@ def with_documents(nodes: Mapping[NodeId, Node]) -> dict[NodeId, Node]:
 def problems(
     nodes: Mapping[NodeId, Node], edges: Edges, topology: Topology, inputs: Sequence[str], max_rounds: int | None
 ) -> Iterator[str]:
-    """What is wrong, the most basic first; later checks assume that earlier ones found nothing."""
+    """Yield what is wrong, basic problems first; later checks assume that earlier ones found nothing."""
     yield from _loose_ends(nodes, edges)
     yield from _unreachable(nodes, topology)
     yield from _endless(nodes, edges, topology, max_rounds)
@@ -269,7 +266,7 @@ def problems(
 
 
 def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) -> str:
-    """Raises ValueError if there is none, or several."""
+    """Return the state's name of the answer. Raises ValueError if there is none, or several."""
     written = {name for node in nodes.values() for name in node.writes}
     if answer is not None:
         if answer not in written:
@@ -283,7 +280,6 @@ def answer_name(nodes: Mapping[NodeId, Node], edges: Edges, answer: str | None) 
 
 
 def _ends(id: NodeId, nodes: Mapping[NodeId, Node], edges: Edges) -> bool:
-    """Without another generation in between."""
     seen: set[NodeId | Terminal] = {id}
     waiting: list[NodeId | Terminal] = [id]
     while waiting:
@@ -305,10 +301,10 @@ def _loose_ends(nodes: Mapping[NodeId, Node], edges: Edges) -> Iterator[str]:
     if START not in edges:
         yield "nothing comes first: add_edge(START, …)"
     for source, out in edges.items():
-        for place in (source, *(target for edge in out for target in edge.targets)):
-            if place not in nodes and place not in (START, END):
-                meant = f"give the constant {place}, without quotes" if place in ("START", "END") else _known(nodes)
-                yield f"an edge names {place!r}, which is no node; {meant}"
+        for vertex in (source, *(target for edge in out for target in edge.targets)):
+            if vertex not in nodes and vertex not in (START, END):
+                meant = f"give the constant {vertex}, without quotes" if vertex in ("START", "END") else _known(nodes)
+                yield f"an edge names {vertex!r}, which is no node; {meant}"
     for id in nodes:
         if id not in edges:
             yield f"nothing comes after node {id!r}: add_edge({id!r}, END)"
@@ -359,11 +355,11 @@ def _missing_inputs(nodes: Mapping[NodeId, Node], topology: Topology, inputs: Se
 def _entered_twice(nodes: Mapping[NodeId, Node], topology: Topology) -> Iterator[str]:
     for loop in (loop for loop in topology.loops if len(loop.heads) > 1):
         for pair, source in topology.parallel.items():
-            entered = {place for place, _ in pair}
+            entered = {vertex for vertex, _ in pair}
             if entered <= loop.heads:
                 yield (
                     f"branches that part after {source!r} enter the loop of {_listed(_in_order(nodes, loop.nodes))} at "
-                    f"{_listed(_in_order(nodes, entered))}, and which of these is to wait for the other is not clear: "
+                    f"{_listed(_in_order(nodes, entered))}, and it is not clear which of them waits for the other: "
                     "lead them to one node first, or repeat a node under another id"
                 )
 

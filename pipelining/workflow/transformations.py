@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.warmup import WarmUp
 from ragorder.pipelining.workflow.nodes import Generation, NodeQuestion, Retrieval
-from ragorder.pipelining.workflow.result import PieceTrace
-from ragorder.pipelining.workflow.wavefront import ANY_PART, Facts, Piece, Wavefront
+from ragorder.pipelining.workflow.result import Worker, WorkItemTrace
+from ragorder.pipelining.workflow.wavefront import ANY_PART, Measurements, Wavefront, WorkItem
 
 __all__ = [
     "FastIndex",
@@ -27,158 +28,155 @@ __all__ = [
 class Transformation(Protocol):
     """A change of the wavefront, applied in each scheduling cycle where it saves time.
 
-    It decides about the pieces of `wavefront.new` before they start, or adds pieces ahead of need because of others'
-    `wavefront.progressed`. Both methods are quick: they run on the event loop. An error leaves the pieces as they are.
+    It marks items of `wavefront.new` before they start, or adds speculative items after progress of others
+    (`wavefront.progressed`). Both methods run on the event loop and must be quick. If `apply` raises, items stay as
+    they are.
     """
 
     name: str
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None: ...
+    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None: ...
 
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """Seconds saved on average by applying this to the piece; it is left alone unless they are positive. Where
-        nothing is known yet, positive."""
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return the seconds saved on average: positive to apply it, also while nothing has been measured."""
 
 
-class Split:
-    """Cuts a search into pieces that others share, of the index's own `Budget`. Without it, or where the pieces'
-    overhead takes more than they save, a search is scanned whole."""
+class _Mark(ABC):
+    """Sets `flag` of each starting work item of `worker` for which the gain is positive."""
 
-    name = "split"
+    name: str
+    flag: str
+    worker: Worker = "search"
+    shared_only = False
+    """Needs a search that is cut into parts (`Measurements.cuts`)."""
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        for piece in wavefront.starting:
-            if piece.worker == "search" and facts.cuts and self.gain_s(piece, facts) > 0:
-                piece.split = True
-                piece.trace.applied.append(self.name)
+    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
+        if self.shared_only and not measured.cuts:
+            return
+        for item in wavefront.starting:
+            if item.worker == self.worker and self.gain_s(item, measured) > 0:
+                setattr(item, self.flag, True)
+                item.trace.applied.append(self.name)
 
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """Eq. 1 at its maximum, mb = sqrt(2 * overhead * search)."""
-        search_s, budget = facts.search_s.value, getattr(facts.search, "budget", None)
+    @abstractmethod
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float: ...
+
+
+class Split(_Mark):
+    """Cuts a search into parts that it shares with other searches, by the index's `Budget`."""
+
+    name, flag, shared_only = "split", "split", True
+
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return the maximum of Eq. 1, at mb = sqrt(2 * overhead * search)."""
+        search_s, budget = measured.search_s.value, getattr(measured.search, "budget", None)
         if search_s is None or budget is None:
             return math.inf
         return search_s / 2 - math.sqrt(2 * budget.overhead_s * search_s)
 
 
-# To keep a larger top-k of a search, and to order the next one's clusters.
+# Time to keep a larger top-k of a search and to order the clusters of the next one.
 _COST_S = 1e-4
-# Without a history nothing is learnt of its use.
+# Least share of a search that a history is expected to save: without a history nothing would be learnt.
 _LEAST_SHARE = 0.02
 
 
-class Reorder:
-    """Gives a request's searches a `History`: what the next one finds, it finds earlier."""
+class Reorder(_Mark):
+    """Gives a request's searches a `History`, so that the next search finds its results earlier."""
 
-    name = "reorder"
+    name, flag, shared_only = "reorder", "reorder", True
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        for piece in wavefront.starting:
-            if piece.worker == "search" and facts.cuts and self.gain_s(piece, facts) > 0:
-                piece.reorder = True
-                piece.trace.applied.append(self.name)
-
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """Of a request's only search there is none; one ahead of need comes before the due one."""
-        if piece.due and not piece.request.searches and not _may_search_again(piece):
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return 0 for a request's only search; a speculative search is always before the due one."""
+        if item.due and not item.request.searches and not _may_search_again(item):
             return 0.0
-        if facts.search_s.value is None:
+        if measured.search_s.value is None:
             return math.inf
-        return max(facts.hint, _LEAST_SHARE) * facts.search_s.value - _COST_S
+        return max(measured.hint, _LEAST_SHARE) * measured.search_s.value - _COST_S
 
 
-def _may_search_again(piece: Piece) -> bool:
-    graph = piece.request.graph
-    return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.later(piece.run.id))
+def _may_search_again(item: WorkItem) -> bool:
+    graph = item.request.graph
+    return any(isinstance(graph.nodes.get(id), Retrieval) for id in graph.topology.later(item.run.id))
 
 
-class FastIndex:
-    """Lets searches use the index's fast tier for the clusters that it holds. Without it, or where the tier is expected
-    to take longer than the cores, these scan all; `IndexTiers` then measures it once after each exchange of clusters.
+class FastIndex(_Mark):
+    """Lets searches use the fast tier of the index for clusters in it, unless the cores are expected to be faster.
+
+    `IndexTiers` then measures the tier once after each exchange of clusters.
     """
 
-    name = "fast_index"
+    name, flag = "fast_index", "fast"
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        for piece in wavefront.starting:
-            if piece.worker == "search" and self.gain_s(piece, facts) > 0:
-                piece.fast = True
-                piece.trace.applied.append(self.name)
-
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        gains = facts.tier_gains
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        gains = measured.tier_gains
         return 0.0 if gains is None else gains.scan_s
 
 
 _ORDERING_COST_S = 2e-4
-# What is not ordered is not found, and the first requests find nothing: a low share says little.
+# Least expected share: documents that are not ordered are not found in the cache, nor are those of first requests.
 _LEAST_SHARED = 0.1
 
 
-class OrderDocuments:
-    """Asks the request builder to order documents for the engine's prefix cache. Without it they stay in the order of
-    their rank."""
+class OrderDocuments(_Mark):
+    """Has the request builder order documents for the engine's prefix cache instead of by rank."""
 
-    name = "order_documents"
+    name, flag, worker = "order_documents", "ordered", "engine"
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        for piece in wavefront.starting:
-            if piece.worker == "engine" and self.gain_s(piece, facts) > 0:
-                piece.ordered = True
-                piece.trace.applied.append(self.name)
-
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """The share of its prompt that an ordered generation finds cached lately, as part of a prefill."""
-        if not isinstance(piece.node, Generation) or not piece.node.documents:
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return the recent cached share of ordered prompts, times a prefill."""
+        if not isinstance(item.node, Generation) or not item.node.documents:
             return 0.0
-        share, prefill_s = facts.cached_share.value, facts.prefill_s
+        share, prefill_s = measured.cached_share.value, measured.prefill_s
         if share is None or prefill_s is None:
             return math.inf
         return max(share, _LEAST_SHARED) * prefill_s - _ORDERING_COST_S
 
 
-class Prefetch:
-    """Loads the clusters of a foreseen query into the index's fast tier (TeleRAG), and during a search prefills the
-    system prompt of the generation that follows, if the engine does not hold it (RAGCache++ section 3.6)."""
+class Prefetch(_Mark):
+    """Loads the clusters of speculative searches into the fast tier (TeleRAG), and warms up system prompts.
 
-    name = "prefetch"
+    While a due search runs, the system prompt of the following generation is prefilled if it is not cached
+    (RAGCache++ section 3.6).
+    """
+
+    name, flag = "prefetch", "prefetch"
 
     def __init__(self, warm_up: WarmUp[NodeQuestion] | None = None) -> None:
         self._warm_up = warm_up
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        for piece in wavefront.starting:
-            if piece.worker == "search":
-                if piece.due:
-                    self._warm(piece)
-                elif self.gain_s(piece, facts) > 0:
-                    piece.prefetch = True
-                    piece.trace.applied.append(self.name)
+    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
+        super().apply(wavefront, measured)
+        for item in wavefront.starting:
+            if item.worker == "search" and item.due:
+                self._warm(item)
 
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """Of clusters in the fast tier; a warm-up is only started if it is needed."""
-        gains = facts.tier_gains
-        return 0.0 if gains is None else gains.prefetch_s
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return the gain of clusters in the fast tier, 0 for a due search."""
+        gains = measured.tier_gains
+        return 0.0 if gains is None or item.due else gains.prefetch_s
 
-    def _warm(self, piece: Piece) -> None:
-        graph = piece.request.graph
-        follows = any(isinstance(graph.nodes[id], Generation) for id in graph.foreseen(piece.run.id))
+    def _warm(self, item: WorkItem) -> None:
+        graph = item.request.graph
+        follows = any(isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(item.run.id))
         if self._warm_up is not None and follows:
-            warming = self._warm_up.start(NodeQuestion("", piece.request.scope))
+            warming = self._warm_up.start(NodeQuestion("", item.request.scope))
             if warming is not None:
-                piece.trace.applied.append(self.name)
-                piece.at_end.append(warming.leave)
+                item.trace.applied.append(self.name)
+                item.at_end.append(warming.leave)
 
 
 class SpeculateGeneration:
-    """Starts the generation that follows a search on the documents found so far; it is used only if its request equals
-    the final one.
+    """Starts the generation that follows a search with the documents found so far.
 
-    - `bound`: of the generations on the engine, 16 in the paper; the engine's `EngineLoad` bounds those that wait for
-      their first token. Searches whose results are nearest to their query go first.
-    - `odds`: where it has saved time in recent searches of the same edge (False: Algorithm 2, wherever there is room)
-    - `across`: also on what a search ahead of need has found, while the generation before it still runs: two stages
-      ahead, where a prompt shows the documents that an answer leads to and not the answer itself
-    - `recalled_only`: only on what the request's earlier searches recall, before any cluster is scanned (RaLMSpec)
+    It is used only if its request equals the final one.
+
+    - `bound`: of the generations on the engine, 16 in the paper; `EngineLoad` bounds those that wait for their first
+      token. Searches whose results are nearest to their query go first.
+    - `odds`: only where it saved time in recent searches of the same edge (False: Algorithm 2, if there is room)
+    - `across`: also with results of a speculative search, while the generation before it still runs: two stages ahead,
+      for a prompt that shows the documents found for an answer, but not the answer
+    - `recalled_only`: only with results of the request's earlier searches, before any cluster is scanned (RaLMSpec)
 
     Raises ValueError for a bound below 1.
     """
@@ -193,98 +191,100 @@ class SpeculateGeneration:
         self.across = across
         self.recalled_only = recalled_only
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        searches = [piece for piece in wavefront.progressed("search") if self._concerns(piece)]
-        for search in sorted(searches, key=lambda piece: (not piece.due, _distance(piece, facts))):
+    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
+        searches = [item for item in wavefront.progressed("search") if self._concerns(item)]
+        for search in sorted(searches, key=lambda item: (not item.due, _distance(item, measured))):
             request = search.request
-            # A speculation takes the place of the search's last one.
-            replaced = search.speculated is not None and search.ahead > 0
-            if not self._has_room(wavefront, facts, int(replaced)):
+            # A speculation replaces the last one of the same search.
+            replaced = search.speculated is not None and search.dependents > 0
+            if not self._has_room(wavefront, measured, int(replaced)):
                 request.trace.refused += 1
                 continue
-            runs = [run for run in request.foreseen(search) if isinstance(run.node, Generation)]
+            runs = [run for run in request.predicted_runs(search) if isinstance(run.node, Generation)]
             for run in runs:
                 stages = 1 if search.due else 2
-                trace = PieceTrace(run.id, "speculative", "engine", stages_ahead=stages, applied=[self.name])
-                piece = Piece(request, run, trace, search)
-                if self.gain_s(piece, facts) <= 0:
+                trace = WorkItemTrace(run.id, "speculative", "engine", stages_ahead=stages, applied=[self.name])
+                item = WorkItem(request, run, trace, search)
+                if self.gain_s(item, measured) <= 0:
                     request.trace.declined += 1
-                elif not self._has_room(wavefront, facts, replaced * len(runs)) or not _admit(piece, facts):
+                elif not self._has_room(wavefront, measured, replaced * len(runs)) or not _admit(item, measured):
                     request.trace.refused += 1
                 else:
-                    wavefront.speculate(piece)
+                    wavefront.speculate(item)
 
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """The rest of the search, at most the generation, if the documents are right. A wrong prefill may keep the
-        engine busy beyond the search, and holds up every other generation on it meanwhile."""
-        if not self.odds or piece.after is None:
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return the rest of the search, at most the generation, if the documents are right, less the cost of a wrong
+        prefill: it may keep the engine busy after the search and delays all other generations on it."""
+        if not self.odds or item.after is None:
             return math.inf
-        odds, part = facts.odds(piece.after), piece.after.part
-        gain_s = _gain_s(odds, ANY_PART if odds.right(part) is None else part, facts)
+        odds, part = measured.odds(item.after), item.after.part
+        gain_s = _gain_s(odds, ANY_PART if odds.right(part) is None else part, measured)
         return math.inf if gain_s is None else gain_s
 
-    def across_s(self, search: Piece, facts: Facts) -> float:
-        """Seconds that a generation on what a search ahead of need finds saves on average."""
+    def across_s(self, search: WorkItem, measured: Measurements) -> float:
+        """Return the seconds that a generation on the results of a speculative search saves on average."""
         graph = search.request.graph
-        if not self.across or not any(isinstance(graph.nodes[id], Generation) for id in graph.foreseen(search.run.id)):
+        if not self.across or not any(
+            isinstance(graph.nodes[id], Generation) for id in graph.next_nodes(search.run.id)
+        ):
             return 0.0
         if not self.odds:
             return math.inf
-        odds = facts.odds(search)
+        odds = measured.odds(search)
         parts = [part for part in search.parts if odds.right(part) is not None] or [ANY_PART]
-        gains_s = [_gain_s(odds, part, facts) for part in parts]
+        gains_s = [_gain_s(odds, part, measured) for part in parts]
         known_s = [gain_s for gain_s in gains_s if gain_s is not None]
         return max(0.0, *known_s) if known_s else math.inf
 
-    def _has_room(self, wavefront: Wavefront, facts: Facts, replaced: int) -> bool:
-        """Beside the due generations, those included that are about to be sent."""
+    def _has_room(self, wavefront: Wavefront, measured: Measurements, replaced: int) -> bool:
+        """Return whether a speculation fits beside the due generations, including those not sent yet."""
         running = wavefront.count("engine") - replaced
-        pending = facts.load.pending + wavefront.unsent
-        return running < self.bound and wavefront.queue.has_room(running) and pending < facts.load.max_prefill_bs
+        pending = measured.load.pending + wavefront.unsent
+        return running < self.bound and wavefront.queue.has_room(running) and pending < measured.load.max_prefill_bs
 
-    def _concerns(self, piece: Piece) -> bool:
-        if piece.stage is None or not (piece.due or self.across):
+    def _concerns(self, item: WorkItem) -> bool:
+        if item.stage is None or not (item.due or self.across):
             return False
-        return not (self.recalled_only and piece.stage.number)
+        return not (self.recalled_only and item.stage.number)
 
 
-def _gain_s(odds: SpeculationGain, part: int, facts: Facts) -> float | None:
-    """None: nothing is known yet."""
-    prefill_s, generation_s = facts.prefill_s, facts.generation_s.value
+def _gain_s(odds: SpeculationGain, part: int, measured: Measurements) -> float | None:
+    prefill_s, generation_s = measured.prefill_s, measured.generation_s.value
     if prefill_s is None:
         return None
     right, gain_s = odds.right(part), odds.gain_s(part, prefill_s, max(prefill_s, generation_s or 0.0))
     if right is None or gain_s is None:
         return None
-    others = facts.wavefront.count("engine", speculative=False)
-    # The mean was measured with others' prefills in the same iterations.
-    alone_s = prefill_s / (1 + facts.load.pending)
+    others = measured.wavefront.count("engine", speculative=False)
+    # The mean was measured with other prefills in the same iterations.
+    alone_s = prefill_s / (1 + measured.load.pending)
     return gain_s - (1 - right) * others * alone_s
 
 
-def _admit(piece: Piece, facts: Facts) -> bool:
-    """In the same cycle the next one has to count it."""
-    piece.admission = admission = facts.load.admit()
+def _admit(item: WorkItem, measured: Measurements) -> bool:
+    """Reserve room now, so that the next speculation of this cycle counts it."""
+    item.admission = admission = measured.load.admit()
     if admission is not None:
-        piece.at_end.append(admission.end)
+        item.at_end.append(admission.end)
     return admission is not None
 
 
-def _distance(piece: Piece, facts: Facts) -> float:
-    distances = piece.stage.distances[0] if piece.stage is not None else ()
+def _distance(item: WorkItem, measured: Measurements) -> float:
+    distances = item.stage.distances[0] if item.stage is not None else ()
     mean = sum(map(float, distances)) / max(1, len(distances))
-    return -mean if getattr(facts.search, "similarity", False) else mean
+    return -mean if getattr(measured.search, "similarity", False) else mean
 
 
 class SpeculateRetrieval:
-    """Embeds the query that follows from a generation's text so far and searches for it in pieces that due searches
-    leave idle. If the final query is the same, the search goes on as the due one; otherwise what it has found orders
-    the due one's clusters.
+    """Embeds the predicted next query of a generation and searches for it while due searches leave cores idle.
+
+    If the final query is the same, the search continues as the due one; otherwise its results order the clusters of the
+    due one.
 
     - `bound`: of all searches, 32 in the paper
-    - `every`: tokens between two looks at a generation; queries that have drifted least since the last look go first
-    - `embeddings`: of such queries at a time
-    - `generations`: speculated on across the searches (None: a search is worth what it saves by itself)
+    - `every`: tokens of a generation between two predictions; queries that have changed least go first
+    - `embeddings`: of predicted queries at the same time
+    - `generations`: speculated on across the searches (None: a search counts by its own gain)
 
     Raises ValueError for values below 1.
     """
@@ -302,48 +302,49 @@ class SpeculateRetrieval:
         self.embeddings = embeddings
         self.generations = generations
 
-    def apply(self, wavefront: Wavefront, facts: Facts, /) -> None:
-        if not facts.cuts:
+    def apply(self, wavefront: Wavefront, measured: Measurements, /) -> None:
+        if not measured.cuts:
             return
-        written = [piece for piece in wavefront.progressed("engine") if self._concerns(piece)]
-        room = min(self.embeddings - facts.embedding_ahead, self.bound - wavefront.count("search"))
-        for generation in sorted(written, key=lambda piece: piece.drift):
+        written = [item for item in wavefront.progressed("engine") if self._concerns(item)]
+        room = min(self.embeddings - measured.speculative_embeddings, self.bound - wavefront.count("search"))
+        for generation in sorted(written, key=lambda item: item.drift):
             request = generation.request
             if room <= 0:
                 request.trace.refused += 1
                 continue
-            generation.looked = generation.tokens
-            generation.looks += 1
-            for run in request.foreseen(generation):
+            generation.checked_tokens = generation.tokens
+            generation.checks += 1
+            for run in request.predicted_runs(generation):
                 if not isinstance(run.node, Retrieval):
                     continue
-                trace = PieceTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
-                piece = Piece(request, run, trace, generation, looks=generation.looks)
-                if self.gain_s(piece, facts) > 0:
+                trace = WorkItemTrace(run.id, "speculative", "search", stages_ahead=1, applied=[self.name])
+                item = WorkItem(request, run, trace, generation, checks=generation.checks)
+                if self.gain_s(item, measured) > 0:
                     room -= 1
-                    wavefront.speculate(piece)
+                    wavefront.speculate(item)
                 else:
                     request.trace.declined += 1
 
-    def gain_s(self, piece: Piece, facts: Facts, /) -> float:
-        """The search and its embedding, at most the rest of the generation, if the query is the final one; otherwise
-        what the order of the clusters saves, less an embedding. Either way, what a generation on its results saves."""
-        search_s, embed_s = facts.search_s.value, facts.embed_s.value or 0.0
-        if piece.after is None or search_s is None:
+    def gain_s(self, item: WorkItem, measured: Measurements, /) -> float:
+        """Return the search and its embedding, at most the rest of the generation, if the query is final; otherwise the
+        gain from ordered clusters, less an embedding. In both cases the gain of a generation on its results is added.
+        """
+        search_s, embed_s = measured.search_s.value, measured.embed_s.value or 0.0
+        if item.after is None or search_s is None:
             return math.inf
-        odds, number = facts.odds(piece.after), piece.after.part
+        odds, number = measured.odds(item.after), item.after.part
         right, gain_s = odds.right(number), odds.gain_s(number, embed_s, embed_s + search_s)
         if right is None or gain_s is None:
             return math.inf
-        across_s = 0.0 if self.generations is None else self.generations.across_s(piece, facts)
-        return across_s + gain_s + (1 - right) * (max(facts.hint, 0.0) * search_s - embed_s)
+        across_s = 0.0 if self.generations is None else self.generations.across_s(item, measured)
+        return across_s + gain_s + (1 - right) * (max(measured.hint, 0.0) * search_s - embed_s)
 
-    def _concerns(self, piece: Piece) -> bool:
-        return piece.tokens - piece.looked >= self.every and bool(piece.request.graph.foreseen(piece.run.id))
+    def _concerns(self, item: WorkItem) -> bool:
+        return item.tokens - item.checked_tokens >= self.every and bool(item.request.graph.next_nodes(item.run.id))
 
 
 def all_transformations() -> tuple[Transformation, ...]:
-    """In their order: pieces are added first, so that the others decide about them too."""
+    """Return all, in order: those that add work items first, so that the others see these."""
     generations = SpeculateGeneration()
     return (
         generations,

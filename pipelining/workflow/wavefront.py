@@ -1,4 +1,4 @@
-"""Wavefront: the pieces of work of all requests that can run now (HedraRAG section 4.5)."""
+"""Work items of all requests that can run now (HedraRAG section 4.5)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.workflow.graph import CompiledGraph
 from ragorder.pipelining.workflow.join import NodeRun
 from ragorder.pipelining.workflow.nodes import Generation, Node, Retrieval
-from ragorder.pipelining.workflow.result import Outcome, PieceTrace, Worker, WorkflowTrace
+from ragorder.pipelining.workflow.result import Outcome, Worker, WorkflowTrace, WorkItemTrace
 from ragorder.running_mean import RunningMean
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search.tiers import TierGains
     from ragorder.pipelining.staged import Stage
 
-__all__ = ["ANY_PART", "EngineQueue", "Facts", "Piece", "Request", "Wavefront", "worker_of"]
+__all__ = ["ANY_PART", "EngineQueue", "Measurements", "Request", "Wavefront", "WorkItem", "worker_of"]
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class EngineQueue(Generic[T]):
     """Generations that wait while `limit` are on the engine (None: none waits).
 
-    Next is the one with the largest cached / computed length of its prompt; one that `window` later ones have overtaken
-    goes first. Raises ValueError for a limit below 1 or a negative window.
+    The next one has the largest cached / computed length of its prompt, but first one that `window` later ones have
+    overtaken. Raises ValueError for a limit below 1 or a negative window.
     """
 
     def __init__(self, limit: int | None = None, window: int = 32) -> None:
@@ -45,14 +45,13 @@ class EngineQueue(Generic[T]):
 
     @property
     def largest_overtaking(self) -> int:
-        """Later generations that have overtaken one, at most so far."""
         return self._waiting.largest_overtaking
 
     def has_room(self, running: int) -> bool:
         return self.limit is None or running < self.limit
 
     def enter(self, generation: T, lengths: Callable[[], CachedLengths] | None) -> Callable[[], object]:
-        """Returns a function that takes it out again."""
+        """Return a function that removes the generation."""
         return partial(self._waiting.leave, self._waiting.enter(generation, lengths))
 
     def take(self) -> T:
@@ -63,55 +62,49 @@ class EngineQueue(Generic[T]):
 ANY_PART = -1
 
 _PARTS = 8
-_MOST_LOOKS = 16
+_MAX_CHECKS = 16
 
 
 class Request(Protocol):
-    """The request that a piece belongs to."""
-
     graph: CompiledGraph
     scope: Hashable
     trace: WorkflowTrace
 
     @property
     def searches(self) -> int:
-        """Those whose results its history holds."""
+        """Number of searches in the request's history."""
 
-    def foreseen(self, piece: Piece, /) -> list[NodeRun]:
-        """Runs that would become due if the piece ended with what it has so far. Those are left out that a piece ahead
-        of need does already, with the same inputs."""
+    def predicted_runs(self, item: WorkItem, /) -> list[NodeRun]:
+        """Return the runs that become due if the item ends with its results so far, without those that a speculative
+        item already does with the same inputs."""
 
-    def has_place(self, piece: Piece, /) -> bool:
-        """Whether a speculation on a due generation is on the engine, or has answered it. One that has not been sent no
-        longer will be."""
+    def is_speculated(self, item: WorkItem, /) -> bool:
+        """Return whether a speculation on a due generation is on the engine or has answered it. Drops a speculation
+        that has not been sent."""
 
-    def lengths(self, piece: Piece, /) -> Callable[[], CachedLengths] | None:
-        """Predicts the cached and computed tokens of a generation (None: not known)."""
+    def lengths(self, item: WorkItem, /) -> Callable[[], CachedLengths] | None:
+        """Return a function that predicts cached and computed tokens of a generation, or None if unknown."""
 
-    def start(self, piece: Piece, /) -> None: ...
+    def start(self, item: WorkItem, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
-    """Work on one run of a node, and what transformations have decided about it. A due piece is waited for; another is
-    ahead of need, `after` the one from whose progress it was foreseen.
+class WorkItem:
+    """Work on one run of a node. The request waits for a due item; a speculative item was predicted from the progress
+    of `after`.
 
-    - `split`: searched in parts that other searches share; `reorder`: in an order taken from the request's history
-    - `fast`: searched in the index's fast tier, where that holds its clusters; `prefetch`: these are loaded into it
-    - `ordered`: documents in the cache's order
-    - `admission`: its place among the pending requests of the engine, if it is a generation ahead of need; `released`:
-      it has been answered, and the engine is done with it
-    - `at_end` is called once the piece has ended
-    - progress of a search: its latest `stage`, and the ids that are `speculated` on, by `ahead` generations that are on
-      the engine
-    - progress of a generation: `text` and `tokens` so far, `looked` at up to here in so many `looks`, which a search
-      that was foreseen from it keeps; `drift` between the last two queries that followed from it
+    - `split`, `reorder`, `fast`, `prefetch`, `ordered`: set by the transformations of these names
+    - `admission`: of a speculative generation; `released`: it has been answered, and is no longer on the engine
+    - of a search: the latest `stage`, the ids `speculated` on, and the number of `dependents`, speculative generations
+      on the engine
+    - of a generation: `text` and `tokens` so far, the number of predictions from it (`checks`), and the tokens at the
+      last one (`checked_tokens`); `drift`: distance between the last two predicted queries
     """
 
     request: Request
     run: NodeRun
-    trace: PieceTrace
-    after: Piece | None = None
+    trace: WorkItemTrace
+    after: WorkItem | None = None
     split: bool = False
     reorder: bool = False
     fast: bool = False
@@ -124,10 +117,10 @@ class Piece:
     stage: Stage | None = None
     text: list[str] = field(default_factory=list, repr=False)
     speculated: bytes | None = None
-    ahead: int = 0
+    dependents: int = 0
     tokens: int = 0
-    looks: int = 0
-    looked: int = 0
+    checks: int = 0
+    checked_tokens: int = 0
     drift: float = 0.0
 
     @property
@@ -144,8 +137,8 @@ class Piece:
 
     @property
     def part(self) -> int:
-        """How far it is: eighths of a search, from 1, and 0 for what earlier searches recall; looks at a generation. A
-        search ahead of need has parts of its own for each look that it came from."""
+        """Progress as a number: eighths of a search, from 1, and 0 for results of earlier searches; `checks` of a
+        generation. A speculative search has other numbers for each check that it was predicted at."""
         part = 0
         if self.stage is not None and self.stage.number:
             part = 1 + _PARTS * self.stage.number // max(1, self.stage.stages)
@@ -153,11 +146,11 @@ class Piece:
 
     @property
     def parts(self) -> range:
-        """All that it will have, as far as known."""
-        looks = min(self.looks, _MOST_LOOKS)
+        """All numbers that `part` can have, as known now."""
+        checks = min(self.checks, _MAX_CHECKS)
         if self.worker == "engine":
-            return range(looks, looks + 1)
-        return range((_PARTS + 2) * looks, (_PARTS + 2) * (looks + 1))
+            return range(checks, checks + 1)
+        return range((_PARTS + 2) * checks, (_PARTS + 2) * (checks + 1))
 
 
 def worker_of(node: Node) -> Worker:
@@ -165,122 +158,117 @@ def worker_of(node: Node) -> Worker:
 
 
 class Wavefront:
-    """What a scheduling cycle sees: pieces to start, and pieces whose progress may give rise to others.
+    """Work items to start, and items whose progress may lead to others.
 
-    `changed` is called when a cycle is needed. A cycle costs by what has changed, not by what runs. Due generations
-    wait in `queue`, where the engine has no room for them; all other due pieces start in the next cycle.
+    `changed` is called when a scheduling cycle is needed. Its cost grows with what has changed, not with all that runs.
+    Due generations wait in `queue` while the engine has no room; other due items start in the next cycle.
     """
 
-    def __init__(self, changed: Callable[[], None], queue: EngineQueue[Piece] | None = None) -> None:
-        self.new: list[Piece] = []
-        self.queue: EngineQueue[Piece] = EngineQueue() if queue is None else queue
+    def __init__(self, changed: Callable[[], None], queue: EngineQueue[WorkItem] | None = None) -> None:
+        self.new: list[WorkItem] = []
+        self.queue: EngineQueue[WorkItem] = EngineQueue() if queue is None else queue
         self._changed = changed
-        self._progressed: dict[Piece, None] = {}
-        self._ahead: list[Piece] = []
+        self._progressed: dict[WorkItem, None] = {}
+        self._added: list[WorkItem] = []
         self._running: Counter[Worker] = Counter()
         self._speculative: Counter[Worker] = Counter()
 
     @property
-    def starting(self) -> Iterator[Piece]:
-        """`new` pieces, and those that this cycle adds ahead of need."""
-        return chain(self.new, self._ahead)
+    def starting(self) -> Iterator[WorkItem]:
+        return chain(self.new, self._added)
 
-    def add(self, piece: Piece) -> None:
-        """A piece that has become due."""
-        self.new.append(piece)
-        self._running[piece.worker] += 1
+    def add(self, item: WorkItem) -> None:
+        self.new.append(item)
+        self._running[item.worker] += 1
         self._changed()
 
-    def progress(self, piece: Piece) -> None:
-        self._progressed[piece] = None
+    def progress(self, item: WorkItem) -> None:
+        self._progressed[item] = None
         self._changed()
 
-    def speculate(self, piece: Piece) -> None:
-        """Start a piece ahead of need, after those that are due."""
-        self._ahead.append(piece)
-        self._running[piece.worker] += 1
-        self._speculative[piece.worker] += 1
-        if piece.after is not None:
-            piece.after.ahead += piece.worker == "engine"
+    def speculate(self, item: WorkItem) -> None:
+        self._added.append(item)
+        self._running[item.worker] += 1
+        self._speculative[item.worker] += 1
+        if item.after is not None:
+            item.after.dependents += item.worker == "engine"
 
-    def release(self, piece: Piece) -> None:
-        """A piece ahead of need has been answered: it waits for its use, and others may run in its place."""
-        if not piece.released and not piece.ended:
-            piece.released = True
-            self._leave(piece)
+    def release(self, item: WorkItem) -> None:
+        """Make room for others: a speculative item has been answered and is no longer on the engine."""
+        if not item.released and not item.ended:
+            item.released = True
+            self._leave(item)
 
-    def end(self, piece: Piece, outcome: Outcome, now_s: float) -> None:
-        if not piece.ended:
-            piece.ended = True
-            piece.trace.ended_s, piece.trace.outcome = now_s, outcome
-            for call in piece.at_end:
+    def end(self, item: WorkItem, outcome: Outcome, now_s: float) -> None:
+        if not item.ended:
+            item.ended = True
+            item.trace.ended_s, item.trace.outcome = now_s, outcome
+            for call in item.at_end:
                 call()
-            if not piece.released:
-                self._leave(piece)
+            if not item.released:
+                self._leave(item)
 
-    def progressed(self, worker: Worker) -> Iterator[Piece]:
-        """Pieces with news since the last cycle: due ones, and searches ahead of need."""
-        return (piece for piece in self._progressed if piece.worker == worker and not piece.ended)
+    def progressed(self, worker: Worker) -> Iterator[WorkItem]:
+        """Return the items with progress since the last cycle: due ones and speculative searches."""
+        return (item for item in self._progressed if item.worker == worker and not item.ended)
 
     def count(self, worker: Worker, *, speculative: bool | None = None) -> int:
-        """Pieces that run or are about to."""
-        ahead = self._speculative[worker]
-        return self._running[worker] if speculative is None else ahead if speculative else self._running[worker] - ahead
+        running, added = self._running[worker], self._speculative[worker]
+        return running if speculative is None else added if speculative else running - added
 
     @property
     def unsent(self) -> int:
-        """Due generations that have not started."""
-        return len(self.queue) + sum(piece.worker == "engine" and not piece.ended for piece in self.new)
+        return len(self.queue) + sum(item.worker == "engine" and not item.ended for item in self.new)
 
-    def take(self) -> list[Piece]:
-        """What this cycle starts: due pieces first. Of the generations that wait it is one, so that the next choice
-        sees what this one puts into the cache."""
-        pieces = [piece for piece in self.starting if not piece.ended and not self._waits(piece)]
-        self.new, self._ahead = [], []
+    def take(self) -> list[WorkItem]:
+        """Return the items to start in this cycle, due ones first. At most one waiting generation starts, so that the
+        next choice sees its effect on the cache."""
+        items = [item for item in self.starting if not item.ended and not self._waits(item)]
+        self.new, self._added = [], []
         self._progressed.clear()
         if self.next_may_start:
-            pieces.insert(0, self.queue.take())
-        return pieces
+            items.insert(0, self.queue.take())
+        return items
 
     @property
     def next_may_start(self) -> bool:
-        """A due generation waits, and the engine has room: a cycle is needed once what was taken has started."""
+        """Whether the next waiting generation could start now."""
         return len(self.queue) > 0 and self.queue.has_room(self._running["engine"] - len(self.queue))
 
-    def _leave(self, piece: Piece) -> None:
-        self._running[piece.worker] -= 1
-        self._speculative[piece.worker] -= not piece.due
-        if piece.after is not None:
-            piece.after.ahead -= piece.worker == "engine"
-        if piece.worker == "engine" and self.queue:
+    def _leave(self, item: WorkItem) -> None:
+        self._running[item.worker] -= 1
+        self._speculative[item.worker] -= not item.due
+        if item.after is not None:
+            item.after.dependents -= item.worker == "engine"
+        if item.worker == "engine" and self.queue:
             self._changed()
 
-    def _waits(self, piece: Piece) -> bool:
-        if self.queue.limit is None or piece.worker != "engine" or not piece.due or piece.request.has_place(piece):
+    def _waits(self, item: WorkItem) -> bool:
+        if self.queue.limit is None or item.worker != "engine" or not item.due or item.request.is_speculated(item):
             return False
-        piece.at_end.append(self.queue.enter(piece, piece.request.lengths(piece)))
+        item.at_end.append(self.queue.enter(item, item.request.lengths(item)))
         return True
 
 
 _MAX_EDGES = 1024
 
 
-class Facts:
-    """Learnt from all requests; a mean is None before the first value.
+class Measurements:
+    """Measurements of all requests; a mean is None before the first value.
 
     - `load` of the engine; `wavefront`: its counts
-    - seconds of a whole `search_s`, `embed_s`, `generation_s`
+    - `search_s`, `embed_s`, `generation_s`: seconds of a whole one
     - `settled`, `settled_near`: share of a search after which its result did not change, without and with earlier
       searches of its request
-    - `cached_share` of the prompt tokens of generations that show documents
-    - `search`: as given to the server; `embedding_ahead`: queries that are embedded ahead of need
+    - `cached_share`: of the prompt tokens of generations that show documents
+    - `search`: the server's; `speculative_embeddings`: predicted queries that are being embedded
     """
 
     def __init__(self, load: EngineLoad, wavefront: Wavefront, search: Any) -> None:
         self.load = load
         self.wavefront = wavefront
         self.search = search
-        self.embedding_ahead = 0
+        self.speculative_embeddings = 0
         self.search_s = RunningMean(arithmetic_start=True)
         self.embed_s = RunningMean(arithmetic_start=True)
         self.generation_s = RunningMean(arithmetic_start=True)
@@ -291,12 +279,11 @@ class Facts:
 
     @property
     def cuts(self) -> bool:
-        """Whether searches advance in pieces that others share."""
+        """Whether searches are cut into parts that others share."""
         return hasattr(self.search, "submit")
 
     @property
     def tier_gains(self) -> TierGains | None:
-        """Of a search by the index's fast tier (None: it has none)."""
         gains: TierGains | None = getattr(self.search, "tier_gains", None)
         return gains
 
@@ -304,8 +291,8 @@ class Facts:
     def prefill_s(self) -> float | None:
         return self.load.prefill_s
 
-    def odds(self, source: Piece) -> SpeculationGain:
-        """Of speculations on what a node has so far, due or ahead of need."""
+    def odds(self, source: WorkItem) -> SpeculationGain:
+        """Return the odds of speculations on the results of this node so far; a speculative item has its own."""
         origin = None if source.after is None else source.after.run.id
         edge = (source.request.graph.name, source.run.id, origin)
         odds = self._odds.get(edge)
@@ -319,7 +306,7 @@ class Facts:
 
     @property
     def hint(self) -> float:
-        """Share of a search that its request's earlier ones save it, as far as known."""
+        """Share of a search that earlier searches of its request save."""
         if self.settled.value is None or self.settled_near.value is None:
             return 0.1
         return self.settled.value - self.settled_near.value

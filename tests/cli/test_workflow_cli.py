@@ -70,7 +70,7 @@ def test_a_table(traces: Path) -> None:
     done = trace(traces)
     assert done.exit_code == 0, done.output
     assert "3 (2 answered, 1 failed)" in done.stdout
-    assert "3, 2 ahead of need, 1 of them used" in done.stdout
+    assert "3, 2 speculative, 1 of them used" in done.stdout
 
 
 @pytest.mark.parametrize("format", [".png", ".svg", ".html"])

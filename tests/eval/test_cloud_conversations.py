@@ -79,6 +79,6 @@ def test_other_policies_send_no_conversations(tmp_path: Path) -> None:
     asked = ["eval", "run", "clouds", "--reduced", "--seeds", "0", "--set", "workload=conversations"]
     result = CliRunner().invoke(main, [*asked, "--limit", "12", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert "4 runs served, 3 not to be had" in " ".join(result.output.split())
+    assert "4 runs served, 3 unavailable" in " ".join(result.output.split())
     report = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md", "-"])
     assert "conversations are sent by automatic, system prompt" in " ".join(report.output.split())

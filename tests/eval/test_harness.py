@@ -528,7 +528,7 @@ class TestResuming:
             patched.setattr(Engines, "serve", interrupted)
             done = invoke(*command)
         assert done.exit_code == 130
-        assert "the same command goes on from here" in done.stderr
+        assert "the same command continues from here" in done.stderr
         assert len(result_lines(tmp_path / "out", "run")) == 2
         assert "2 runs served" in invoke(*command).output
 
@@ -977,7 +977,7 @@ class TestOnARealServer:
     def found(self, command: list[Any]) -> list[dict[str, Any]]:
         done = invoke(*command)
         assert done.exit_code == 0, done.output
-        assert "12 runs served, 3 not to be had" in done.output
+        assert "12 runs served, 3 unavailable" in done.output
         return result_lines(command[3], "run")
 
     def test_every_cell_has_all_its_requests_answered(self, found: list[dict[str, Any]], vllm_server: Any) -> None:

@@ -265,7 +265,7 @@ class TestCommand:
         assert not output.exists()
         second = profile("--model", model, *BUDGETS, *SMALL, "-o", output)
         assert second.exit_code == 0, second.output
-        assert "2 times are there already" in second.stderr.replace("\n", " ")
+        assert "2 times have been measured before" in second.stderr.replace("\n", " ")
         # Two warm-ups with the largest batch, and each of the four cells once.
         assert measured.total() == 2 + 4
         assert len(PlacementProfile.from_file(output).generation) == 4

@@ -1875,7 +1875,7 @@ class TestCommand:
         assert (compared["policy"], compared["em_won"], compared["em_verdict"]) == ("sorted", 6, "better")
         assert "quality was measured" in done.output
         again = invoke(*arguments, "--policy", "sorted")
-        assert "holds all of these orders already: nothing was asked" in again.output
+        assert "already has results for all of these orders: nothing was asked" in again.output
         assert len(service.bodies) == 12
 
     def test_every_option_reaches_the_experiment(self, tmp_path: Path, service: Service) -> None:
@@ -1936,7 +1936,7 @@ class TestCommand:
             (["hotpotqa", "--data", "nowhere.json"], "does not exist"),
             (["hotpotqa", "--data", "."], "--data is a file of hotpotqa, not a folder"),
             (["corpus"], "a corpus is a folder with documents.jsonl"),
-            (["--places", "--policy", "free"], "--places has orders of its own"),
+            (["--places", "--policy", "free"], "--places uses its own orders"),
             (["hotpotqa", "--embedding-model", "x"], "--embedding-model requires --retriever dense"),
             (["hotpotqa", "--policy", "wild"], "unknown policy 'wild'"),
             (["hotpotqa", "--capacity-tokens", "lots"], "is no capacity"),

@@ -589,7 +589,7 @@ class TestTheHarness:
         text = SUITE.replace('workload = ["mmlu-like"]', 'corpus = ["far", "far"]')
         (tmp_path / "mine.toml").write_text(text, "utf-8")
         done = invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
-        assert "6 runs served, 1 not to be had" in done.output
+        assert "6 runs served, 1 unavailable" in done.output
         (line,) = result_lines(tmp_path, "unavailable")
         assert line["cell"] == {"corpus": "far"} and "give --corpora" in line["reason"]
 

@@ -1013,7 +1013,7 @@ class TestTheCommand:
     def test_without_a_log_it_names_the_sample(self, log_file: Path) -> None:
         assert "LOG is missing" in refusal() and "--example" in refusal()
         for other in ((log_file,), ("--format", "langfuse")):
-            assert "leave LOG and --format out" in refusal("--example", *other)
+            assert "leave out LOG and --format" in refusal("--example", *other)
 
     def test_gives_verdicts_where_it_is_not_worth_it(self, tmp_path: Path) -> None:
         path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))

@@ -1023,8 +1023,8 @@ class TestReportOnAnyResult:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("{}", "holds no results that a report can be made of"),
-            ("[1]", "holds no results that a report can be made of"),
+            ("{}", "has no results for a report"),
+            ("[1]", "has no results for a report"),
             ("hello", "is neither JSON nor results of suites"),
             ('{"runs": [{"policy": "free", "order_us": {}}]}', "runs.0.workload"),
             ('{"log": {}, "runs": [], "capacities": [], "overlap": {}}', "ragorder replay --json"),

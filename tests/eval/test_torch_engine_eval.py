@@ -790,7 +790,7 @@ class TestServe:
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         done = run("embedded-serving", tmp_path, *self.small, parameter)
-        assert done.exit_code == 0 and "2 not to be had" in done.output
+        assert done.exit_code == 0 and "2 unavailable" in done.output
         assert said in run_command(ragorder, "report", tmp_path, "--markdown", "-").output
 
 

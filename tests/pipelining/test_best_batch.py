@@ -149,9 +149,9 @@ def served_s(count: int, first: int, law: PowerLaw, sizes: Sequence[int], arriva
 @pytest.mark.parametrize(
     ("waiting", "seconds", "sizes", "arrivals", "says"),
     [
-        (0, 1.0, [1], [], "at least one waiting request, got 0"),
-        (1, 1.0, [], [], "there must be one"),
-        (1, 1.0, [4, 0], [], "sizes must be at least 1"),
+        (0, 1.0, [1], [], "waiting is 0: a batch needs at least one"),
+        (1, 1.0, [], [], "one size or more"),
+        (1, 1.0, [4, 0], [], "each at least 1"),
         (1, 0.0, [1], [], "seconds must be positive and finite"),
         (1, math.nan, [1], [], "seconds must be positive and finite"),
         (1, 1.0, [1], [-1.0], "seconds from now"),

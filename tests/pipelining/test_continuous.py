@@ -695,7 +695,7 @@ class TestHistory:
             clusters=np.array([4, 7, 9]),
             keys=np.zeros(2, np.float32),
             ids=np.array([1, 2]),
-            places=np.array([7 << 32 | 5, 9 << 32]),
+            locations=np.array([7 << 32 | 5, 9 << 32]),
             vectors=None,
             reach=1.0,
             metric="L2",
@@ -732,7 +732,7 @@ class TestHistory:
         search.submit(queries[0], 5, history=history).result()
         assert history.similar(queries[0]) is not None
         assert history.similar(-queries[0]) is None
-        history.forget()
+        history.clear()
         assert history.similar(queries[0]) is None
 
     def test_keeps_the_last_searches_only(self, flat: Any, queries: Any) -> None:
@@ -744,7 +744,7 @@ class TestHistory:
         assert history.similar(queries[0]) is None
         past = history.similar(queries[4])
         assert past is not None
-        assert len(past.ids) == len(past.places) == 7
+        assert len(past.ids) == len(past.locations) == 7
         assert past.ids.tolist() == flat.search(queries[4:5], 7, params=_all(12))[1][0].tolist()
 
     def test_has_what_a_search_ahead_of_need_found_before_it_was_cancelled(self, flat: Any, queries: Any) -> None:

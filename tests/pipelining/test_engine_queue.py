@@ -21,9 +21,9 @@ from support.workflows import Asked, PlainPrompts
 from ragorder.pipelining import AnswerChunk, CachedLengths, EngineLoad
 from ragorder.pipelining.workflow import END, START, Generation, NodeQuestion, RAGraph, State, WorkflowServer, one_shot
 from ragorder.pipelining.workflow.join import NodeRun
-from ragorder.pipelining.workflow.result import PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.result import WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.transformations import SpeculateGeneration, Split
-from ragorder.pipelining.workflow.wavefront import EngineQueue, Piece, Wavefront
+from ragorder.pipelining.workflow.wavefront import EngineQueue, Wavefront, WorkItem
 
 CACHED = {"cold": 0, "warm": 50, "hot": 100}
 
@@ -290,18 +290,18 @@ async def test_eager_speculation_on_a_full_engine_answers_all_requests() -> None
 class Request:
     """A request none of whose generations has a place."""
 
-    def has_place(self, piece: Piece, /) -> bool:
+    def is_speculated(self, piece: WorkItem, /) -> bool:
         return False
 
-    def lengths(self, piece: Piece, /) -> None:
+    def lengths(self, piece: WorkItem, /) -> None:
         return None
 
 
-def generation(**options: Any) -> Piece:
+def generation(**options: Any) -> WorkItem:
     run = NodeRun(Generation("answer", "{query}"), "answer", 0, State.of("why?", {}))
     request: Any = Request()
     request.trace = WorkflowTrace("plain")
-    return Piece(request, run, PieceTrace("answer", "due", "engine"), **options)
+    return WorkItem(request, run, WorkItemTrace("answer", "due", "engine"), **options)
 
 
 @pytest.mark.parametrize("limit", [None, 1])

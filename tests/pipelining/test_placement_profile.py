@@ -110,7 +110,7 @@ class TestTooFewSamples:
             ({"generation": ()}, "one number of layers"),
             ({"generation": generation(lambda *_: 1.0, [(8, 0)])}, "one number of layers"),
             ({"generation": generation(lambda *_: 1.0, [(4, 0)])}, "one number of layers"),
-            ({"generation": generation(lambda *_: 1.0, [(4, 2), (8, 0)])}, "all there, or all on the disk"),
+            ({"generation": generation(lambda *_: 1.0, [(4, 2), (8, 0)])}, "all in host memory, or all on the disk"),
             ({"generation": generation(lambda *_: 1.0, [(9, 0), (0, 0)])}, "9 of 8 layers"),
             ({"generation": generation(lambda *_: 1.0, [(0, 0), (8, 0)])[:4]}, "one batch"),
             ({"retrieval": ()}, "two numbers or more"),

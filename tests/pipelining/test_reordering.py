@@ -236,7 +236,7 @@ class Stage:
         await let_tasks_run()
 
     def assert_idle(self) -> None:
-        assert (self.gate.in_flight, len(self.gate.queue), self.gate._places) == (0, 0, {})
+        assert (self.gate.in_flight, len(self.gate.queue), self.gate._admitted) == (0, 0, {})
         assert not self.gate._patient
 
 

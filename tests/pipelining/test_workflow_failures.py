@@ -45,14 +45,23 @@ from ragorder.pipelining.workflow import (
     recomp,
 )
 from ragorder.pipelining.workflow.join import Tokens
-from ragorder.pipelining.workflow.result import PieceTrace
-from ragorder.pipelining.workflow.wavefront import Facts, Piece, Wavefront
+from ragorder.pipelining.workflow.result import WorkItemTrace
+from ragorder.pipelining.workflow.wavefront import Measurements, Wavefront, WorkItem
 
 GRAPHS = [graph.compile() for graph in (one_shot(), multistep(rounds=2), irg(rounds=2), hyde(), recomp(each=True))]
 _OF_A_REQUEST = frozenset(
     (
-        *("Attempt", "GenerationAhead", "History", "NodeRun", "PastSearch", "Piece", "PieceTrace", "RunningSearch"),
-        *("SearchAhead", "SearchHandle", "Speculation", "Speculations", "State", "Tokens", "WorkflowRun"),
+        *(
+            "Attempt",
+            "SpeculativeGeneration",
+            "History",
+            "NodeRun",
+            "PastSearch",
+            "WorkItem",
+            "WorkItemTrace",
+            "RunningSearch",
+        ),
+        *("SpeculativeSearch", "SearchHandle", "Speculation", "Speculations", "State", "Tokens", "WorkflowRun"),
         "WorkflowTrace",
     )
 )
@@ -227,7 +236,7 @@ async def test_cancelled_at_every_turn_of_the_event_loop(graph: Any, max_generat
             assert (await other).text == expected
             assert not search.running and engine.running == 0 and prompts.open == 0
             assert all(server.wavefront.count(worker) == 0 for worker in ("engine", "search", "step"))
-            assert server.facts.load.pending == 0 and asyncio.all_tasks() == {asyncio.current_task()}
+            assert server.measurements.load.pending == 0 and asyncio.all_tasks() == {asyncio.current_task()}
         if finished:
             assert run.result().text == expected
             break
@@ -318,13 +327,13 @@ async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
 
 def test_what_is_learnt_of_speculations_is_bounded() -> None:
     """By the graphs used last: their number may grow, as where each tenant has one."""
-    facts = Facts(EngineLoad(1), Wavefront(lambda: None), None)
+    facts = Measurements(EngineLoad(1), Wavefront(lambda: None), None)
 
     def source(name: int) -> Any:
         graph = RAGraph(str(name)).add_retrieval("search", query="query").add_generation("answer", prompt="{docs}")
         graph = graph.add_edge(START, "search").add_edge("search", "answer").add_edge("answer", END)
         (run,) = Tokens(graph.compile(), State.of("why?")).take()
-        return Piece(SimpleNamespace(graph=graph), run, PieceTrace(run.id, "due", "search"))
+        return WorkItem(SimpleNamespace(graph=graph), run, WorkItemTrace(run.id, "due", "search"))
 
     first = facts.odds(source(0))
     first.learn([(True, 1.0)], [1])

@@ -70,7 +70,7 @@ class TestPaper:
         compiled = hyde.compile()
         assert compiled.answer == "answer"
         assert compiled.nodes[2].documents == ("docs",)
-        assert [compiled.foreseen(id) for id in (START, 0, 1, 2)] == [(0,), (1,), (2,), ()]
+        assert [compiled.next_nodes(id) for id in (START, 0, 1, 2)] == [(0,), (1,), (2,), ()]
 
     async def test_listing_1_with_a_loop(self) -> None:
         steps = RAGraph()
@@ -229,7 +229,7 @@ class TestRefused:
             graph.add_edge(START, name).add_edge(name, lambda state: END, to=["check", END])
         graph.add_edge("check", lambda state: END, to=["kb", "web", END])
         self.check(
-            graph, "branches that part after START enter the loop of 'kb', 'web', 'check' at 'kb', 'web', and which"
+            graph, "branches that part after START enter the loop of 'kb', 'web', 'check' at 'kb', 'web', and it"
         )
         routed = RAGraph("routed", max_rounds=3).add_step("kb", nothing).add_step("web", nothing)
         routed.add_generation("check", prompt="{query}").add_edge(START, lambda state: "web", to=["kb", "web"])
@@ -353,7 +353,7 @@ class TestRuns:
         graph.add_edge(START, lambda state: "answer", to="answer").add_edge("answer", lambda state: 3, to=3)
         graph.add_edge(3, lambda state: END, to=END)
         compiled = graph.compile(answer="answer")
-        assert [compiled.foreseen(place) for place in (START, "answer", 3)] == [("answer",), (3,), ()]
+        assert [compiled.next_nodes(place) for place in (START, "answer", 3)] == [("answer",), (3,), ()]
         engine = ScriptedEngine()
         await run(compiled, engine, state={"style": "verse"})
         assert engine.sent[0].question.text == f"{QUESTION} in verse"

@@ -58,7 +58,7 @@ from ragorder.pipelining.workflow import (
     one_shot,
     recomp,
 )
-from ragorder.pipelining.workflow.result import PieceTrace, WorkflowTrace
+from ragorder.pipelining.workflow.result import WorkflowTrace, WorkItemTrace
 from ragorder.pipelining.workflow.transformations import (
     FastIndex,
     OrderDocuments,
@@ -69,7 +69,7 @@ from ragorder.pipelining.workflow.transformations import (
     Split,
     all_transformations,
 )
-from ragorder.pipelining.workflow.wavefront import Piece
+from ragorder.pipelining.workflow.wavefront import WorkItem
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ class TestSpeculation:
             ) as server:
                 for number in range(6):
                     await server.run(multistep(rounds=2).compile(), f"question {number}")
-                odds = server.facts._odds["multistep", "search", "answer"]
+                odds = server.measurements._odds["multistep", "search", "answer"]
         assert odds._stages and {odds.right(part) for part in odds._stages} == {0.0}
 
     async def test_a_branch_that_is_not_taken_leaves_nothing(self, search: ContinuousIVF) -> None:
@@ -422,7 +422,7 @@ class TestSpeculation:
         async with WorkflowServer(
             SlowEngine(), search, vector, document, PlainPrompts(), transformations=(SpeculateRetrieval(every=1),)
         ) as server:
-            server.facts.embedding_ahead = 1
+            server.measurements.speculative_embeddings = 1
             traces = [(await server.run(make().compile(), "why?")).trace for make in (one_shot, hyde)]
         assert traces[0].refused == 0 < traces[1].refused
 
@@ -454,7 +454,7 @@ class TestSpeculation:
                     search.next()
                     await asyncio.sleep(0.0005)
                 declined += run.result().trace.declined
-            wrong = next(iter(server.facts._odds.values())).right(5)
+            wrong = next(iter(server.measurements._odds.values())).right(5)
         assert wrong == 0.0 and declined >= 1
 
     @pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
@@ -954,7 +954,7 @@ class TestGains:
         async with WorkflowServer(
             SlowEngine(), search, vector, document, PlainPrompts(), transformations=(Split(),)
         ) as server:
-            server.facts.search_s.value = search_s
+            server.measurements.search_s.value = search_s
             trace = (await server.run(one_shot().compile(), "why?")).trace
         assert ("split" in trace.pieces[0].applied) is split
 
@@ -965,8 +965,8 @@ class TestGains:
             for _ in range(3):
                 trace = (await server.run(one_shot().compile(), "why?")).trace
                 assert trace.pieces[-1].applied == ["order_documents"]
-            assert server.facts.cached_share.value == 0.0
-            server.facts.load._prefill_s.value = 1e-5
+            assert server.measurements.cached_share.value == 0.0
+            server.measurements.load._prefill_s.value = 1e-5
             assert (await server.run(one_shot().compile(), "why?")).trace.pieces[-1].applied == []
 
     async def test_wrong_settings(self) -> None:
@@ -986,7 +986,7 @@ class TestGains:
         self, right: float, others: int, pays: bool
     ) -> None:
         """A tenth of a second is left of the search, and a prefill takes half of that."""
-        seen: list[Piece] = []
+        seen: list[WorkItem] = []
 
         class Watching(Split):
             def apply(self, wavefront: Any, facts: Any, /) -> None:
@@ -999,14 +999,14 @@ class TestGains:
                 await asyncio.sleep(0)
             (piece,) = seen
             piece.stage = Stage(1, 2, np.array([[1]]), np.ones((1, 1), np.float32))
-            ahead = Piece(piece.request, piece.run, PieceTrace("answer", "speculative", "engine"), after=piece)
+            ahead = WorkItem(piece.request, piece.run, WorkItemTrace("answer", "speculative", "engine"), after=piece)
             transformation = SpeculateGeneration()
-            assert transformation.gain_s(ahead, server.facts) > 0
-            server.facts.load._prefill_s.value = 0.05
-            server.facts.odds(piece).learn([(True, 0.1)] * round(10 * right), [piece.part] * 10)
-            server.facts.odds(piece).learn([(False, 0.1)] * round(10 - 10 * right), [piece.part] * 10)
+            assert transformation.gain_s(ahead, server.measurements) > 0
+            server.measurements.load._prefill_s.value = 0.05
+            server.measurements.odds(piece).learn([(True, 0.1)] * round(10 * right), [piece.part] * 10)
+            server.measurements.odds(piece).learn([(False, 0.1)] * round(10 - 10 * right), [piece.part] * 10)
             server.wavefront._running["engine"] += others
-            assert (transformation.gain_s(ahead, server.facts) > 0) is pays
+            assert (transformation.gain_s(ahead, server.measurements) > 0) is pays
             server.wavefront._running["engine"] -= others
             run.cancel()
             await asyncio.wait((run,))

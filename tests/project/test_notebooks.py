@@ -161,7 +161,7 @@ class TestFusionAndWorkflow:
         assert right["full reuse"] < 0.2 and min(right["full attention"], right["FusionRAG"]) > 0.9
         assert _numbers(shown["engine"], "fused, 0 %")[0] < 5 and _numbers(shown["engine"], "fused, 5 %")[0] > 15
         assert set(ast.literal_eval(shown["same"])) == {True}
-        # How many pieces are begun ahead of need is a matter of times.
+        # The number of speculative pieces depends on times.
         assert _numbers(shown["compare"], "stage by stage")[1] == 0 <= _numbers(shown["compare"], "with all")[1]
 
 

@@ -94,7 +94,7 @@ async def settled(server: Any, engine: SlowEngine, search: ContinuousIVF, prompt
     assert engine.running == 0 and prompts.open == 0
     for worker in ("engine", "search", "step"):
         assert server.wavefront.count(worker) == 0
-    assert server.facts.embedding_ahead == 0 and server.facts.load.pending == 0
+    assert server.measurements.speculative_embeddings == 0 and server.measurements.load.pending == 0
     while search.in_flight:
         await asyncio.sleep(0.001)
     for _ in range(3):

@@ -109,13 +109,13 @@ class Journal:
     def add(self, repeat: int, sample: _Sample) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"repeat": repeat, **sample.model_dump()}) + "\n")
-        self._found[repeat, sample.place] = sample
+        self._found[repeat, sample.setting] = sample
 
     def medians(self) -> tuple[list[GenerationSample], list[RetrievalSample]]:
         """Over the repeats."""
         times: dict[tuple[object, ...], list[_Sample]] = {}
         for sample in self._found.values():
-            times.setdefault(sample.place, []).append(sample)
+            times.setdefault(sample.setting, []).append(sample)
         generation, retrieval = [], []
         for samples in times.values():
             middle = samples[0].model_copy(update={"seconds": median(each.seconds for each in samples)})
@@ -137,7 +137,7 @@ class Journal:
             sample: _Sample = _KINDS[content["kind"]].model_validate(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path} is damaged: delete it, or give another --output") from error
-        self._found[repeat, sample.place] = sample
+        self._found[repeat, sample.setting] = sample
 
 
 def measure_placement(

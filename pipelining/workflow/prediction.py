@@ -1,4 +1,4 @@
-"""Nodes that come next, and searches for them ahead of need (HedraRAG section 4.3, speculative retrieval)."""
+"""Predicted nodes and speculative searches (HedraRAG section 4.3, speculative retrieval)."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ from typing import TYPE_CHECKING, Any
 from ragorder.pipelining.workflow.join import NodeRun, Tokens
 from ragorder.pipelining.workflow.nodes import Retrieval, Step
 from ragorder.pipelining.workflow.searching import Handle, Searcher
-from ragorder.pipelining.workflow.wavefront import Facts, Piece
+from ragorder.pipelining.workflow.wavefront import Measurements, WorkItem
 
 if TYPE_CHECKING:
     from ragorder.pipelining.search import History
 
-__all__ = ["SearchAhead", "foresee"]
+__all__ = ["SpeculativeSearch", "predict_runs"]
 
 _MAX_STEPS = 8
 
 
-def foresee(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
-    """Generations and retrievals that would become due if these runs wrote these values, one after another, directly or
-    through pure steps. Raises what a step or an edge raises, and KeyError if one run does not lead to the next."""
-    ahead = tokens.copy()
+def predict_runs(tokens: Tokens, *ended: tuple[NodeRun, Mapping[str, Any]]) -> list[NodeRun]:
+    """Return the generations and retrievals that become due if these runs write these values, one after another.
+
+    Pure steps in between are called. Raises what a step or an edge raises, and KeyError if one run does not lead to the
+    next.
+    """
+    expected = tokens.copy()
     runs: list[NodeRun] = []
     for run, values in ended:
-        ahead.finish(run, values)
-        runs = _started(ahead)
+        expected.finish(run, values)
+        runs = _started(expected)
     return runs
 
 
-def _started(ahead: Tokens) -> list[NodeRun]:
+def _started(expected: Tokens) -> list[NodeRun]:
     runs: list[NodeRun] = []
     for _ in range(_MAX_STEPS):
         steps: list[NodeRun] = []
-        for started in ahead.take():
+        for started in expected.take():
             (steps if isinstance(started.node, Step) else runs).append(started)
         if not steps:
             break
         for step in steps:
-            written = _called_ahead(step)
+            written = _call_pure(step)
             if written is not None:
-                ahead.finish(step, written)
+                expected.finish(step, written)
     return runs
 
 
-def _called_ahead(run: NodeRun) -> Mapping[str, Any] | None:
+def _call_pure(run: NodeRun) -> Mapping[str, Any] | None:
     step = run.node
     if not isinstance(step, Step) or not step.pure:
         return None
@@ -58,42 +61,42 @@ def _called_ahead(run: NodeRun) -> Mapping[str, Any] | None:
         except StopIteration as done:
             values = done.value
         else:
-            # It waits for something.
+            # The step awaits something, which must not happen here.
             values.close()
             return None
     return values if isinstance(values, Mapping) else None
 
 
-class SearchAhead:
-    """A search for a query that may become due. Its results go into a history of their own, `history`, so that nothing
-    of a branch that is left reaches the request's."""
+class SpeculativeSearch:
+    """A search for a predicted query. Results go into `history`, a branch of the request's history: the request's own
+    history stays as it is if the branch is dropped."""
 
     def __init__(
         self,
-        piece: Piece,
+        item: WorkItem,
         node: Retrieval,
         query: str,
         history: History | None,
-        before: SearchAhead | None,
+        before: SpeculativeSearch | None,
         searcher: Searcher[Any],
-        facts: Facts,
+        measured: Measurements,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self.piece = piece
+        self.item = item
         self.query = query
         self.history = history
         self.vector: Any = None
         self._topk = node.topk
         self._before = None if before is None else before.vector
         self._searcher = searcher
-        self._facts = facts
+        self._measured = measured
         self._handle: Handle | None = None
         self._spawn = spawn
         self._watching: asyncio.Task[None] | None = None
         self.task = spawn(self._begin())
 
-    async def taken(self, query: str) -> Handle | None:
-        """The search, now due, if this is its query. Otherwise, and if it has failed, None: it has ended."""
+    async def use(self, query: str) -> Handle | None:
+        """Make the search due and return it, or return None if it has another query or has failed."""
         if query != self.query:
             self.cancel()
             return None
@@ -109,7 +112,7 @@ class SearchAhead:
         if self._watching is not None:
             self._watching.cancel()
         if self._handle is not None:
-            # What it has found so far goes into its history.
+            # A cancelled search stores its results in its history.
             self._handle.cancel()
 
     @property
@@ -118,41 +121,40 @@ class SearchAhead:
         return None if stage is None else stage.number
 
     async def _begin(self) -> None:
-        self._facts.embedding_ahead += 1
+        self._measured.speculative_embeddings += 1
         try:
             self.vector = await self._searcher.vector(self.query)
         except Exception:
-            # The due search meets the error itself.
+            # The due search raises the error itself.
             return
         finally:
-            self._facts.embedding_ahead -= 1
-        if self.piece.after is not None and self._before is not None:
-            self.piece.after.drift = self._searcher.distance(self._before, self.vector)
+            self._measured.speculative_embeddings -= 1
+        if self.item.after is not None and self._before is not None:
+            self.item.after.drift = self._searcher.distance(self._before, self.vector)
         try:
             self._handle = self._searcher.submit(
                 self.vector,
                 self._topk,
                 history=self.history,
                 due=False,
-                split=self.piece.split,
-                fast=self.piece.fast,
-                prefetch=self.piece.prefetch,
+                split=self.item.split,
+                fast=self.item.fast,
+                prefetch=self.item.prefetch,
             )
         except Exception:
             return
         self._watching = self._spawn(self._watch(self._handle))
 
     async def _watch(self, handle: Handle) -> None:
-        """What it finds is news, from which a generation may be foreseen."""
         try:
             async with aclosing(handle.stages_async()) as stages:
                 async for stage in stages:
-                    self.piece.stage = stage
-                    if stage.ids.tobytes() != self.piece.speculated:
-                        self._facts.wavefront.progress(self.piece)
+                    self.item.stage = stage
+                    if stage.ids.tobytes() != self.item.speculated:
+                        self._measured.wavefront.progress(self.item)
                     if stage.final:
                         return
         except Exception:
-            # The due search starts over, and meets the error itself.
+            # The due search starts over and raises the error itself.
             handle.cancel()
             self._handle = None

@@ -1,0 +1,139 @@
+"""Answer streams, batches, calls and cancellation of servers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+__all__ = ["AnswerStream", "call", "end_all", "observer_of", "outcome_of", "run_batch", "wait_for_end"]
+
+A = TypeVar("A")
+P = TypeVar("P")
+Q = TypeVar("Q")
+T = TypeVar("T")
+
+_logger = logging.getLogger("ragorder")
+
+
+class AnswerStream(AsyncIterator[str], ABC, Generic[P]):
+    """Text of an answer as it is generated. Closing it early, or leaving `async with`, ends its request."""
+
+    def __init__(self, parts: AsyncGenerator[P, None]) -> None:
+        self._parts = parts
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @abstractmethod
+    def _read(self, part: P) -> str:
+        """Return the text of a part, or "" if it has none."""
+
+    async def __anext__(self) -> str:
+        async for part in self._parts:
+            if text := self._read(part):
+                self._texts.append(text)
+                return text
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._parts.aclose()
+
+
+async def run_batch(
+    questions: Iterable[Q],
+    run: Callable[[Q], Coroutine[Any, Any, A]],
+    *,
+    at_once: int,
+    on_progress: Callable[[int], object] | None = None,
+) -> AsyncGenerator[tuple[int, A | Exception], None]:
+    """Yield (number of the question, answer or error) as requests end, with at most `at_once` running.
+
+    `on_progress` is called with the number of ended requests.
+    """
+    numbered = enumerate(questions)
+    tasks: dict[asyncio.Task[A], int] = {}
+    ended = 0
+    try:
+        while True:
+            while len(tasks) < at_once and (following := next(numbered, None)) is not None:
+                tasks[asyncio.create_task(run(following[1]))] = following[0]
+            if not tasks:
+                return
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=tasks.__getitem__):
+                number = tasks.pop(task)
+                ended += 1
+                if on_progress is not None:
+                    on_progress(ended)
+                yield number, outcome_of(task, "request")
+    finally:
+        await end_all(tasks)
+
+
+def outcome_of(task: asyncio.Task[T], name: str) -> T | Exception:
+    """Return the result or error of a task that has ended. Raises errors such as KeyboardInterrupt."""
+    if task.cancelled():
+        return RuntimeError(f"the {name} was cancelled")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
+async def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function: a coroutine function runs on the event loop, any other in a thread."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(*args)
+    result = await asyncio.to_thread(function, *args)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await wait_for_end(lambda: tasks)
+
+
+async def wait_for_end(tasks: Callable[[], Collection[asyncio.Task[Any]]]) -> None:
+    """Wait until all `tasks()` have ended, including tasks that are added meanwhile.
+
+    A caller that is cancelled meanwhile waits, too; then its CancelledError is raised.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while left := [task for task in tasks() if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def observer_of(observers: Sequence[Callable[[T], object]], what: str) -> Callable[[T], None]:
+    """Return one observer that calls all; an observer that fails is logged once and no longer called."""
+    left = list(observers)
+
+    def observe(observed: T) -> None:
+        for observer in tuple(left):
+            try:
+                observer(observed)
+            except Exception as error:
+                left.remove(observer)
+                _logger.warning("an observer of %s failed with %s and is left out", what, type(error).__name__)
+
+    return observe
