@@ -1,4 +1,4 @@
-"""The proxy: orders the documents of requests to a server with OpenAI's or Anthropic's API."""
+"""Proxy that orders documents in requests to OpenAI- or Anthropic-compatible servers."""
 
 from __future__ import annotations
 

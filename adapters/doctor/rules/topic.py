@@ -12,12 +12,12 @@ _CHECK = "topic's replica"
 _NOT_CHECKED = "if one address has several replicas: give it as URL, and the header of topics as --topic-header"
 _IGNORED = (
     "have the balancer choose the replica by this header (docs/replicas.md has the settings, deploy/README.md the "
-    "traps), and see that nothing in between drops it"
+    "traps), and check that nothing in between drops it"
 )
 
 
 def check(case: Case) -> Finding:
-    """Sends the same random prompt several times with the same topic: every time but the first it must be cached."""
+    """Send one random prompt several times with the same topic: each repetition must be cached."""
     if case.probe is None:
         return Finding(_CHECK, "unknown", "not checked", _NOT_CHECKED)
     try:
