@@ -194,7 +194,7 @@ class TestEarlierTurns:
         assert found.verdict == "bad"
         assert found.found.startswith("16 of 16 later turns")
         assert "an earlier user message lost its documents or other text (16)" in found.found
-        assert "as they were sent" in str(found.advice)
+        assert "send earlier turns again" in str(found.advice)
 
     def test_behind_a_system_message_that_changes(self, examine: Callable[..., dict[str, Finding]]) -> None:
         def replaced(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -420,7 +420,7 @@ class TestIdsThatAreRanks:
         first = served(range(count))
         assert (served(range(count - 1, -1, -1)) == first) == (count == 200)
 
-    @pytest.mark.parametrize(("ids", "said"), [("1234", "x-ragorder-permutation"), ("1213", "would leave them")])
+    @pytest.mark.parametrize(("ids", "said"), [("1234", "x-ragorder-permutation"), ("1213", "would not change them")])
     def test_the_option_is_advised_only_where_it_helps(
         self, ids: str, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:

@@ -452,12 +452,12 @@ class TestRepeatedDocuments:
     @pytest.mark.parametrize(
         ("template", "reference", "message"),
         [
-            ("<d>{text}</d>", "[{id}]", "needs {id}"),
-            (TEMPLATE, "It is above.", "has {id}"),
-            (TEMPLATE, "[{id}] {text}", "has {id}"),
-            (TEMPLATE, "[{id", "has {id}"),
-            (TEMPLATE, "{id.real}", "has {id}"),
-            ("<d>{id}:{text}</d>", "<d>{id}:</d>", "look like one"),
+            ("<d>{text}</d>", "[{id}]", "template needs {id}"),
+            (TEMPLATE, "It is above.", "reference needs {id}"),
+            (TEMPLATE, "[{id}] {text}", "reference needs {id}"),
+            (TEMPLATE, "[{id", "reference needs {id}"),
+            (TEMPLATE, "{id.real}", "reference needs {id}"),
+            ("<d>{id}:{text}</d>", "<d>{id}:</d>", "looks like a document"),
         ],
     )
     def test_what_names_nothing_is_refused(self, template: str, reference: str, message: str) -> None:
@@ -466,7 +466,7 @@ class TestRepeatedDocuments:
 
     def test_numbers_by_place_name_nothing(self) -> None:
         template = DocumentTemplate(TEMPLATE)
-        with pytest.raises(TemplateError, match="number of a place"):
+        with pytest.raises(TemplateError, match="position number"):
             make_app(
                 Orderer(),
                 upstream="http://127.0.0.1:1",
