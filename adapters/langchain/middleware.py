@@ -37,7 +37,7 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
     - `retriever`: documents for each user question, placed after the history and before the question.
-    - `repeat="name"`: a tool's documents that earlier messages of the request have are named instead of sent again. The
+    - `repeat="name"`: a tool's documents that earlier sent messages have are named instead of sent again. The
       tool's message is rewritten before its first use, and replaced in the agent's state; the tool's other text stays. A
       message without all of its documents whole is sent unchanged. By default all results stay as the tools wrote them.
     - `documents`: the documents of a tool's message; default its artifact, as `create_retriever_tool(…,

@@ -28,10 +28,10 @@ class DocumentsInside:
             wanted = documents[number]
             place = text.find(wanted) if wanted.strip() else -1
             while place >= 0:
-                end_of_other = next((end for start, end, _ in taken if start < place + len(wanted) and place < end), None)
-                if end_of_other is None:
+                other_end = next((end for start, end, _ in taken if start < place + len(wanted) and place < end), None)
+                if other_end is None:
                     break
-                place = text.find(wanted, end_of_other)
+                place = text.find(wanted, other_end)
             if place < 0:
                 return None
             taken.append((place, place + len(wanted), number))

@@ -69,8 +69,8 @@ class CacheOrderChatEngine(BaseChatEngine):
     - `condense`: search by a question that the model has rephrased from the history, by `condense_prompt`.
     - `node_postprocessors`: rerankers and filters, without `CacheOrderPostprocessor`.
     - `repeat`, `reference`: as for `PromptBuilder.turn`.
-    - `label`: the label that cites and later names a node: a function of a NodeWithScore (default: `number_label` of its
-      text).
+    - `label`: the label that cites and later names a node: a function of a NodeWithScore (default: `number_label` of
+      its text).
     - `scope`: the tenant, or a function of the QueryBundle. Scopes share no cache.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Raises ValueError for wrong options.

@@ -1,4 +1,4 @@
-"""The application: engines behind an ingress."""
+"""Ray Serve application of engines and an ingress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["make_application"]
 
 _BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _BY_CHOICE = "ragorder.adapters.ray.router.ChosenReplicaRouter"
-# Beyond these a topic's requests go to the next replica on the ring.
+# Above this, a topic's requests go to the next replica on the ring.
 _MOST_IN_FLIGHT = 64
 _MOST_AT_INGRESS = 4096
 
@@ -38,37 +38,37 @@ def make_application(
     ingress: Mapping[str, Any] | None = None,
     **proxy: Any,
 ) -> Application:
-    """An application of Ray Serve with OpenAI's API, for `serve.run`.
+    """Return an application of Ray Serve with OpenAI's API, for `serve.run`.
 
         app = make_application(EmbeddedEngine("/models/llama"), replicas={"num_replicas": 4})
         serve.run(app, route_prefix="/")
 
     - `make_engine` makes, in each replica, an ASGI application with OpenAI's API: `EmbeddedEngine`, or a function that
-      returns the proxy's `make_app` in front of the replica's own server. Ray pickles it.
-    - `choose="topic"`: a request's topic is its session, by which Ray's ConsistentHashRouter finds the replica; that
-      one's orderer is in `make_engine`. `topics` are the same in all processes of the ingress; across deployments they
-      need a secret.
-    - `choose="best"`: the replica with most of the request cached, less its load, by mirrors in the one process of the
-      ingress, which orders, too: `make_orderer` makes one for each replica, `make_engine` needs none.
-    - `replicas` and `ingress` are options of the two deployments (`num_replicas`, `ray_actor_options`, …). Beyond
+      returns the proxy's `make_app` for the replica's own server. Ray pickles it.
+    - `choose="topic"`: a request's topic is its session, which Ray's ConsistentHashRouter maps to a replica; the
+      replica's orderer is in `make_engine`. `topics` are the same in all processes of the ingress; across deployments
+      they need a secret.
+    - `choose="best"`: the replica with the longest cached prefix of the request, less its load, by mirrors in the one
+      process of the ingress, which also orders: `make_orderer` makes one for each replica, `make_engine` needs none.
+    - `replicas` and `ingress` are options of the two deployments (`num_replicas`, `ray_actor_options`, …). Above
       `max_ongoing_requests` (64) of a replica its requests go to the next one.
     - `proxy`: options of the proxy's `make_app` that find documents or limit clients (`template`, `api_key`, `hosts`,
-      `body_limit`, `timeouts`, …); with "best" `tokenizer` and `send_facts`, too, which the embedded engine needs.
+      `body_limit`, `timeouts`, …); with "best" also `tokenizer` and `send_facts`, which the embedded engine needs.
 
-    Raises UnsupportedRayError for a Ray without what this uses, ValueError for options that contradict each other.
+    Raises UnsupportedRayError for a Ray that lacks used parts, ValueError for contradictory options.
     """
     check_ray()
     if choose not in ("topic", "best"):
-        raise ValueError(f"choose must be 'topic' or 'best', got {choose!r}")
+        raise ValueError(f"choose is {choose!r}: give 'topic' or 'best'")
     is_topic = choose == "topic"
     if not is_topic and topics is not None:
-        raise ValueError("topics are for choose='topic'")
+        raise ValueError("topics need choose='topic': leave one of the two out")
     options = dict(replicas or {})
     if "request_router_config" in options:
-        raise ValueError(f"choose={choose!r} has a request router of its own: leave out request_router_config")
+        raise ValueError(f"choose={choose!r} sets the request router: leave out request_router_config")
     front = dict(ingress or {})
     if not is_topic and front.keys() & {"num_replicas", "autoscaling_config"}:
-        raise ValueError("choose='best' has one process of the ingress, with all mirrors: leave num_replicas out")
+        raise ValueError("choose='best' needs one process of the ingress, with all mirrors: leave num_replicas out")
     router = RequestRouterConfig(request_router_class=_BY_SESSION if is_topic else _BY_CHOICE)
     options = {"name": "Engine", "max_ongoing_requests": _MOST_IN_FLIGHT, **options}
     engines = serve.deployment(request_router_config=router, **options)(EngineReplica).bind(make_engine)

@@ -1,4 +1,4 @@
-"""The ingress that chooses the best replica for each request, and orders it for that replica's cache."""
+"""Ingress that chooses the best replica for each request and orders it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ __all__ = ["BestIngress", "BestReplicaProxy"]
 
 
 class BestReplicaProxy(ReverseProxy):
-    """Has Ray choose each request's replica by `ReplicaMirrors`, orders the request for it, and sends it there; to
-    another one if that is lost before the answer has begun. Raises HTTPError."""
+    """Proxy that has Ray choose each request's replica by `ReplicaMirrors`, orders the request for it, and sends it
+    there, or to another replica if that is lost before the answer has begun. Raises HTTPError."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class BestReplicaProxy(ReverseProxy):
 
     async def _exchange(self, head: Head, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
         body = await request_body.read()
-        # Ordering changes what was read.
+        # Ordering changes the parsed body.
         tried: list[str] = []
         while not await self._answered(head, body, await self._read(head, body, share), send, tried):
             pass
@@ -76,7 +76,7 @@ class BestReplicaProxy(ReverseProxy):
         return parsed
 
     async def _answered(self, head: Head, body: bytes, parsed: ParsedBody | None, send: Send, tried: list[str]) -> bool:
-        """False if the replica was lost, and the request should be sent to another one."""
+        """Return False if the replica was lost, and another should get the request."""
         choice = ReplicaChoice(self._mirrors, parsed, tuple(tried))
         async with AsyncExitStack() as until_answered:
             with as_http_errors():
@@ -103,7 +103,7 @@ class BestReplicaProxy(ReverseProxy):
     async def _ordered(self, orderer: RequestOrderer, parsed: ParsedBody | None, length: int) -> SentRequest:
         if parsed is None:
             return SentRequest()
-        # If the client leaves meanwhile, the documents may be ordered only afterwards.
+        # If the client disconnects meanwhile, the documents may be ordered only afterwards.
         return await self._workers.run(partial(orderer.order, parsed), length, abandoned=methodcaller("end"))
 
     def _request(self, head: Head, sent: SentRequest, received: bytes) -> ReplicaRequest:
@@ -114,7 +114,7 @@ class BestReplicaProxy(ReverseProxy):
 
 
 class BestIngress:
-    """Has a mirror of each replica's cache, so there is one process of it."""
+    """Ingress with a mirror of each replica's cache: run one process of it."""
 
     def __init__(
         self, replicas: DeploymentHandle, make_orderer: Callable[[], OrdererLike], options: Mapping[str, Any]
@@ -140,7 +140,7 @@ def _make_app(
     bodies_limit: int = BODIES_LIMIT,
     timeouts: Timeouts = Timeouts(),  # noqa: B008
 ) -> ASGIApp:
-    """As the proxy's `make_app`."""
+    """Options as for the proxy's `make_app`."""
     builder = builder or PromptBuilder("", tokenizer=tokenizer)
     tokens = TokenCounter(builder, tokenizer)
     facts: dict[str, Any] = {"send_facts": send_facts}

@@ -1,4 +1,4 @@
-"""Mirrors of the replicas' caches, beside the ingress."""
+"""Mirrors of the replicas' caches in the ingress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Mirror:
 
 
 class ReplicaMirrors:
-    """An orderer for each replica, by its id, made when it is first seen and dropped with it. For any thread.
+    """An orderer for each replica, by its id, made when it is first seen and dropped with it. Thread-safe.
 
     mirrors = ReplicaMirrors(lambda: RequestOrderer(Orderer(capacity_tokens=262_144)))
     """
@@ -36,8 +36,8 @@ class ReplicaMirrors:
         self._lock = Lock()
 
     def rank(self, replicas: Sequence[str], parsed: ParsedBody | None, tried: Collection[str] = ()) -> list[str]:
-        """Of all replicas that there are, the best for a request first, the others by their load; those tried only if
-        there are no others."""
+        """Return all replicas, the best for a request first, the others by their load; `tried` ones only if no others
+        exist."""
         with self._lock:
             for gone in self._mirrors.keys() - set(replicas):
                 if not self._mirrors[gone].in_flight:
@@ -56,7 +56,7 @@ class ReplicaMirrors:
 
     @contextmanager
     def in_flight(self, replica: str) -> Iterator[RequestOrderer]:
-        """The replica's orderer, for a request that it has while the block lasts."""
+        """Yield the replica's orderer; the request counts as in flight during the block."""
         with self._lock:
             mirror = self._of(replica)
             mirror.in_flight += 1
@@ -74,7 +74,7 @@ class ReplicaMirrors:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChoice:
-    """What a request router is asked: which replica is the best for this request, other than those `tried`."""
+    """Input of a request router: ranks replicas for this request, other than those `tried`."""
 
     mirrors: ReplicaMirrors
     parsed: ParsedBody | None

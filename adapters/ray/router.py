@@ -1,6 +1,6 @@
-"""The request router of deployments whose replica the ingress chooses.
+"""Request router of deployments whose replica the ingress chooses.
 
-Ray pickles this module by value: what processes share stands elsewhere.
+Ray pickles this module by value: state shared by processes belongs elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ChosenReplicaRouter"]
 
 
 class ChosenReplicaRouter(RequestRouter):  # type: ignore[misc]
-    """Tries the replicas in the order of the `ReplicaChoice` that `choose_replica` is given."""
+    """Router that tries the replicas in the order of the `ReplicaChoice` passed to `choose_replica`."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -25,7 +25,7 @@ class ChosenReplicaRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         if (rank := getattr(pending_request.args[0], "rank", None)) is None:
             return [candidate_replicas]
-        # Where all are full, Ray waits before it asks again.
+        # If all are full, Ray waits before it asks again.
         pending_request.routing_context.should_backoff = True
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
         return [[replicas[each]] for each in rank(list(replicas))]

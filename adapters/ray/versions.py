@@ -1,4 +1,4 @@
-"""Supported versions of Ray, and what of it is used.
+"""Supported versions of Ray, and the used parts of its API.
 
 Request routers are alpha, and `choose_replica` has no label: any minor version may change them.
 """
@@ -37,11 +37,11 @@ CONTRACT: dict[str, tuple[str, ...]] = {
     "ray.serve.handle:DeploymentResponseGenerator.cancel": (),
     "ray.serve.request_router:RequestRouter.choose_replicas": ("candidate_replicas", "pending_request"),
 }
-"""Names that the application uses, as "module:name", with the parameters that it gives or is given."""
+"""Names that the application uses, as "module:name", with the parameters that it passes or receives."""
 
 
 class UnsupportedRayError(RuntimeError):
-    """The installed Ray lacks what the application uses."""
+    """The installed Ray lacks parts that the application uses."""
 
 
 def check_ray() -> None:
@@ -60,7 +60,7 @@ def check_ray() -> None:
 
 
 def missing_parts() -> list[str]:
-    """Names of the contract that are not there, or do not take its parameters."""
+    """Return names of the contract that are missing, or lack its parameters."""
     return [name for name, parameters in CONTRACT.items() if not _has(name, parameters)]
 
 

@@ -153,7 +153,7 @@ class KVEventSubscriber:
             if frames is None:
                 self._pause()
             # A new connection may be to another engine, with the same batch numbers.
-            check = self._is_connected_anew() or time.monotonic() - news >= self._check_interval_s
+            check = self._has_new_connection() or time.monotonic() - news >= self._check_interval_s
             if check and self._replay_endpoint is not None:
                 if not self._catch_up():
                     return
@@ -164,8 +164,8 @@ class KVEventSubscriber:
             if self._replay_endpoint is not None and not self.synchronised:
                 return
 
-    def _is_connected_anew(self) -> bool:
-        anew = False
+    def _has_new_connection(self) -> bool:
+        is_new = False
         while self._connections.poll(0):
             event = int.from_bytes(self._connections.recv_multipart()[0][:2], sys.byteorder)
             if event == self._zmq.EVENT_DISCONNECTED:
@@ -174,8 +174,8 @@ class KVEventSubscriber:
                     self._socket.disconnect(self._endpoint)
                 self._socket.connect(self._endpoint)
             else:
-                anew = True
-        return anew
+                is_new = True
+        return is_new
 
     def _take(self, frames: list[bytes]) -> None:
         batch = self._read(frames)

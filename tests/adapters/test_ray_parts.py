@@ -80,8 +80,8 @@ class TestTheApplication:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"choose": "random"}, "choose must be 'topic' or 'best', got 'random'"),
-            ({"choose": "best", "topics": Topics("secret")}, "topics are for choose='topic'"),
+            ({"choose": "random"}, "choose is 'random': give 'topic' or 'best'"),
+            ({"choose": "best", "topics": Topics("secret")}, "topics need choose='topic'"),
             ({"replicas": {"request_router_config": None}}, "leave out request_router_config"),
             ({"choose": "best", "ingress": {"num_replicas": 2}}, "leave num_replicas out"),
         ],
