@@ -54,7 +54,6 @@ class CloudOrderers:
         self._lock = Lock()
 
     def of(self, model: str) -> ModelOrderer | None:
-        """Return the orderer of a model, or None if no table has it."""
         rules, provider = self._rules(model)
         if rules is None or provider is None:
             return None

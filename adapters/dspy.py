@@ -55,7 +55,7 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
         return self._put_in_order(self.retriever(*args, **kwargs), args, kwargs)
 
     async def aforward(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, with a synchronous retriever in a thread."""
+        """Run a synchronous retriever in a thread."""
         retriever: Any = self.retriever
         if hasattr(retriever, "aforward"):
             retriever = retriever.acall

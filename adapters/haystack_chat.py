@@ -37,7 +37,6 @@ class ChatTurn:
         self._confirm = confirm
 
     def confirm(self, reply: ChatMessage | None = None) -> None:
-        """Count the turn as served; without a reply its answer is unknown."""
         if self._confirm is not None:
             self._confirm(reply, None if reply is None else read_usage(reply.meta.get("usage")))
 
@@ -178,7 +177,6 @@ class CacheOrderFeedback:
 
     @component.output_types(history=list[ChatMessage], replies=list[ChatMessage])
     def run(self, replies: list[ChatMessage], turn: ChatTurn) -> dict[str, Any]:
-        """Return as `history` the sent messages and the first reply."""
         if replies:
             turn.confirm(replies[0])
         return {"history": [*turn.prompt, *replies[:1]], "replies": replies}

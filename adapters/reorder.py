@@ -41,7 +41,6 @@ def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
 
 
 def degrade(orderer: OrdererLike, reason: str) -> None:
-    """Degrade an orderer; a user's own wrapper may lack `degrade`."""
     note = getattr(orderer, "degrade", None)
     if note is not None:
         note(reason)
@@ -74,7 +73,6 @@ class Reorder(Generic[T]):
         self._scope = scope
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """Return the ordered items, and the ordering for the caller to finish."""
         try:
             scope = self._scope(*request, **named) if callable(self._scope) else self._scope
         except Exception as error:

@@ -128,7 +128,6 @@ def request_facts(
     exact_documents: int = 0,
     keep_question: bool = False,
 ) -> dict[str, Any]:
-    """Return the known facts."""
     facts: dict[str, Any] = {}
     if document_ends:
         facts["documents"] = list(document_ends)

@@ -42,7 +42,6 @@ class RequestColumns:
 
     @property
     def names(self) -> list[str]:
-        """Columns that `requests` reads."""
         return [self.documents] if self.scope is None else [self.documents, self.scope]
 
     def requests(self, table: Table) -> list[ShardRequest]:

@@ -82,7 +82,6 @@ class NextTurn(Generic[D]):
 
     @property
     def sources(self) -> list[D]:
-        """All documents, to look up an answer's citations."""
         return [*self.new, *self.repeated]
 
     @property
@@ -127,7 +126,7 @@ class NextTurn(Generic[D]):
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the same request: there cannot be two of it."""
+        """There cannot be two of one request."""
         return self
 
     def __del__(self) -> None:
@@ -177,7 +176,6 @@ class FrameworkTurns(Generic[M, D]):
         return number_label(self._text(item)) if self._label is None else str(self._label(item))
 
     def question_in(self, content: str) -> str:
-        """Return the question at the end of a turn's content, without the documents."""
         opening = self.builder.question_opening
         _, found, question = content.rpartition(opening) if opening else ("", "", content)
         return question if found else content
@@ -261,7 +259,6 @@ class FrameworkTurns(Generic[M, D]):
         return self._scope(*request) if callable(self._scope) else self._scope
 
     def _after_system(self, history: Sequence[M]) -> list[Message]:
-        """Return the plain messages after the system prompt."""
         messages = list(map(self.read, history))
         first = next((place for place, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
         system = self.builder.system

@@ -52,7 +52,6 @@ def answers_something(choice: Any) -> bool:
 
 
 def member(value: Any, name: str) -> Any:
-    """Return a member of a mapping or an object, or None if it has none."""
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
@@ -90,5 +89,5 @@ def _first(value: Any, *names: str) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Return a count of an answer, or None if it is no integer, such as 64.0."""
+    """Return None for a float: 64.0 is no count."""
     return None if isinstance(value, float) else reported_count(value)

@@ -81,7 +81,6 @@ def shared_beginnings(requests: Sequence[LoggedRequest]) -> list[SharedBeginning
 
 
 def common_length(one: str, other: str) -> int:
-    """Return the length of the common prefix in characters."""
     least, most = 0, min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -120,7 +119,6 @@ def repeated_parts(requests: Sequence[LoggedRequest]) -> list[dict[bytes, int]]:
 
 
 def _repeated_lines(requests: Sequence[LoggedRequest]) -> set[bytes]:
-    """Return the lines that at least two requests of a scope have."""
     once: set[bytes] = set()
     repeated: set[bytes] = set()
     for request in requests:
@@ -141,7 +139,6 @@ def _line_at(text: str, at: int) -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield non-blank lines and their starts."""
     start = 0
     for line in text.split("\n"):
         if line.strip():

@@ -42,7 +42,6 @@ class Case:
         return later_turns(self.log.requests)
 
     def tokens(self, characters: float) -> int:
-        """Return the estimated tokens, by the prompts' reported lengths."""
         return round(characters * self._tokens_per_character)
 
     @cached_property
@@ -50,7 +49,6 @@ class Case:
         return self.log.tokens_per_character()
 
     def length(self, request: LoggedRequest) -> int:
-        """Return the tokens of a request's prompt."""
         return request.prompt_tokens or self.tokens(len(request.text))
 
 
@@ -62,7 +60,6 @@ def graded(part: int, whole: int, *, bad: float = 0.5, warning: float = 0.1) -> 
 
 
 def counted(kinds: Mapping[str, int]) -> str:
-    """Return kinds with their counts, most frequent first."""
     return ", ".join(
         f"{name} ({count:,})" for name, count in sorted(kinds.items(), key=lambda each: (-each[1], each[0]))
     )

@@ -129,7 +129,7 @@ def _how_to_publish(host: str, engines: int) -> str:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a data-parallel rank: vLLM adds the rank to the port."""
+    """vLLM adds the rank to the port."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
 

@@ -25,7 +25,6 @@ _OTHER = {
 
 
 def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
-    """Return the kind by the server's list of models and the proxy's own route."""
     owners = {owner.lower() for model in models if isinstance(owner := model.get("owned_by", ""), str)}
     if "ragorder" in owners:
         return "embedded"

@@ -28,7 +28,6 @@ class MemoryReport:
     problem: str | None = None
 
     def needs(self) -> Iterator[tuple[str, int]]:
-        """Yield each part and its bytes."""
         model, index, workload = self.costs.model, self.costs.index, self.costs.workload
         yield f"weights: {len(model.layers)} layers", sum(model.layers)
         yield "weights: outside the layers", model.outside
@@ -55,7 +54,6 @@ class MemoryReport:
         return "\n".join(lines)
 
     def as_json(self) -> Mapping[str, Any]:
-        """Return JSON values."""
         found: dict[str, Any] = {
             "model": self.costs.model.model_dump(mode="json"),
             "index": self.costs.index.model_dump(mode="json"),

@@ -78,7 +78,6 @@ def check_samples(
     block_size: int | None,
     document_marker: str | None,
 ) -> list[Finding]:
-    """Compare two prompts: shared tokens by the server's tokenizer, and the first difference."""
     parting = _part(*samples, document_marker)
     if parting is None:
         advice = "give prompts of two different requests"

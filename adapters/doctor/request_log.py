@@ -162,7 +162,6 @@ def _part(part: Any) -> str:
 
 
 def _tagged(tag: Any) -> Iterator[Message]:
-    """Yield the message into which the proxy puts tagged documents."""
     if isinstance(tag, Mapping) and isinstance(documents := tag.get("documents"), list):
         texts = [
             f"[{each.get('id', '')}]\n{each.get('text', '')}\n\n" for each in documents if isinstance(each, Mapping)

@@ -63,7 +63,6 @@ def _is_asked(question: str, before: LoggedRequest) -> bool:
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the last question of a chat."""
     return next((each.text.strip() for each in reversed(messages) if each.role in _ASKS), "")
 
 

@@ -121,7 +121,6 @@ class EngineMetrics:
 
 
 def _stream(stream: StreamStats) -> Iterator[Metric]:
-    """Yield metrics of a model with streamed layers."""
     yield _counter(f"{_ENGINE}streamed_bytes", "Bytes of weights read from the model's files.", stream.bytes)
     uses = {"ready": stream.hits, "waited": stream.waits}
     yield _counters(f"{_ENGINE}streamed_layers", "Uses of streamed layers, ready or waited for.", "found", uses)

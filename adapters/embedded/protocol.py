@@ -276,7 +276,6 @@ def _is_neutral(name: str, value: Raw) -> bool:
 
 
 def _without_nothing(messages: Raw) -> Raw:
-    """Return messages without members that are null or an empty list; other input unchanged."""
     try:
         read = msgspec.json.decode(messages, type=list[dict[str, Raw]])
     except NOT_JSON:
@@ -314,7 +313,7 @@ def _unsupported(name: str) -> HTTPError:
 
 
 def _invalid(message: str) -> HTTPError:
-    """Return msgspec's complaint, which names the type and path of a value, never the value."""
+    """msgspec's complaint names the type and path of a value, never the value."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):

@@ -27,7 +27,6 @@ def event(content: Any) -> bytes:
 
 
 def usage(completions: Iterable[Completion]) -> dict[str, Any]:
-    """Return the usage of all prompts together."""
     completions = list(completions)
     prompt_tokens = sum(each.prompt_tokens for each in completions)
     completion_tokens = sum(len(each.token_ids) for each in completions)

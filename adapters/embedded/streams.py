@@ -32,7 +32,6 @@ class EmbeddedStreams:
         self._worker = worker
 
     def requests(self) -> int:
-        """Return the number of waiting or running requests of all clients."""
         return self._worker.unfinished
 
     def relieve(self) -> bool:

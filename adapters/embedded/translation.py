@@ -90,7 +90,7 @@ class RequestTranslator:
         return {"count": len(token_ids), "max_model_len": self._max_model_len, "tokens": token_ids, "token_strs": shown}
 
     def token_text(self, token_id: int) -> str:
-        """Return a token's text; an incomplete character becomes the replacement character."""
+        """An incomplete character becomes the replacement character."""
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _translated(
@@ -207,7 +207,6 @@ def _facts_of(body: CommonRequest) -> tuple[RequestFacts | None, bool]:
 
 
 def _whole(given: object) -> int:
-    """Return a count among the facts, 0 for anything else."""
     return given if type(given) is int and given > 0 else 0
 
 
@@ -221,7 +220,7 @@ def _salt(body: CommonRequest) -> str | None:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """Return a message as templates take it; parts are joined by newlines, as in vLLM."""
+    """Parts are joined by newlines, as in vLLM."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
     named = {} if message.name is None else {"name": message.name}

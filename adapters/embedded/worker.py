@@ -146,7 +146,6 @@ class EngineWorker:
         return self._stats
 
     def close(self) -> None:
-        """Abort requests, close the engine and wait for both."""
         self._commands.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():

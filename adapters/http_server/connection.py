@@ -152,7 +152,6 @@ class TimedConnection(H11Protocol):
         await HTTPError(503, message, code="too_many_connections", headers=headers).send(send)
 
     def _waits_for_client(self) -> bool:
-        """Return whether the rest of a header, or of a body that was answered early, is missing."""
         if self.conn.their_state is h11.SEND_BODY:
             return self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.IDLE

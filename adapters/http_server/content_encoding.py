@@ -21,7 +21,6 @@ _MOST_ZSTD_WINDOW = 8 << 20
 
 
 def encoding_of(headers: Headers) -> str | None:
-    """Return the encoding, or None for an uncompressed body."""
     named = b",".join(value for name, value in headers if name == b"content-encoding").decode("latin-1").lower()
     return ", ".join(each for name in named.split(",") if (each := name.strip()) not in ("", "identity")) or None
 

@@ -37,7 +37,6 @@ class HTTPError(Exception):
         self.content: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     async def send(self, send: Send, content: dict[str, Any] | None = None) -> None:
-        """Send the error; `content` replaces its own."""
         body = json.dumps(self.content if content is None else content).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self.headers]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})

@@ -19,7 +19,6 @@ class MemoryBudget:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Yield a share, released at the end of the block."""
         share = MemoryShare(self)
         try:
             yield share

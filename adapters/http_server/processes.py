@@ -103,7 +103,6 @@ class Supervisor:
         return False
 
     def _work(self, number: int, supervisor: int, on_started: Callable[[], None]) -> None:
-        """Run in the process of a worker."""
         # Ctrl-C is for the supervisor, which lets the workers end their requests.
         os.setpgid(0, 0)
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -114,7 +113,6 @@ class Supervisor:
         self._serve(self._sockets[number], on_started, lambda: os.getppid() != supervisor)
 
     def _replace_dead(self) -> None:
-        """Replace workers that die within a moment. Raises WorkerError."""
         wait([worker.sentinel for worker in self._workers.values()], timeout=_POLL_S)
         for number, worker in list(self._workers.items()):
             if self._stopped or worker.is_alive():

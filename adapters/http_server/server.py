@@ -135,7 +135,7 @@ class _Listening(socket.socket):
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a listening socket. `shared`: further sockets may have the same port. Raises OSError."""
+    """`shared`: further sockets may have the same port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     made = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)
     listening = _Listening(fileno=made.detach())

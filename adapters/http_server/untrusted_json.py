@@ -95,7 +95,6 @@ class HiddenSurrogates(NamedTuple):
     form: bytes
 
     def show(self, content: bytes) -> bytes:
-        """Return JSON made of this one, with the surrogates."""
         return _spliced(content, ((*each.span(), _shown(each[0], self.form)) for each in _HIDDEN.finditer(content)))
 
 
@@ -134,7 +133,6 @@ def decode_any(content: bytes) -> Any:
 
 
 def _lone_surrogates(content: bytes) -> Iterator[int]:
-    """Yield the starts of their escapes."""
     for each in _SURROGATE.finditer(content):
         at, end = each.span()
         # After a backslash it is the text of an escape; the second half of a pair is then lone.
@@ -146,7 +144,6 @@ def _lone_surrogates(content: bytes) -> Iterator[int]:
 
 
 def _is_escaped(content: bytes, at: int) -> bool:
-    """Return whether a backslash is escaped by the one before it."""
     first = at
     while first and content[first - 1] == _BACKSLASH:
         first -= 1

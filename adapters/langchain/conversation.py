@@ -52,7 +52,7 @@ def artifact_documents(message: ToolMessage) -> Sequence[Document]:
 
 
 def text_of(message: BaseMessage) -> str:
-    """Return the texts of a message's content; `message.text` depends on LangChain's version."""
+    """`message.text` depends on LangChain's version."""
     content = message.content
     parts = [content] if isinstance(content, str) else content
     texts = (part if isinstance(part, str) else part.get("text") for part in parts if not _is_other(part))
@@ -161,7 +161,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
     def _named_inside(
         self, message: ToolMessage, found: Sequence[Document], inside: DocumentsInside, turn: NextTurn[Document]
     ) -> ToolMessage:
-        """Return the tool's text, with references to the documents that earlier messages have."""
         named = set(map(id, turn.repeated))
         try:
             shown = [self.shown(found[place], named=id(found[place]) in named) for place in inside.order]
@@ -184,7 +183,6 @@ class LangChainTurns(FrameworkTurns[BaseMessage, Document]):
 
 
 def _beside_others(message: BaseMessage, content: Any) -> Any:
-    """Return a message's new content, followed by its parts other than text."""
     others = [] if isinstance(message.content, str) else [part for part in message.content if _is_other(part)]
     if not others:
         return content
@@ -198,12 +196,10 @@ def _texts_in(content: Any) -> list[Any]:
 
 
 def _is_other(part: Any) -> bool:
-    """Return whether a content part is not text, such as an image."""
     return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 def _loaded(artifact: Any) -> Document | None:
-    """Return a document restored by a checkpointer, or None if it is none."""
     if not isinstance(artifact, Mapping) or not isinstance(artifact.get("page_content"), str):
         return None
     members = {name: artifact.get(name) for name in ("id", "metadata")}

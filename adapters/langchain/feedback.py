@@ -168,7 +168,6 @@ def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, o
 
 
 def abandon(run_manager: Any) -> None:
-    """Report a cancelled retriever, which LangChain does not."""
     for handler in _handlers(run_manager):
         handler.on_retriever_error(BaseException(), run_id=run_manager.run_id)
 

@@ -37,9 +37,9 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         agent = create_agent(model, [search], middleware=[CacheOrderMiddleware(orderer, repeat="name")])
 
     - `retriever`: documents for each user question, placed after the history and before the question.
-    - `repeat="name"`: a tool's documents that earlier sent messages have are named instead of sent again. The
-      tool's message is rewritten before its first use, and replaced in the agent's state; the tool's other text stays. A
-      message without all of its documents whole is sent unchanged. By default all results stay as the tools wrote them.
+    - `repeat="name"`: a tool's documents that earlier sent messages have are named instead of sent again. The tool's
+      message is rewritten before its first use, and replaced in the agent's state; its other text stays. A message
+      without all of its documents whole is sent unchanged. By default all results stay as the tools wrote them.
     - `documents`: the documents of a tool's message; default its artifact, as `create_retriever_tool(…,
       response_format="content_and_artifact")` makes it.
     - `builder`: writes documents. Give it the agent's system prompt, whose length counts.
@@ -112,7 +112,6 @@ class CacheOrderMiddleware(AgentMiddleware):  # type: ignore[misc]
         return text_of(last) if isinstance(last, HumanMessage) else None
 
     def _marked(self, request: ModelRequest, prepared: Prepared) -> ModelRequest:
-        """Return the request to send."""
         front = _system(request)
         messages, arguments = marked(prepared.messages, prepared.turn, self._marks)
         changes: dict[str, Any] = {"messages": messages[len(front) :]}

@@ -48,7 +48,6 @@ def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
 
 
 def message_usage(message: BaseMessage) -> ReportedUsage | None:
-    """Return the usage of an answer, or None if LangChain's own cache answered."""
     return _usage(message)
 
 

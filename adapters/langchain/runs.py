@@ -178,7 +178,6 @@ class Runs:
             self._forget(root, name)
 
     def _finish(self, root: _OutermostRun, run: UUID, usage: ReportedUsage | None) -> None:
-        """Finish an LLM call; without usage nothing was computed."""
         call = root.calls.pop(run)
         for place, waiting in enumerate(call.claimed):
             waiting.calls.remove(call)

@@ -42,7 +42,6 @@ class DocumentsInside:
 
     @property
     def has_own_words(self) -> bool:
-        """Whether the tool has written more than documents and separators."""
         return any(map(_WORD.search, self.pieces))
 
     def fill(self, shown: Sequence[str]) -> str:

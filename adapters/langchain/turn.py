@@ -203,7 +203,7 @@ class CacheOrderTurn(Runnable[dict[str, Any], dict[str, Any]]):
 
 
 def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage]]:
-    """Return history and question. Raises LangChain's errors for invalid messages."""
+    """Raises LangChain's errors for invalid messages."""
     if "messages" in input:
         return convert_to_messages(input["messages"]), []
     question = input["input"]
@@ -214,7 +214,7 @@ def _read(input: Mapping[str, Any]) -> tuple[list[BaseMessage], list[BaseMessage
 
 
 def _computed(chunk: Any) -> bool:
-    """Return whether a chunk has computed content: a first chunk may only name the role."""
+    """A first chunk may only name the role."""
     return any(getattr(chunk, name, None) for name in ("content", "tool_call_chunks", "additional_kwargs"))
 
 

@@ -184,7 +184,6 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
         return None if parsed is None else self._requests.order(parsed)
 
     def _finish(self, name: str, response: Any) -> None:
-        """Finish a request; without a response it failed."""
         sent = self._pending.pop(name, None)
         if sent is None:
             return
@@ -230,7 +229,6 @@ def _give_name(ordered: dict[str, Any]) -> str:
 
 
 def _name_in(data: Any) -> str:
-    """Return the request's name, or "" if it has none."""
     names = (member(member(data, field), _NAME) for field in _METADATA)
     return next((name for name in names if isinstance(name, str)), "")
 

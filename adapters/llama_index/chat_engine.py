@@ -208,7 +208,7 @@ class CacheOrderChatEngine(BaseChatEngine):
         return await off_loop(partial(self._next, message, query, nodes, history), texts)
 
     def _condensing(self, message: str, history: Sequence[ChatMessage]) -> str | None:
-        """Return the prompt that asks for a search question, or None to search by the message itself."""
+        """Return None to search by the message itself."""
         if not self._condense or not history:
             return None
         users = MessageRole.USER

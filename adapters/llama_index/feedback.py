@@ -94,7 +94,6 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return type(self)()
 
     def expect(self, ordering: Ordering[Any], orderer: OrdererLike) -> bool:
-        """Give the ordering to the request in progress. Returns False if there is none."""
         span = self._open(active_span_id.get())
         while span is not None and span.retrieves:
             span = self._open(span.parent_id)
@@ -135,7 +134,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return self._end(id_, failed=True)
 
     def hear(self, event: Any) -> None:
-        """Handle an event: spans of streams end before the first token."""
+        """Spans of streams end before the first token."""
         if isinstance(event, LLMChatStartEvent | LLMCompletionStartEvent):
             self._sees_events = True
             span = self._open(event.span_id)
@@ -155,7 +154,6 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return None if id is None else self.open_spans.get(id)
 
     def _request_of(self, id: str | None) -> _RequestSpan | None:
-        """Return the nearest enclosing span in which documents were ordered."""
         span = self._open(id)
         while span is not None and not span.orderings:
             if span.request is not None:
@@ -190,7 +188,6 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         self._streams[id] = _AnswerStream(request, ref(stream, partial(_dropped, ref(self), id)))
 
     def _finish_stream(self, id: str, *, answer: Any = None) -> None:
-        """Finish a stream; `answer` is None if it was cut off, or reported nothing."""
         stream = self._streams.pop(id, None)
         if stream is None:
             return

@@ -71,7 +71,6 @@ class CostStats:
 
     @property
     def share(self) -> float:
-        """Share of the cost without a cache."""
         return self.tokens / self.uncached_tokens if self.uncached_tokens else 1.0
 
     @property
@@ -81,7 +80,6 @@ class CostStats:
 
     @classmethod
     def of(cls, families: Iterable[Metric], served: str, other: str) -> CostStats | None:
-        """Return the costs, or None without requests to clouds."""
         tokens: defaultdict[str, float] = defaultdict(float)
         money: defaultdict[str, float] = defaultdict(float)
         currencies, dates = set(), set()

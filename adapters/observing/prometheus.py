@@ -99,7 +99,6 @@ class Metrics:
 
     @property
     def whole(self) -> CollectorRegistry:
-        """Registry for a page of metrics."""
         return self.registry
 
     def read(self, collector: Collector) -> None:
@@ -107,7 +106,6 @@ class Metrics:
         self.registry.register(collector)
 
     def read_process(self) -> None:
-        """Add processor time, memory and open files of this process."""
         from prometheus_client import ProcessCollector
 
         self.read(ProcessCollector(registry=None))
@@ -120,7 +118,6 @@ class Metrics:
         self._passed.labels(reason).inc()
 
     def token_times(self, tbt_s: float) -> None:
-        """Note the mean seconds between the tokens of an answer."""
         self._tbt_s.observe(tbt_s)
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:

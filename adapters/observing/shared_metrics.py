@@ -43,7 +43,6 @@ def shared_metrics() -> Iterator[None]:
 
 
 def forget_process(pid: int) -> None:
-    """Remove the gauges of an ended process."""
     from prometheus_client.multiprocess import mark_process_dead
 
     mark_process_dead(pid)  # type: ignore[no-untyped-call]

@@ -76,7 +76,6 @@ class Stats:
 
     @property
     def cannot_compare(self) -> str | None:
-        """Reason, or None."""
         return self.comparison.reason
 
     @property
@@ -225,8 +224,7 @@ def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None)
 
 
 def _percentile_us(buckets: Sequence[tuple[float, float]], percent: float) -> float:
-    """Return a percentile as Prometheus' histogram_quantile does: linear within a bucket; above the last bound, that
-    bound."""
+    """As Prometheus' histogram_quantile: linear within a bucket; above the last bound, that bound."""
     finite = [(bound_s, count) for bound_s, count in buckets if not math.isinf(bound_s)]
     rank = (buckets[-1][1] if buckets else 0.0) * percent / 100
     below_s = below = 0.0

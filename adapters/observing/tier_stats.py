@@ -42,7 +42,6 @@ class Hits:
         return sum(self.as_json().values())
 
     def as_json(self) -> dict[str, int]:
-        """Tokens by source."""
         return {name: getattr(self, name) for name in SOURCES}
 
     @classmethod

@@ -139,8 +139,7 @@ class Call:
         return self.setup.orderer.topic(self.documents, scope=self.scope)
 
     def _add_topic(self, header: str) -> None:
-        """Add the topic's header, unless the caller has set it. All attempts share one topic, so that documents count
-        once."""
+        """The caller's own header stays. All attempts share one topic, so that documents count once."""
         topic = self._topic()
         own = dict(self.options.get("extra_headers", ()))
         if topic is not None and header.lower() not in map(str.lower, own):

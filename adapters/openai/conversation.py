@@ -126,7 +126,6 @@ class Conversation(Generic[A, S]):
         return self._generate(self._call(question, documents, options, history, hands_out=False))
 
     def branch(self) -> Conversation[A, S]:
-        """Return another conversation with the same messages."""
         naming = self.repeat, self.reference, self.rebase
         branch = Conversation(self._setup, self._generate, self._stream, self.messages, self.scope, *naming)
         branch._topic = self._topic
@@ -134,7 +133,6 @@ class Conversation(Generic[A, S]):
         return branch
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> None:
-        """Append an answered turn."""
         self._turn, self.messages = turn, list(messages)
         self._answered = True
         if self.rebase is not None:

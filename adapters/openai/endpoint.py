@@ -34,7 +34,6 @@ class ModelEndpoint:
         self._send_facts = send_facts
 
     def create(self, request: PromptRequest, options: dict[str, Any], usage: UsageOption) -> Any:
-        """Return the result of the client's create() for a streamed answer; `options` are checked."""
         options = options | {"model": self._model, "stream": True}
         if self._send_facts:
             options["extra_body"] = with_facts(
@@ -103,7 +102,7 @@ def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -
 
 
 def checked_salt(scope: str) -> str:
-    """Return the scope. Raises ValueError if it cannot be sent as a salt."""
+    """Raises ValueError for a scope that cannot be sent as a salt."""
     if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
         return scope
     raise ValueError(

@@ -96,7 +96,6 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
 def predict_lengths(
     orderer: OrdererLike, documents: Sequence[Document], scope: Hashable, question_tokens: int
 ) -> CachedLengths:
-    """Return the lengths of a prompt with a question of this length in tokens."""
     cached_tokens, documents_end = orderer.predict_cached_tokens(documents, scope=scope)
     return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
 
@@ -139,7 +138,6 @@ class OrderedPrompts:
         return self._orderer.order(documents, scope=scope, waiting=waiting, suffix_tokens=suffix_tokens)
 
     def suffix_tokens(self, query: str, options: Mapping[str, Any]) -> int:
-        """Return the tokens of the question and the expected answer with these options."""
         limit = options.get("max_completion_tokens")
         limit = options.get("max_tokens") if limit is None else limit
         limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
@@ -180,7 +178,6 @@ class OrderedPrompts:
         )
 
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
-        """Return the request that `commit` would return now. Records nothing."""
         ordered = self._orderer.preview(documents, waiting=self._waiting(question), scope=question.scope)
         return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
@@ -197,7 +194,6 @@ class OrderedPrompts:
         return _CommittedRequest(request, ordering, self.answer_length)
 
     def note_sent(self, request: PromptRequest) -> None:
-        """Call `learn`, as `commit` does."""
         if self._learn is not None and request.prompt_tokens is not None:
             self._learn(request.prompt_tokens)
 

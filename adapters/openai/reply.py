@@ -59,7 +59,6 @@ class Reply:
             stream.response = self._wire = _TailedResponse(stream.response)
 
     def read(self, chunk: Any) -> str:
-        """Return the text of a chunk. Never raises."""
         usage, choices = member(chunk, "usage"), member(chunk, "choices")
         if usage is not None:
             self._usage = usage

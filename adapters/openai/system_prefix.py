@@ -84,7 +84,7 @@ class SystemPrefix:
         return (question.scope, question.query) if self._asks else question.scope
 
     def is_cached(self, question: Question, /) -> bool:
-        """Return whether the prefix is cached, or shorter than a block and so never cached."""
+        """True for a prefix shorter than a block, which is never cached."""
         if self._asks:
             return False
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
@@ -92,7 +92,7 @@ class SystemPrefix:
         return self._orderer.holds_prefix(scope=question.scope) and self.engine.trusted(question.scope)
 
     async def prefill(self, question: Question, /) -> None:
-        """Prefill the prefix. Raises the engine's errors; cancelling aborts the request."""
+        """Raises the engine's errors; cancelling aborts the request."""
         request = self._request(question)
         suffix_tokens = (request.prompt_tokens or 0) - self._builder.prefix_tokens
         ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, suffix_tokens=suffix_tokens)
@@ -134,7 +134,7 @@ def _shaping(options: Any) -> dict[str, Any]:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Return whether an error may be a restart: a refused request is none."""
+    """A refused request is no sign of a restart."""
     status = getattr(error, "status_code", None)
     refused = isinstance(status, int) and status < 500
     return not (refused or isinstance(error, (ValueError, TypeError)))

@@ -115,7 +115,6 @@ class Body:
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
-        """Yield the well-formed texts, in order."""
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
@@ -133,7 +132,6 @@ class Body:
         return self.takes_cache_key and self.fields.get("prompt_cache_key", _NULL) == _NULL
 
     def number(self, name: str) -> int | None:
-        """Return an integer, or None for any other type."""
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
@@ -172,7 +170,6 @@ def encode(value: object) -> Raw:
 
 
 def decode(content: bytes | Raw, kind: type[T]) -> T | None:
-    """Return decoded JSON, or None for another type or invalid JSON."""
     try:
         return msgspec.json.decode(content, type=kind)
     except NOT_JSON:

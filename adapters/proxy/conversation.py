@@ -60,7 +60,6 @@ class ChatBody(Body):
         return PromptPrefix(messages)
 
     def append(self, turn: object) -> None:
-        """Append a user message: a text or content parts."""
         messages = [*self.prefix().messages, encode({"role": "user", "content": turn})]
         self._put_messages(messages, {len(messages) - 1})
 

@@ -72,7 +72,7 @@ class ReplicaBackoff:
         self._asked_until = max(self._asked_until, self._clock() + min(seconds, _LONGEST_ASKED_S))
 
     def taken(self) -> None:
-        """Note a request: after failures it is the only probe until the backoff has passed again."""
+        """After failures it is the only probe until the backoff has passed again."""
         if self._failures >= _FAILURES:
             self._is_tried = True
             self._failed_until = self._clock() + self._backoff_s
@@ -181,7 +181,6 @@ class Fleet:
             registry.register(self)
 
     def connect(self, server: Callable[[str], Upstream], orderer: Callable[[OrdererLike], RequestOrderer]) -> None:
-        """Make the replicas; ranks of one server share its connections."""
         servers: dict[str, Upstream] = {}
         for each in self.addresses:
             if (root := _root(each.upstream)) not in servers:
@@ -226,7 +225,6 @@ class Fleet:
                 each.backoff.ask(seconds)
 
     def suspect(self, replica: Replica) -> None:
-        """Mark its server as failed and check it at once."""
         for each in self.replicas:
             if each.server is replica.server:
                 each.up = False
@@ -311,7 +309,6 @@ class Fleet:
 
 
 def _root(address: str) -> str:
-    """Return the address without /v1, so that both spellings are one server."""
     return address.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 

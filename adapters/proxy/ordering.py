@@ -55,7 +55,6 @@ class SentRequest:
         return [*received, *self.added]
 
     def headers(self) -> Headers:
-        """Return headers to add to the answer."""
         return []
 
     def begin(self, status: int, headers: Headers) -> None:

@@ -440,12 +440,10 @@ def _left(by: MarkedBy, marks: BodyMarks | None) -> Left | None:
 
 
 def _can_be_mapped(documents: Sequence[object]) -> bool:
-    """Return whether the answer's header can list each document's position."""
     return ranks_value(range(len(documents))) is not None
 
 
 def _first_run(body: Body, template: DocumentTemplate) -> tuple[Passage, DocumentRun] | PassReason:
-    """Return the first run of two or more adjacent documents outside answers."""
     has_one = False
     for passage in body.passages():
         if passage.role == "assistant":

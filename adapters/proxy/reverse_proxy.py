@@ -96,7 +96,6 @@ class ReverseProxy(ABC):
         """Answer one request."""
 
     def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
-        """Return the parsed body and the bytes to reserve for it."""
         parsed = self._parser.parse(route, body)
         if parsed is None:
             return None, len(body)
@@ -225,7 +224,7 @@ async def pieces(body: list[bytes], share: MemoryShare, kept: int = 0) -> AsyncI
 
 
 def _max_character_bytes(body: bytes) -> int:
-    """Return the bytes per character: CPython stores all characters of a text as wide as the widest."""
+    """CPython stores all characters of a text as wide as the widest."""
     return 1 if body.isascii() and b"\\u" not in body else 4
 
 

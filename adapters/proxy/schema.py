@@ -83,7 +83,6 @@ class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     ) = None
 
     def document(self, tokens: int | None = None) -> Document:
-        """Return the document; `tokens` overrides the client's count."""
         metadata = {} if self.title is None else {"title": self.title}
         if tokens is None and self.tokens is not None:
             tokens = int(self.tokens)
@@ -207,7 +206,6 @@ def _operation(name: str, body: str, error: str = "Error") -> dict[str, Any]:
 
 
 def _invalid(complaint: str) -> HTTPError:
-    """Return an error without names that the client made up."""
     found = _PLACE.search(complaint)
     where = FIELD + (found[1] if found else "")
     if complaint.startswith(_UNKNOWN):

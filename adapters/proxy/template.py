@@ -55,7 +55,6 @@ class DocumentRun:
         return pieces
 
     def arranged(self, permutation: Sequence[int]) -> str:
-        """`permutation` has the document's index at each position."""
         documents = self.documents
         return self.filled([documents[place] for place in permutation])
 
@@ -78,7 +77,6 @@ class DocumentParts(NamedTuple):
         return self.before + id + self.after
 
     def at_number(self) -> DocumentParts:
-        """Split at the number that begins the id, if there is one."""
         found = _NUMBER.match(self.id)
         if found is None:
             return self
@@ -172,7 +170,6 @@ class DocumentTemplate:
         return slice(document.rfind(literal, start, end) + len(literal), end)
 
     def spans(self, text: str) -> Iterator[_Span]:
-        """Yield the spans of documents: each opening text with the next closing text, if neither is doubled."""
         opened_at = text.find(self._open)
         while opened_at >= 0:
             inside = opened_at + len(self._open)

@@ -58,7 +58,6 @@ class TokenCounter:
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def found(self, text: str, salt: str | None) -> int | None:
-        """Return the tokens of a document found in a text, or None if they must be estimated."""
         return self._once(salt, ("found", text), lambda: self._encode(text)) if self.exact else None
 
     def question(self, query: str) -> int:

@@ -175,8 +175,8 @@ def _authorization(address: str, api_key: str | None) -> Headers:
 
 
 def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
-    """Return whether a connection has bytes already read; httpx2's pool notices later ones. True if it cannot be
-    inspected."""
+    """Return whether a connection has unread bytes; True if it cannot be inspected. httpx2's pool notices later
+    ones."""
     if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:
@@ -211,7 +211,6 @@ _KINDS = {
 
 
 def error_content(path: str, error: HTTPError) -> dict[str, Any]:
-    """Return the body of an error: Anthropic's form on its routes, OpenAI's on all others."""
     return _of_messages(error) if path == _MESSAGES or path.startswith(f"{_MESSAGES}/") else error.content
 
 

@@ -82,7 +82,6 @@ class ReplicaAnswer(httpx2.AsyncByteStream):
                 self._items.cancel()
 
     async def _next(self) -> Any:
-        """Return the next item, or None at the end."""
         try:
             with as_http_errors():
                 async with asyncio.timeout(self._timeout_s):

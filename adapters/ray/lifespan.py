@@ -49,7 +49,6 @@ class Lifespan:
         return run
 
     async def _ask(self, what: str, run: asyncio.Task[None]) -> Message | None:
-        """Return the application's answer, or None if it has ended."""
         self._given.put_nowait({"type": what})
         answer = asyncio.ensure_future(self._answered.get())
         await asyncio.wait([answer, run], return_when=asyncio.FIRST_COMPLETED)

@@ -96,8 +96,6 @@ class EngineReplica:
 
 
 def _held(app: ASGIApp) -> ASGIApp:
-    """Return the application with answers that begin with their first token."""
-
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in _OF_TOKENS:
             send = HeldAnswer(send, of_tokens=True, refusable=False)

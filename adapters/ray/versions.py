@@ -60,7 +60,6 @@ def check_ray() -> None:
 
 
 def missing_parts() -> list[str]:
-    """Return names of the contract that are missing, or lack its parameters."""
     return [name for name, parameters in CONTRACT.items() if not _has(name, parameters)]
 
 

@@ -75,7 +75,6 @@ class OrderLog:
 
     @property
     def last(self) -> bytes:
-        """Id of the last entry read."""
         return self._last
 
     def start(self) -> None:
@@ -98,7 +97,6 @@ class OrderLog:
         self._stopped = True
 
     def _again(self, work: Callable[[Any], None]) -> None:
-        """Reconnect until closed."""
         while not self._stopped:
             client = self._connect()
             try:
@@ -126,7 +124,6 @@ class OrderLog:
             sleep(_GATHERED_S)
 
     def _fill(self) -> bool:
-        """Return whether orders must be sent: those that could not be sent last time, or new ones."""
         while self._waiting and len(self._unsent) < _AT_ONCE:
             self._unsent.append((next(self._numbers), self._waiting.popleft()))
         return bool(self._unsent)
@@ -145,7 +142,7 @@ class OrderLog:
                 self._last = _START
 
     def _ends_before(self, client: Any) -> bool:
-        """Return whether the stream's last entry is before the last one read, as in a stream that started over."""
+        """A stream that started over may end before the last entry read."""
         newest = client.xrevrange(self._stream, count=1)
         return _place(newest[0][0] if newest else _START) < _place(self._last)
 
@@ -162,7 +159,7 @@ class OrderLog:
         self.applied += 1
 
     def _is_known(self, process: bytes, number: int) -> bool:
-        """Return whether an order was read before: the numbers of a process rise."""
+        """The numbers of a process rise."""
         if number <= (self._known.get(process) or 0):
             return True
         self._known.put(process, number)

@@ -40,7 +40,6 @@ class AsyncVLLM:
         self._pieces = RequestOutputKind.DELTA
 
     def requests(self) -> int:
-        """Return the number of waiting or running requests of all clients."""
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:

@@ -51,7 +51,6 @@ def connect(
     settings: Settings,
     api_key: str | None = None,
 ) -> OrdererT:
-    """Return the orderer of `Orderer.for_vllm`."""
     if settings.events_endpoint is not None and not (builder is not None and builder.prefix_ids):
         raise ValueError(
             "events_endpoint needs builder=PromptBuilder(tokenizer=…) with the served model's tokenizer: KV events "
@@ -81,7 +80,6 @@ def connect(
 def _for_hybrid(
     for_cloud: Callable[..., OrdererT], settings: Settings, builder: PromptBuilder | None, missing: list[str]
 ) -> OrdererT:
-    """Return an orderer by `hybrid_rules`: such a model does not resume at every block."""
     rules = hybrid_rules(settings.block_size)
     orderer = for_cloud(rules=rules, settings=settings, builder=builder)
     for reason in missing:
@@ -119,7 +117,7 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
 
 
 def _is_proxy(server: Server) -> bool:
-    """Return whether the server is `ragorder serve`, even if its own servers do not answer."""
+    """True even if its own servers do not answer."""
     try:
         server.get_json("/ragorder/health")
     except ServerError:

@@ -64,7 +64,7 @@ class EventReader:
         self._warned_block_size = False
 
     def read(self, payload: bytes, blocks: EngineBlocks) -> None:
-        """Apply a batch; unreadable parts are skipped."""
+        """Unreadable parts are skipped."""
         self.counters.batches += 1
         try:
             told = self._decode(payload)
@@ -109,7 +109,7 @@ class EventReader:
             self.counters.cleared += 1
 
     def _compare(self, theirs: Any, tokens: int, blocks: int, ours: int) -> None:
-        """Warn of another block size, but only if the event's own tokens confirm it."""
+        """A size counts only if the event's own tokens confirm it."""
         if theirs == ours or not (tokens and tokens == theirs * blocks) or self._warned_block_size:
             return
         self._warned_block_size = True

@@ -104,7 +104,7 @@ class KVEventSubscriber:
         return self._synchronised.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop the thread. Idempotent."""
+        """Idempotent."""
         self._stop.set()
         self._thread.join()
 
@@ -132,7 +132,6 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
 
     def _synchronise(self) -> None:
-        """Replay until the server answers."""
         wait_s = _FIRST_BACK_OFF_S
         while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
             if self._catch_up():
@@ -146,7 +145,6 @@ class KVEventSubscriber:
             self._on_pause(self)
 
     def _listen(self) -> None:
-        """Apply batches until the engine stops answering."""
         news = time.monotonic()
         while not self._stop.is_set():
             frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
@@ -297,7 +295,7 @@ class KVEventSubscriber:
         return None
 
     def _is_repeated(self, batch: _EventBatch) -> bool:
-        """Return whether the batch is known: both the live stream and a replay may have it."""
+        """Both the live stream and a replay may have a batch."""
         return self._recent.get(batch.number) == hash(batch.payload)
 
     def _apply(self, blocks: EngineBlocks, batch: _EventBatch) -> None:

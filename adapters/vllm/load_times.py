@@ -132,7 +132,6 @@ class TierLoads:
         return time.monotonic() < self._deadline
 
     def _filling_s(self, tier: str, stats: TierStats) -> float:
-        """Return the seconds to evict a prompt from all tiers before this one, by the profile."""
         sizes = {figures.tier: figures.capacity_bytes for figures in stats.tiers}
         prompts = float(self._filling)
         if tier == "disk" and sizes.get("device"):
@@ -167,7 +166,7 @@ class TierLoads:
         return None
 
     def _counted(self, before: Hits, prompt_tokens: int) -> Hits:
-        """Wait until the request is counted: a server counts it after its last token."""
+        """A server counts a request after its last token."""
         deadline = time.monotonic() + _COUNTED_S
         found = self._hits() - before
         while found.total < prompt_tokens and time.monotonic() < deadline:

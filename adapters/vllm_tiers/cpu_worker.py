@@ -97,7 +97,6 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return [result for result, _ in ended]
 
     def take_failures(self) -> list[FailedCopy]:
-        """Return each failure among the results of `get_finished` once."""
         taken, self._failures = self._failures, []
         return taken
 

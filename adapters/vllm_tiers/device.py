@@ -108,6 +108,6 @@ def _facts(request: Any) -> RequestFacts:
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
-    """Return the bytes of a block; each tensor has the size of the whole allocation."""
+    """Each tensor has the size of the whole allocation."""
     tensors = kv_cache_config.kv_cache_tensors
     return int(tensors[0].size) // int(kv_cache_config.num_blocks) if tensors and kv_cache_config.num_blocks else 0

@@ -108,7 +108,6 @@ class DeviceOrder:
         self._safely(self._use, block_ids, cached_tokens, cost, facts)
 
     def leaving(self, count: int) -> None:
-        """Make room: `count` blocks are about to be taken from the front."""
         self._safely(self._make_room, count)
 
     def left(self, blocks: Sequence[Any]) -> None:
@@ -192,7 +191,6 @@ class DeviceOrder:
         self._tier.use(keys[:within], cost=cost, computed=computed, expected=facts.forecast(keys, ends))
 
     def _is_known(self, block: Any) -> bool:
-        """Return whether the block's content is known; drop its earlier content."""
         key = self._keys.get(block.block_id)
         if key is None:
             return False
@@ -202,7 +200,6 @@ class DeviceOrder:
         return False
 
     def _admit(self, block: Any, parent: Key | None) -> bool:
-        """Insert the block if vLLM would find it."""
         key = block.block_hash
         if self._contents.get_one_block(key) is not block:
             return False
@@ -216,7 +213,7 @@ class DeviceOrder:
         return True
 
     def _attach(self, key: Key, parent: Key | None) -> None:
-        """Set the parent of a block: blocks of a preempted request arrive without parents."""
+        """Blocks of a preempted request arrive without parents."""
         node = self._tier.get(key)
         if parent is not None and node is not None and node.parent is None:
             pins = node.pins

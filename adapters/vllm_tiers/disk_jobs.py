@@ -51,7 +51,6 @@ class JobThreads:
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended, or was not yet taken."""
         return bool(self._unended or self._ended)
 
     def add(self, job: ChunkJob) -> None:
@@ -72,7 +71,7 @@ class JobThreads:
         return ended
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for all jobs. Returns False after `seconds`."""
+        """Return False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 

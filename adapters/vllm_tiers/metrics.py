@@ -90,7 +90,6 @@ class TierCounts(_Counters):
     refused: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> OffloadingConnectorStats:
-        """Return gauges, and the growth of counters since the last report."""
         stats = OffloadingConnectorStats()
         label = (self.tier,)
         stats.set_gauge(CHUNKS, self.chunks, label)

@@ -79,7 +79,6 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         path.awaited = ()
 
     def count(self, request: ReqContext) -> None:
-        """Count the request for its path, once."""
         path = path_of(request)
         if path.counted:
             return

@@ -71,7 +71,6 @@ class RequestPath:
             self._device = self._place(key)
 
     def loaded(self, keys: Iterable[OffloadKey]) -> None:
-        """Note chunks loaded from the tiers after the device."""
         places = [place for key in keys if (place := self._place(key)) is not None]
         self._loaded = max([self._loaded, *(place + 1 for place in places)])
 
@@ -86,12 +85,10 @@ class RequestPath:
         return self.counted and place is not None and (self.last is None or place < self.last)
 
     def admits(self, key: OffloadKey) -> bool:
-        """Return whether the tiers may store this chunk."""
         place = self._place(key)
         return self.admitted is None or place is None or place < self.admitted
 
     def before(self, end: int) -> int:
-        """Return the number of chunks that end within `end` tokens."""
         return bisect_right(self.ends, end)
 
     def _place(self, key: OffloadKey) -> int | None:
@@ -127,7 +124,6 @@ def facts_of(request: ReqContext) -> ReadFacts:
 
 
 def state_of(request: ReqContext, kind: type[T], make: Callable[[], T]) -> T:
-    """Return the state of this type that vLLM keeps with the request, made on first use."""
     state: T | None = request.get_state(kind)
     if state is None:
         state = make()

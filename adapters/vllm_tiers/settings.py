@@ -38,7 +38,6 @@ class TierSettings(KVTierSettings):
         return self
 
     def kv_transfer_config(self) -> dict[str, Any]:
-        """Return the configuration, with absolute paths."""
         settings = self.model_copy(
             update={"disk_path": _absolute(self.disk_path), "profile": _absolute(self.profile)},
         )

@@ -128,7 +128,6 @@ def _read_piece(descriptor: int, start: int, end: int) -> bytes:
 
 
 def _read(memory: Path) -> dict[str, list[int | str]]:
-    """Return the cached digests, or {} if the file is not trusted."""
     try:
         descriptor = os.open(memory, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -75,7 +75,7 @@ class WorkflowPrefix:
         return self._prefix.is_cached(_question(question))
 
     async def prefill(self, question: NodeQuestion, /) -> None:
-        """Prefill the prompt. Raises the engine's errors; cancelling aborts the request."""
+        """Raises the engine's errors; cancelling aborts the request."""
         committed = self._prompts.commit(NodeQuestion("", question.scope, max_tokens=1), ())
         usage, began = None, False
         try:

@@ -43,7 +43,6 @@ class SharedWorkflows:
         return await self._thread.arun(self._server.run(graph, question, **options))
 
     def close(self) -> None:
-        """Close the server and end its thread."""
         self._thread.close(self._server.close)
 
     def __enter__(self) -> Self:

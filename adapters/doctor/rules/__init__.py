@@ -21,6 +21,5 @@ class Rule(Protocol):
 
 
 def all_rules() -> list[Rule]:
-    """Return the rules, sorted by name."""
     names = sorted(each.name for each in iter_modules(__path__))
     return [cast(Rule, import_module(f"{__name__}.{name}")) for name in names]
