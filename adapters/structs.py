@@ -1,4 +1,4 @@
-"""msgspec structs that several threads may read at once."""
+"""msgspec structs for concurrent readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server of decoupled batches whose documents are ordered."""
+"""Server of decoupled batches with ordered documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a model and an index need here, and their placement."""
+"""Memory needs of a model and an index, and their placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes that serve on one port."""
+"""Several serving processes on one port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages whose documents are content parts with cache breakpoints."""
+"""Messages with documents as content parts and cache breakpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Middleware for LangChain agents whose documents come from tools."""
+"""Middleware for LangChain agents with documents from tools."""
 
 from __future__ import annotations
 

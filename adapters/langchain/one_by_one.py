@@ -1,4 +1,4 @@
-"""Serialised calls that never wait for a lock."""
+"""Serialised calls without waiting for a lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chain step that orders documents."""
+"""Chain step for ordering documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proxy that orders documents in requests to OpenAI- or Anthropic-compatible servers."""
+"""Ordering proxy for OpenAI- and Anthropic-compatible servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers held until they begin, so that another replica can still answer."""
+"""Answers held until their first token, for a retry elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that store OpenAI responses."""
+"""Replicas of stored OpenAI responses."""
 
 from __future__ import annotations
 

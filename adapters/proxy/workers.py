@@ -1,4 +1,4 @@
-"""Threads for the work on bodies, which never blocks the event loop."""
+"""Threads for the work on bodies, off the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ingress that chooses the best replica for each request and orders it."""
+"""Ingress with mirrors: chooses and orders for the best replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deployment that takes HTTP requests to an engine's replica."""
+"""Ingress deployment from HTTP to an engine's replica."""
 
 from __future__ import annotations
 

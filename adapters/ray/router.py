@@ -1,4 +1,4 @@
-"""Request router of deployments whose replica the ingress chooses.
+"""Request router for replicas chosen by the ingress.
 
 Ray pickles this module by value: state shared by processes belongs elsewhere.
 """

@@ -1,4 +1,4 @@
-"""Decoder of KV event batches, from all versions of vLLM and from SGLang."""
+"""Decoder of KV event batches from vLLM and SGLang."""
 
 from __future__ import annotations
 

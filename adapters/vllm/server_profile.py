@@ -1,4 +1,4 @@
-"""Prefill profile that a vLLM server with ragorder's tiers awaits."""
+"""Prefill profile of a vLLM server with ragorder's tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's offloading connector with copies that may fail.
+"""vLLM's offloading connector with fallible copies.
 
 vLLM imports this module first: it checks the version.
 """

@@ -1,4 +1,4 @@
-"""Identity of an engine's KV: everything that determines a chunk's bytes.
+"""Identity of an engine's KV: all inputs of a chunk's bytes.
 
 vLLM's keys are digests of tokens alone; `note_model` adds facts that only a connector's configuration has. Not covered:
 LoRA adapters or weights replaced under the same path in a running engine.

@@ -1,4 +1,4 @@
-"""Haystack: component that runs a workflow on a shared server."""
+"""Haystack: component for workflows on a shared server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LangChain: retriever that runs a workflow on a shared server."""
+"""LangChain: retriever for workflows on a shared server."""
 
 from __future__ import annotations
 

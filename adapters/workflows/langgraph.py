@@ -1,4 +1,4 @@
-"""LangGraph: node that runs a workflow on a shared server."""
+"""LangGraph: node for workflows on a shared server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workflow server whose documents are ordered."""
+"""Workflow server with ordered documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Later turns that do not begin with the turn before."""
+"""Later turns not beginning with the turn before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that render an earlier turn differently in the next one."""
+"""Chat templates with different renderings of an earlier turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balancers that send requests with the same topic to different replicas."""
+"""Balancers without one replica for each topic."""
 
 from __future__ import annotations
 

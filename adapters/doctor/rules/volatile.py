@@ -1,4 +1,4 @@
-"""Text before the documents that differs between requests."""
+"""Changing text before the documents."""
 
 from __future__ import annotations
 
