@@ -348,7 +348,7 @@ def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
         return marked_documents(ordering)
     room = max(0, marks.form.most - marks.turns)
     places = [mark for mark in cloud.breakpoints if mark or marks.has_front]
-    # Priority: the breakpoint of the cached prefix, then those of what is written from the last on, then earlier ones.
+    # Priority: the breakpoint of the cached prefix, then breakpoints of new text, last first, then earlier ones.
     resumed = cloud.resumed
     places.sort(key=lambda mark: (mark != resumed, mark < resumed, mark if mark < resumed else -mark))
     kept = sorted(places[:room])

@@ -102,9 +102,9 @@ def as_http_errors() -> Iterator[None]:
         message = "Too many requests wait for a replica: try again later."
         raise HTTPError(503, message, code="too_many_waiting", headers=_RETRY) from None
     except DeploymentUnavailableError:
-        message = "The engines could not be started: Ray Serve's status says why."
+        message = "The engines could not be started: see Ray Serve's status."
         raise HTTPError(503, message, code="no_replica", headers=_RETRY) from None
     except (RayTaskError, TaskCancelledError, RequestCancelledError):
-        raise UpstreamError(502, "The replica failed: its log says why.", code="upstream_unavailable") from None
+        raise UpstreamError(502, "The replica failed: see its log.", code="upstream_unavailable") from None
     except (RayError, ReplicaUnavailableError):
         raise ReplicaLostError(502, "The replica was lost.", code="upstream_unavailable") from None

@@ -147,7 +147,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         if min(blocks, default=0) < 0 or min(chunks, default=0) < 0:
             raise ValueError("blocks and chunks are numbered from 0")
         if len(device.group_sizes) != len(self._parts):
-            raise ValueError("the groups are not those of the KV caches")
+            raise ValueError("the number of groups differs from the KV caches'")
         for parts, count, first in zip(self._parts, device.group_sizes, device.block_indices, strict=True):
             if not count:
                 continue

@@ -30,7 +30,7 @@ def check(case: Case) -> Finding:
         return Finding(_CHECK, "unknown", "answers report no cached tokens", advice)
     hits = sum(1 for each in cached_tokens if each)
     if hits == times:
-        return Finding(_CHECK, "good", f"{times} requests with the same {header} found what the first had computed")
-    found = f"{hits} of {times} requests with the same {header} found what the first had computed"
+        return Finding(_CHECK, "good", f"{times} requests with the same {header} reused the first one's prefix")
+    found = f"{hits} of {times} requests with the same {header} reused the first one's prefix"
     also = "" if hits else "; if there is one replica alone, its prefix cache is off"
     return Finding(_CHECK, "bad", found, f"{_IGNORED}{also}")
