@@ -61,7 +61,6 @@ def plan_dataset(
 
 
 def _sampled(dataset: Dataset, columns: RequestColumns, most: int) -> list[ShardRequest]:
-    """Return every row, or every second, fourth, … one."""
     import pyarrow
 
     kept: list[ShardRequest] = []

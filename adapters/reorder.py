@@ -34,7 +34,6 @@ def order_items(
 
 
 def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
-    """Return an item's identity besides its text: the user's `key`, else its own id, else ""."""
     name = key(item) if key is not None else None
     name = own_id if name is None else name
     return "" if name is None else str(name)

@@ -68,7 +68,6 @@ class RequestFacts:
     expected: tuple[float, ...] = ()
 
     def of_first(self, documents: int | None) -> RequestFacts:
-        """Return the facts of at most the first `documents` documents."""
         if documents is None or len(self.documents) <= documents:
             return self
         return replace(self, documents=self.documents[:documents], expected=self.expected[:documents])

@@ -53,7 +53,6 @@ class RequestColumns:
         ]
 
     def deal(self, table: Table, paths: ShardPaths) -> Table:
-        """Return the table with a new column "shard", the number of each row's shard."""
         for name in (SHARD, PERMUTATION):
             if name in table.column_names:
                 raise ValueError(f"the dataset has a column {name!r}, which the plan adds: rename it")

@@ -49,8 +49,7 @@ def find_partings(
     beginnings: Iterable[tuple[LoggedRequest, SharedBeginning]],
     tokens: Callable[[int], int],
 ) -> list[Parting]:
-    """Return the first differences of requests with repeated long lines after them. `tokens` maps characters
-    to tokens."""
+    """`tokens` maps characters to tokens."""
     repeats = _repeated_lines(requests)
     found = []
     for request, shared in beginnings:
@@ -106,7 +105,6 @@ def _digests(text: str) -> list[bytes]:
 
 
 def repeated_parts(requests: Sequence[LoggedRequest]) -> list[dict[bytes, int]]:
-    """Return for each request its long lines that others of its scope have, too, in order: key and characters."""
     repeats = _repeated_lines(requests)
     return [
         {

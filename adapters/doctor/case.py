@@ -29,7 +29,6 @@ class Case:
 
     @cached_property
     def beginnings(self) -> list[tuple[LoggedRequest, SharedBeginning]]:
-        """All requests but the first of each scope, and their longest common prefix with an earlier one."""
         shared = shared_beginnings(self.log.requests)
         return [(each, found) for each, found in zip(self.log.requests, shared, strict=True) if found.earlier]
 
@@ -53,7 +52,6 @@ class Case:
 
 
 def graded(part: int, whole: int, *, bad: float = 0.5, warning: float = 0.1) -> Verdict:
-    """Return the verdict for `part` of `whole` requests with a problem."""
     if not whole or part < warning * whole:
         return "good"
     return "bad" if part >= bad * whole else "warning"

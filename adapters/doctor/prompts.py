@@ -162,7 +162,6 @@ def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Dif
 
 
 def recognise(text: str, at: int) -> tuple[str, str]:
-    """Return the kind of volatile text at a position, and its remedy; both empty if unknown."""
     # From the start of the line if it is close: headers are recognised by it.
     start = max(0, at - _REACH, text.rfind("\n", max(0, at - _REACH), at) + 1)
     window = text[start : at + _REACH]

@@ -52,7 +52,6 @@ class RequestLog:
     cut: bool
 
     def tokens_per_character(self) -> float:
-        """Return the mean by the prompts' reported lengths, or 0.25 without any."""
         known = [each for each in self.requests if each.prompt_tokens and each.text]
         characters = sum(len(each.text) for each in known)
         return sum(each.prompt_tokens or 0 for each in known) / characters if characters else 0.25

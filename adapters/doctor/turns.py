@@ -67,7 +67,6 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _keys(question: str) -> Iterator[str]:
-    """Yield the question and its two ends; nothing for a question too short to be unique."""
     if len(question) < _LEAST:
         return
     yield question

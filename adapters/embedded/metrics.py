@@ -130,7 +130,6 @@ def _stream(stream: StreamStats) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:
-    """Yield metrics of the tiers; vLLM's names call the trie's nodes chunks."""
     tiers = {name: getattr(stats.cache, name) for name in _TIER_NAMES}
     tiers = {name: tier for name, tier in tiers.items() if tier.capacity_bytes or tier.refused}
 

@@ -15,7 +15,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Headers:
-    """Return headers without hop-by-hop ones and `dropped`, names in lower case."""
+    """Names become lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
     left_out = _HOP_BY_HOP.union(dropped)
     for name, value in lowered:

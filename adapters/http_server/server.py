@@ -167,7 +167,7 @@ def most_connections() -> int:
 
 
 def _allow_many_connections() -> int:
-    """Raise the limit of open files, by default 1,024, which systems may refuse."""
+    """Systems allow 1,024 files by default, and may refuse more."""
     try:
         import resource
     except ImportError:

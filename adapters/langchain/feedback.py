@@ -64,7 +64,6 @@ class FeedbackHandler(BaseCallbackHandler):
 
     @property
     def waiting_orderings(self) -> int:
-        """Orderings without an outcome yet."""
         return self._runs.waiting
 
     def on_chain_start(

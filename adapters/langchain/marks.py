@@ -27,7 +27,6 @@ def checked_marks(marks: Marks) -> str:
 
 
 def marked(messages: Sequence[BaseMessage], turn: NextTurn[Any], form: str) -> tuple[list[BaseMessage], dict[str, Any]]:
-    """Return a request's messages with the breakpoints of its turn, and the model's arguments for them."""
     cloud = turn.ordering.cloud
     if not form or cloud is None or cloud.model.rules.resume != "marks":
         return list(messages), {}

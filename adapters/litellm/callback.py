@@ -218,7 +218,7 @@ class OrderDocuments(CustomLogger):  # type: ignore[misc]
 
 
 def _give_name(ordered: dict[str, Any]) -> str:
-    """Return a new name for the request, stored in the metadata that LiteLLM passes to its hooks and never sends."""
+    """LiteLLM passes the metadata to all of its hooks and never sends it."""
     name = uuid.uuid4().hex
     field = next((field for field in _METADATA if isinstance(ordered.get(field), dict)), None)
     if field is None:
@@ -239,7 +239,6 @@ def _bad_request(message: str, data: Mapping[str, Any]) -> Exception:
 
 
 def _answers(chunk: Any) -> bool:
-    """Return whether a chunk shows that the prompt was computed; outside chats any chunk does."""
     choices = member(chunk, "choices")
     return not isinstance(choices, list) or any(map(answers_something, choices))
 

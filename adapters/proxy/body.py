@@ -69,7 +69,7 @@ class Passage(NamedTuple):
     nested: int | None = None
 
     def prefix(self, head: str) -> PromptPrefix:
-        """Return the prompt before `head`'s end; quadratic time if called for each passage."""
+        """Takes quadratic time if called for each passage."""
         *before, own = head.split(BOUNDARY)
         role, parts = self.role, self.parts[: self.number + len(before)]
         if self.nested is not None:

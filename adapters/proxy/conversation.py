@@ -110,11 +110,9 @@ class ChatBody(Body):
         self._put_messages(messages, {passage.place})
 
     def can_be_divided(self, passage: Passage) -> bool:
-        """Return whether a server takes parts instead of the passage's text."""
         return passage.nested is None and passage.field == "content"
 
     def takes_front_mark(self, passage: Passage | None, form: MarkForm) -> bool:
-        """Return whether a breakpoint can precede a passage, or an appended message."""
         messages, place, parts = self._front(passage)
         return place >= 0 and takes_mark(messages[place], form, self.text_kind, parts)
 
@@ -124,7 +122,6 @@ class ChatBody(Body):
             self._mark([(place, parts)], form)
 
     def turn_ends(self, form: MarkForm) -> tuple[int, ...]:
-        """Return the messages of a conversation that end with breakpoints."""
         messages = self._messages(self.fields.get(self.messages_field, _NULL)) or []
         return turn_ends(messages, form, self.text_kind, _is_answer)
 
@@ -177,7 +174,6 @@ class ChatBody(Body):
                     yield from self._texts(inner, read[number].content)
 
     def _instructions(self) -> int:
-        """Return 1 if the instructions field makes a message, else 0."""
         return int(self.fields.get(self.instructions_field, _NULL) != _NULL)
 
     def _messages(self, content: Raw) -> list[Raw] | None:

@@ -65,7 +65,6 @@ class ReplicaBackoff:
 
     @property
     def left_s(self) -> float:
-        """Seconds left, 0 outside a backoff."""
         return max(0.0, max(self._asked_until, self._failed_until) - self._clock())
 
     def ask(self, seconds: float) -> None:
@@ -359,7 +358,6 @@ class Tries:
         self._has_failed = True
 
     def gives_up(self, error: UpstreamError, *, begun: bool) -> bool:
-        """Return whether no other replica may be tried."""
         if not isinstance(error, RefusedError):
             self.failed()
         if begun or self.only is not None or not (self._repeatable or not error.connected):

@@ -330,7 +330,7 @@ class RequestOrderer:
         return self._orderer if parsed.orderer is None else parsed.orderer
 
     def _ends(self, parsed: ParsedBody, permutation: Sequence[int]) -> list[int]:
-        """Return the ends of documents in tokens of the prompt, or [] for estimated lengths."""
+        """Return [] for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [parsed.documents[rank].tokens or 0 for rank in permutation]

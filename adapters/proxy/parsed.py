@@ -72,7 +72,6 @@ def digest_of(*parts: str | bytes | None) -> bytes:
 
 
 def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
-    """Return a digest of model, tenant and everything before the documents."""
     fields = (body.fields.get(name) for name in ("model", *body.shapes_prefix))
     return digest_of(
         body.route,

@@ -54,7 +54,7 @@ class StoredResponses:
         return None if named is None else self._replicas.get(named[1].decode("latin-1"))
 
     async def read(self, response: httpx2.Response, replica: Replica) -> AsyncIterator[bytes]:
-        """Yield the chunks of an answer, and note its id before its end."""
+        """Note the answer's id before its end."""
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_read = 200 <= response.status_code < 300
         lines = EventLines() if kind == "text/event-stream" else None

@@ -67,7 +67,7 @@ class TokenCounter:
         return self._encode(text) if self.exact else estimate_tokens(text)
 
     def suffix(self, suffix: PromptSuffix) -> int:
-        """Return the tokens after the documents. Later messages are estimated: hits do not depend on them."""
+        """Later messages are estimated: hits do not depend on them."""
         characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
         return self.text(suffix.text) + -(-characters // 4)
 

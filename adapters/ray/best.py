@@ -140,7 +140,6 @@ def _make_app(
     bodies_limit: int = BODIES_LIMIT,
     timeouts: Timeouts = Timeouts(),  # noqa: B008
 ) -> ASGIApp:
-    """Options as for the proxy's `make_app`."""
     builder = builder or PromptBuilder("", tokenizer=tokenizer)
     tokens = TokenCounter(builder, tokenizer)
     facts: dict[str, Any] = {"send_facts": send_facts}

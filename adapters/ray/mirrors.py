@@ -56,7 +56,6 @@ class ReplicaMirrors:
 
     @contextmanager
     def in_flight(self, replica: str) -> Iterator[RequestOrderer]:
-        """Yield the replica's orderer; the request counts as in flight during the block."""
         with self._lock:
             mirror = self._of(replica)
             mirror.in_flight += 1

@@ -36,7 +36,6 @@ class ReplicaRequest(NamedTuple):
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be repeated after its replica was lost."""
         has_no_effect = self.method == "POST" and self.target.startswith(b"/v1/") and is_json(self.headers)
         return has_no_effect or self.method in _SAFE
 
@@ -61,7 +60,6 @@ class EngineReplica:
         self._transport = AppTransport(_held(app))
 
     async def answer(self, request: ReplicaRequest) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield status and headers, then the chunks of the body."""
         await self._lifespan.begin()
         try:
             response = await self._send(request)

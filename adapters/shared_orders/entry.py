@@ -55,7 +55,6 @@ def read_order(content: bytes) -> SharedOrder:
 
 
 def is_shareable(key: Hashable) -> bool:
-    """Return whether a key or a scope is the same in all processes, and short."""
     if isinstance(key, str | bytes):
         return type(key) in (str, bytes) and len(key) <= _LONGEST_NAME
     return type(key) is int

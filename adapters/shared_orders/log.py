@@ -167,6 +167,5 @@ class OrderLog:
 
 
 def _place(id: bytes) -> tuple[int, int]:
-    """Return an entry's milliseconds of the server's clock, and its number among the entries of this one."""
     milliseconds, _, number = id.partition(b"-")
     return int(milliseconds), int(number)

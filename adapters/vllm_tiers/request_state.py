@@ -80,7 +80,6 @@ class RequestPath:
         return len(self.keys) if self._device is None else max(self._device, self._loaded)
 
     def counts(self, key: OffloadKey) -> bool:
-        """Return whether the request was counted already, including this chunk."""
         place = self._place(key)
         return self.counted and place is not None and (self.last is None or place < self.last)
 

@@ -33,7 +33,6 @@ def check(case: Case) -> Finding:
 
 
 def _reusable(case: Case) -> tuple[float, float]:
-    """Return the shares of the prompt tokens that an unlimited cache would reuse: in the log's order, and ordered."""
     lengths: dict[str, Any] = {"key": itemgetter(0), "tokens": lambda part: case.tokens(part[1])}
     block_size = case.block_size or 16
     orderers = [
