@@ -77,8 +77,8 @@ class TierLoads:
         room = min(longest_tokens - 1 - self._new_tokens, capacity_tokens // 4)
         if room < block_size:
             raise ServerError(
-                f"the server takes prompts of {room:,} tokens, but its blocks have {block_size}: raise --max-model-len or "
-                "--kv-cache-memory-bytes"
+                f"the server takes prompts of {room:,} tokens, but its blocks have {block_size}: "
+                "raise --max-model-len or --kv-cache-memory-bytes"
             )
         self._capacity_tokens = capacity_tokens
         self._prefix_tokens = room // block_size * block_size
