@@ -107,7 +107,7 @@ class RepeatedDocuments:
         return "".join([*pieces, text[end:]])
 
 
-_REMEMBERED_TURNS = 16384
+_KEPT_TURNS = 16384
 _MOST_BYTES = 8 << 20
 _ENTRY_BYTES = 200
 
@@ -117,7 +117,7 @@ class _SentTurns:
     order, the engine's cache the sent order. At most 16,384 orders in 8 MiB, without text. Thread-safe."""
 
     def __init__(self) -> None:
-        self._orders: LRUCache[Sequence[int]] = LRUCache(_REMEMBERED_TURNS, _MOST_BYTES)
+        self._orders: LRUCache[Sequence[int]] = LRUCache(_KEPT_TURNS, _MOST_BYTES)
 
     def remember(self, scope: bytes, text: str, sent: str, permutation: Sequence[int]) -> None:
         """Note that `text` was sent as `sent`, which a client may have in its history as well."""
