@@ -20,10 +20,10 @@ from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength, read_usage
 from ragorder.clouds import read_cloud_usage
 from ragorder.document import Document
-from ragorder.orderer import OrdererLike
+from ragorder.orderer import Lengths, OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
-from ragorder.trie.histories import Segment
+from ragorder.trie.histories import History, Segment
 
 __all__ = ["OnSent", "OrderedRequest", "RequestOrderer", "SentRequest", "TopicHeader", "TopicRouter", "ranks_value"]
 
@@ -107,8 +107,7 @@ class OnSent(Protocol):
         permutation: Sequence[int],
         *,
         scope: Hashable,
-        suffix_tokens: int,
-        prefix_tokens: int,
+        lengths: Lengths,
     ) -> None:
         """Note the order of documents of a request that is about to be sent. Must not raise."""
 
@@ -244,7 +243,10 @@ class RequestOrderer:
             return CachedLengths(0, 1)
         follows = self._follows(parsed)
         cached_tokens, end = self._of(parsed).predict_cached_tokens(
-            parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens, question=follows or None
+            parsed.documents,
+            scope=parsed.scope,
+            lengths=Lengths(parsed.prefix_tokens),
+            history=_history(follows),
         )
         return CachedLengths(cached_tokens, end + (0 if follows else parsed.suffix_tokens) - cached_tokens)
 
@@ -264,16 +266,15 @@ class RequestOrderer:
             default = orderer.settings.suffix_tokens
             suffix_tokens = self._answer_length.suffix_tokens(parsed.suffix_tokens, limit, default)
             follows = self._follows(parsed)
-            place = partial(
+            own_tokens = suffix_tokens - sum(each.tokens for each in follows[:-1])
+            order = partial(
                 orderer.order,
                 parsed.documents,
                 waiting=[each.documents for each in upcoming if each.scope == parsed.scope and each.left is None],
                 scope=parsed.scope,
-                suffix_tokens=suffix_tokens - sum(each.tokens for each in follows[:-1]),
-                prefix_tokens=parsed.prefix_tokens,
-                question=follows or None,
+                lengths=Lengths(parsed.prefix_tokens, own_tokens),
             )
-            ordering = place(permutation=sent)
+            ordering = order(history=_history(follows, sent))
             if parsed.sent is not None and sent is None:
                 # If that is unknown, use the orderer's order if the engine should have all of it cached, as another
                 # process has sent it; else the client's own.
@@ -282,7 +283,7 @@ class RequestOrderer:
                     sent = ordering.permutation
                 elif list(sent) != list(ordering.permutation):
                     ordering.discard()
-                    ordering = place(permutation=sent)
+                    ordering = order(history=_history(follows, sent))
         try:
             permutation = ordering.permutation if sent is None else sent
             if is_kept := list(permutation) != list(ordering.permutation):
@@ -305,8 +306,7 @@ class RequestOrderer:
                     parsed.documents,
                     permutation,
                     scope=parsed.scope,
-                    suffix_tokens=suffix_tokens,
-                    prefix_tokens=parsed.prefix_tokens,
+                    lengths=Lengths(parsed.prefix_tokens, suffix_tokens),
                 )
             return OrderedRequest(
                 content,
@@ -354,3 +354,7 @@ def _marked(parsed: ParsedBody, ordering: Ordering[Document]) -> Sequence[int]:
     kept = sorted(places[:room])
     cloud.keep_marks(kept)
     return kept
+
+
+def _history(follows: Sequence[Segment], sent: Sequence[int] | None = None) -> History | None:
+    return History(question=follows or None, sent=sent) if follows or sent is not None else None

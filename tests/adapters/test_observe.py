@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.http_server import PageServer
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
@@ -604,14 +604,14 @@ class TestOrdering:
 
     def test_the_prefix_of_a_scope_is_what_its_first_request_says(self) -> None:
         orderer = make_orderer()
-        orderer.order(DOCUMENTS[:2], scope="long", prefix_tokens=320)
+        orderer.order(DOCUMENTS[:2], scope="long", lengths=Lengths(prefix=320))
         orderer.order(DOCUMENTS[:2], scope="short")
         assert orderer.order(DOCUMENTS[:2], scope="long").cached_tokens == 320 + 192
         assert orderer.order(DOCUMENTS[:2], scope="short").cached_tokens == 256
 
     def test_a_wrong_prefix_is_a_fallback(self) -> None:
         orderer = make_orderer(strict=False)
-        assert orderer.order(DOCUMENTS[:2], prefix_tokens=-1).fallback
+        assert orderer.order(DOCUMENTS[:2], lengths=Lengths(prefix=-1)).fallback
 
     def test_evictions_of_a_forgotten_scope_still_count(self) -> None:
         orderer = make_orderer(max_scopes=1, capacity_tokens=600)

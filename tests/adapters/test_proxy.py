@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from support.serve_process import SERVE, ServeProcess, launching
 from support.waiting import eventually
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder import Document, Lengths, Orderer, Ordering, PromptBuilder
 from ragorder.document import Estimate
 from ragorder.ordering import RequestOutcome
 
@@ -354,7 +354,7 @@ class TestTaggedChat:
             names = "".join(rng.sample("abcdefgh", 4))
             proxy.post(tagged(names))
             documents = [Document(name, TEXTS[name]) for name in names]
-            ordering = plain.order(documents, prefix_tokens=builder.prefix_tokens)
+            ordering = plain.order(documents, lengths=Lengths(prefix=builder.prefix_tokens))
             assert far_end.last.json["messages"] == builder.build("Which?", ordering).messages
             ordering.confirm(512, 607)
 
