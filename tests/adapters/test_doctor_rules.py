@@ -156,7 +156,7 @@ class TestTextBeforeTheDocuments:
         """The same five documents in any order: all of them could be reused."""
         rotated = [chat([*NAMES[number % 5 : 5], *NAMES[: number % 5]], f"number {number}?") for number in range(20)]
         advice = str(examine(served(rotated), block_size=16)["order of documents"].advice)
-        ordered, plain = map(int, re.findall(r"(\d+) % (?:of the prompt|as they stand)", advice))
+        ordered, plain = map(int, re.findall(r"(\d+) % (?:of the prompt|in the log's order)", advice))
         assert 50 < ordered <= 100
         assert plain < ordered - 10
 

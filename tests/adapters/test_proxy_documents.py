@@ -455,7 +455,7 @@ class TestIdsThatAreRanks:
         assert keys("one") != keys("two")
 
     def test_d7_a_template_without_an_id_has_none_to_number(self) -> None:
-        with pytest.raises(TemplateError, match=r"need \{id}"):
+        with pytest.raises(TemplateError, match=r"needs \{id}"):
             make_app(
                 Orderer(), upstream="http://far.end", template=DocumentTemplate("<d>{text}</d>"), number_by_place=True
             )

@@ -25,9 +25,8 @@ def check(case: Case) -> Finding:
     plain, ordered = (100 * share for share in _reusable(case))
     advice = (
         "order them with ragorder. With each repeated line as a document and an unlimited cache, "
-        f"about {ordered:.0f} % of the prompt tokens could be reused, {plain:.0f} % in the log's order; `ragorder "
-        "replay "
-        "LOG`, of a log with the ids of the documents, shows it by size of the cache"
+        f"about {ordered:.0f} % of the prompt tokens could be reused, {plain:.0f} % in the log's order; "
+        "`ragorder replay LOG`, of a log with the ids of the documents, shows it by size of the cache"
     )
     return Finding(_CHECK, "warning", found, advice)
 
