@@ -1616,7 +1616,7 @@ class TestConversation:
             connect().client.conversation(["hello"])
         with pytest.raises(TypeError, match="rebase must hold the documents"):
             connect().client.conversation(rebase=True)
-        with pytest.raises(ValueError, match="tools: answers of a conversation are texts"):
+        with pytest.raises(ValueError, match="tools: a conversation has text answers only"):
             connect().client.conversation().ask(QUERY, DOCUMENTS, tools=[{}])
 
 
