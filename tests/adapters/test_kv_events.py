@@ -1036,7 +1036,7 @@ class TestWhatIsNeeded:
         done = python(
             "-c",
             "from ragorder.adapters.vllm.kv_events import KVEventSubscriber\n"
-            "from ragorder.trie.residency import EngineBlocks\n"
+            "from ragorder.trie.residency.blocks import EngineBlocks\n"
             "KVEventSubscriber(EngineBlocks(16), 'tcp://127.0.0.1:5557')\n",
             blocked=(package,),
         )

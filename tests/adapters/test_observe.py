@@ -77,12 +77,7 @@ class TestObservedOrderer:
         plain, watched = make_orderer(), ObservedOrderer(make_orderer(), [Recorder()])
         for documents, waiting in zip(asked(60), asked(60, seed=1), strict=True):
             for scope in ("a", "b"):
-                options: dict[str, Any] = {
-                    "scope": scope,
-                    "waiting": [waiting],
-                    "suffix_tokens": 40,
-                    "prefix_tokens": 8,
-                }
+                options: dict[str, Any] = {"scope": scope, "waiting": [waiting], "lengths": Lengths(8, 40)}
                 expected, ordering = plain.order(documents, **options), watched.order(documents, **options)
                 assert ordering.permutation == expected.permutation
                 assert ordering.cached_tokens == expected.cached_tokens
